@@ -1,6 +1,6 @@
-"""Runs every benchmark, keeps the figures in `performance.json`, and makes the page's tables and plot of them again.
+"""Run every benchmark, keep the figures in `performance.json`, and rebuild the page's tables and plot from them.
 
-Run `make bench` on a machine that does nothing else; `--report` only makes tables and plot again.
+Run `make bench` on an otherwise idle machine; `--report` only rebuilds the tables and the plot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RUN = {
 
 
 def measure(directory: Path, *, only: list[str], quick: bool) -> None:
-    """Run the benchmarks and put their figures beside those that are there."""
+    """Run the benchmarks and merge their figures into the existing ones."""
     kept = directory / "performance.json"
     figures = json.loads(kept.read_text()) if kept.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -40,12 +40,12 @@ def measure(directory: Path, *, only: list[str], quick: bool) -> None:
             output = Path(temporary) / f"{name}.json"
             _RUN[name](["--output", str(output), *(["--quick"] if quick else [])])
             figures[name] = json.loads(output.read_text())
-            figures.pop("note", None)  # on figures that were put together by hand
+            figures.pop("note", None)  # a note about figures that were merged by hand
             kept.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, then make the page and the plot."""
+    """Measure, then rebuild the page and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=_RUN, help="only this one; may be given several times")
     parser.add_argument("--quick", action="store_true", help="short runs, to see that it runs: figures mean nothing")

@@ -1,7 +1,7 @@
-"""The floor: what the format allows in plain Python, with nothing of what a library has to do besides.
+"""The floor: what the format allows in plain Python, without any other duty of a library.
 
-It reads the fixed-size columns of MDS shards that are on this machine, in any order. It fetches, verifies, resumes and
-shares nothing, and its shuffle is one permutation of all samples in memory.
+The floor reads the fixed-size columns of local MDS shards in any order. It does not fetch, verify, resume or share
+anything. Its shuffle is one permutation of all samples in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Floor(Dataset[dict[str, Any]]):
-    """All samples of an MDS data set by their number."""
+    """All samples of an MDS data set, by number."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

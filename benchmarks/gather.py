@@ -1,7 +1,7 @@
-"""What saving and resuming take with up to 4,096 ranks: rank 0's work done for real, the network by a model.
+"""The cost of saving and resuming with up to 4,096 ranks: rank 0's work is done for real, the network is modeled.
 
-One state of a rank is taken from a fit in two ranks with 8 workers each, and copied for each of the others. The ranks'
-own work is measured where it happens, and the exchange in as many processes as the machine takes.
+The state of one rank comes from a fit with two ranks and 8 workers each. It is copied for each of the other ranks. The
+ranks' own work is measured where it happens. The exchange is measured in as many processes as the machine can run.
 
 Run `python benchmarks/gather.py --help` from the repository.
 """
@@ -44,19 +44,19 @@ from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
 
 NUM_WORKERS = 8
 NUM_RANKS = (8, 64, 512, 1024, 4096)
-# What the model takes for granted, since there is one machine here: a network of 10 Gbit/s at rank 0, and the time from
-# one rank to the next and back on its feet.
+# Assumptions of the model, since there is only one machine here: a network of 10 Gbit/s at rank 0, and the time from
+# one rank to the next, waking it included.
 BYTES_PER_SECOND = 1.25e9
 HOP_SECONDS = 50e-6
 _BATCH_SIZE, _STEP = 32, 60
 
 
 def states(directory: Path, num_workers: int, *, alike: bool) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return an autosave of two ranks in the middle of an epoch, and what making a state takes.
+    """Return an autosave of two ranks in the middle of an epoch, and the cost of building a state.
 
     Args:
-        directory: For the run.
-        num_workers: Of each rank.
+        directory: Directory for the run.
+        num_workers: Number of workers of each rank.
         alike: Whether both ranks have the same seed, as `seed_everything` gives them.
     """
     seconds = in_ranks(_fit_and_save, 2, directory, num_workers, alike)
@@ -86,7 +86,7 @@ def _fit_and_save(directory: Path, num_workers: int, alike: bool) -> dict[str, f
 
 
 def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
-    """Return what it takes so many real processes to connect and to tell rank 0 so much."""
+    """Return the cost of connecting `num_ranks` real processes and sending `num_bytes` from each to rank 0."""
     found: dict[str, float] = in_ranks(_tell, num_ranks, num_bytes, rounds)
     return found
 
@@ -111,7 +111,7 @@ def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def first_ranks_work(checkpoint: dict[str, Any], num_ranks: int, directory: Path) -> dict[str, float]:
-    """Return what rank 0 does alone with the states of so many, and what each does that continues from the file."""
+    """Return the work of rank 0 alone with the states of `num_ranks`, and the work of each rank that resumes."""
     [first, other] = checkpoint[KEY]["ranks"]
     pickled = pickle.dumps(other)
     began = time.perf_counter()
@@ -148,16 +148,16 @@ def median_of(call: Callable[[], Any], times: int = 9) -> float:
 
 
 def slope(points: dict[int, float]) -> float:
-    """Return by how much the values grow with each rank: the least squares' line."""
+    """Return the growth of the values with each rank, by least squares."""
     at, values = statistics.mean(points), statistics.mean(points.values())
     return sum((n - at) * (value - values) for n, value in points.items()) / sum((n - at) ** 2 for n in points)
 
 
 def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str, float]:
-    """Return `work` with the time that telling rank 0 takes.
+    """Return `work` with the time that sending to rank 0 takes.
 
-    The sizes go round by all ranks first, one after the other; then rank 0 has the bytes of all of them to receive, and
-    some work with each message.
+    First the sizes pass through all ranks, one after the other. Then rank 0 receives the bytes of all ranks, with some
+    work for each message.
     """
     network = num_ranks * HOP_SECONDS + work["told_bytes"] / BYTES_PER_SECOND + num_ranks * each_s
     save = network + sum(work[name] for name in ("unpickle_s", "check_s", "write_s"))
@@ -165,7 +165,7 @@ def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str,
 
 
 def measure(directory: Path, *, quick: bool) -> dict[str, Any]:
-    """Return the pieces, and what they come to with each number of ranks."""
+    """Return the parts, and their total for each number of ranks."""
     num_ranks = NUM_RANKS[:2] if quick else NUM_RANKS
     exchanged = {n: exchange(n, 1000, 3 if quick else 20) for n in ((2, 4) if quick else (2, 4, 8, 16, 32))}
     each_s = max(0.0, slope({n: found["processor_s"] for n, found in exchanged.items()}))

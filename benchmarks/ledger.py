@@ -1,4 +1,4 @@
-"""What a ledger costs a step: fits with the callback and a ledger, and with the callback alone, paired in one process.
+"""The cost of a ledger per step: fits with and without a ledger, both with the callback, paired in one process.
 
 Run `python benchmarks/ledger.py --help` from the repository.
 """
@@ -30,7 +30,7 @@ _WARM_UP_STEPS = 10
 
 
 class LargeImages(Dataset[tuple[Tensor, int]]):
-    """Images of 224x224, without any work: a batch of 64 is 38.5 MB that are to be read for its digest."""
+    """Images of 224x224 that cost nothing to load. A batch of 64 is 38.5 MB, all of which is read for its digest."""
 
     def __init__(self, length: int) -> None:
         self.image = torch.rand(3, 224, 224)
@@ -44,7 +44,7 @@ class LargeImages(Dataset[tuple[Tensor, int]]):
 
 
 class LargeConvNet(ConvNet):
-    """The same small net on images of 224x224, made as small as its own first: a step that is short for its batch."""
+    """The same small net on images of 224x224, pooled to the original size first: its step is short for its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Case:
     steps_share: float = 1.0
 
     def loader(self, steps: int) -> DataLoader[Any]:
-        """Return a loader of so many batches."""
+        """Return a loader of `steps` batches."""
         dataset = self.dataset(steps * self.batch_size)
         return DataLoader(dataset, batch_size=self.batch_size, num_workers=self.num_workers)
 
@@ -78,7 +78,7 @@ CASES = {
 
 
 def step_times(case: Case, *, steps: int, directory: Path, has_ledger: bool) -> Tensor:
-    """Fit once; return the seconds of each step but the first few."""
+    """Fit once; return the seconds of each step except the first few."""
     torch.manual_seed(0)
     loader, model = case.loader(steps), case.model()
     gc.collect()
@@ -88,7 +88,7 @@ def step_times(case: Case, *, steps: int, directory: Path, has_ledger: bool) -> 
 
 
 def measure(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the time of a step without a ledger, and the ratio of that with one to it."""
+    """Return the time of a step without a ledger, and the ratio of a step with a ledger to it."""
     steps = max(_WARM_UP_STEPS + 10, int(steps * case.steps_share))
     found: dict[bool, list[Tensor]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as temporary:
@@ -107,7 +107,7 @@ def measure(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the cases asked for, print a table and write the figures."""
+    """Measure the requested cases, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
     parser.add_argument("--rounds", type=int, default=10, help="fits of each kind (default: 10)")

@@ -1,6 +1,6 @@
-"""The libraries that read streaming data sets, each in a process of its own that lives through all rounds.
+"""The libraries that read streaming data sets, each in its own process that lives through all rounds.
 
-All of them get the same samples, in files of their own format and of the same size.
+All libraries get the same samples, in files of their own format and of equal size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POOL = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """A data set of so many samples of one number and one array."""
+    """A data set of `num_samples` samples, each with one number and one array."""
 
     name: str
     num_samples: int
@@ -43,7 +43,7 @@ class Data:
     batch_size: int
 
     def sample(self, number: int) -> dict[str, Any]:
-        """Return one of them."""
+        """Return one sample."""
         values = _pool(self.dtype, self.length)[number % _POOL].copy()
         values[0] = number % 251
         return {"number": number, "values": values}
@@ -61,11 +61,11 @@ def _pool(dtype: str, length: int) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a data set is read.
+    """The place from which a data set is read.
 
     Args:
-        directory: Where it was written.
-        cache: An empty directory to copy it to, for what is read as if it were far away; ``None``: read where it is.
+        directory: The directory that it was written to.
+        cache: An empty directory to copy it to, if it is read as a remote data set; ``None`` to read it in place.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class Place:
 
 
 class Library(Protocol):
-    """One way to read."""
+    """One library for reading."""
 
     format: str
 
@@ -92,7 +92,7 @@ class Plain:
     format = "mds"
 
     def write(self, data: Data, directory: Path) -> None:
-        """Write with our own writer, whose files equal those of the original byte for byte."""
+        """Write with our own writer. Its files equal the original's files byte for byte."""
         from lightning_faulttolerant.streaming import MDSWriter
 
         with MDSWriter(out=str(directory), columns=data.columns, size_limit=data.shard_bytes) as writer:
@@ -100,7 +100,7 @@ class Plain:
                 writer.write(data.sample(number))
 
     def loader(self, data: Data, place: Place, *, num_workers: int, shuffle: bool, at: int) -> Iterable[Any]:
-        """Return one that has copied the whole data set, if it is far away: it knows no other way."""
+        """Return a loader. If the data set is remote, it copies all of it first, since it knows no other way."""
         if place.cache is not None:
             shutil.copytree(place.directory, place.cache, dirs_exist_ok=True)
         where = place.cache or place.directory
@@ -136,7 +136,7 @@ class Mosaic(Plain):
 def _of_streaming(
     streaming: Any, data: Data, place: Place, *, num_workers: int, shuffle: bool, at: int
 ) -> Iterable[Any]:
-    """Return the loader of a library with these names: the original's or ours."""
+    """Return the loader of a library with these class names: the original's or ours."""
     where: dict[str, Any] = {"local": str(place.cache or place.directory)}
     if place.cache is not None:
         where["remote"] = str(place.directory)
@@ -149,7 +149,7 @@ def _of_streaming(
 
 
 class LitData:
-    """LitData, with files that its own `optimize` has written."""
+    """LitData, with files written by its own `optimize`."""
 
     format = "litdata"
 
@@ -159,7 +159,7 @@ class LitData:
         self.litdata = litdata
 
     def write(self, data: Data, directory: Path) -> None:
-        """Write them in one process."""
+        """Write the samples in one process."""
         self.litdata.optimize(
             fn=partial(_sample, data),
             inputs=list(range(data.num_samples)),
@@ -194,7 +194,7 @@ LIBRARIES: dict[str, Callable[[], Library]] = {"ours": Ours, "mosaic": Mosaic, "
 def throughput(
     library: Library, data: Data, directory: Path, *, num_workers: int, shuffle: bool, seconds: float
 ) -> float:
-    """Return samples per second, from the first batch of an epoch on, for so long or to its end."""
+    """Return samples per second from the first batch of an epoch on, for `seconds` or to the end of the epoch."""
     loader = library.loader(data, Place(directory=directory), num_workers=num_workers, shuffle=shuffle, at=0)
     batches = iter(loader)
     next(batches)
@@ -211,7 +211,7 @@ def throughput(
 def first_batch(
     library: Library, data: Data, directory: Path, *, num_workers: int, at: float, cold: bool
 ) -> tuple[float, int]:
-    """Return the seconds until a loader made again has its first batch, and how many shards were fetched by then."""
+    """Return the seconds until a new loader has its first batch, and the number of shards fetched by then."""
     group = data.batch_size * max(1, num_workers)
     position = int(data.num_samples * at) // group * group
     with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as temporary:
@@ -229,14 +229,14 @@ def first_batch(
 
 
 def write(library: Library, data: Data, directory: Path) -> None:
-    """Write a data set, silently."""
+    """Write a data set without output."""
     directory.mkdir(parents=True)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         library.write(data, directory)
 
 
 class Served:
-    """A library in a process of its own, which does one thing after the other."""
+    """A library in its own process, which runs one call after the other."""
 
     def __init__(self, name: str, directory: Path) -> None:
         context = get_context("spawn")
@@ -249,7 +249,7 @@ class Served:
         self.format: str = self._answer()
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Return what ``function(library, *arguments, **options)`` returns there."""
+        """Return the result of ``function(library, *arguments, **options)`` in that process."""
         self._connection.send((function, arguments, options))
         return self._answer()
 
@@ -272,7 +272,7 @@ class Served:
 
 
 def _serve(name: str, connection: Connection, directory: str) -> None:
-    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # a streaming.py is in it
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # it has a streaming.py
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["LITDATA_CACHE_DIR"] = directory
@@ -284,9 +284,9 @@ def _serve(name: str, connection: Connection, directory: str) -> None:
         function, arguments, options = asked
         set_start_method(
             "fork", force=True
-        )  # torch's default; a spawned process has another one, and so has `optimize`
+        )  # torch's default; a spawned process has another one, and so does `optimize`
         try:
             connection.send((True, function(library, *arguments, **options)))
-        except Exception:  # noqa: BLE001 -- told to the process that asked
+        except Exception:  # noqa: BLE001 -- reported to the calling process
             connection.send((False, traceback.format_exc()))
         gc.collect()

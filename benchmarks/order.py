@@ -1,6 +1,7 @@
-"""What the order of an epoch costs, by the number of its samples and by where a run resumes: ours, and the original's.
+"""The cost of an epoch's order, by number of samples and place of the resume: ours, and the original's.
 
-Only the order: the index is made up, and nothing is read. It is paid at each start of an epoch and at each resume.
+It measures only the order: the index is made up, and nothing is read. A run pays this at each start of an epoch and at
+each resume.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAMPLES_PER_SHARD = 4096
 BATCH_SIZE = 256
 SEED = 9176
 POSITIONS = (0.0, 0.1, 0.5, 0.9, 0.99)
-# The original's takes 4 GB and 20 seconds for 100 million.
+# The original takes 4 GB and 20 seconds for 100 million samples.
 MOST_OF_MOSAIC = 10_000_000
 
 
@@ -42,8 +43,8 @@ def ours(sizes: np.ndarray[Any, Any], position: int) -> Any:
 
 
 def mosaic(sizes: np.ndarray[Any, Any], position: int) -> Any:
-    """Return the same of the original's default shuffle: it makes the whole epoch's order first."""
-    # Where a script of this directory is run, its streaming.py would be taken for the package.
+    """Return the same from the original's default shuffle, which computes the order of the whole epoch first."""
+    # A script in this directory would import the streaming.py next to it instead of the package.
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     from tests.foreign import mosaic as original
 
@@ -56,11 +57,11 @@ def mosaic(sizes: np.ndarray[Any, Any], position: int) -> Any:
 
 
 def measure(function: Callable[[Any, int], Any], num_samples: int, *, at: float, rounds: int) -> dict[str, float]:
-    """Return the median of the seconds until the samples of the first batch are known, and the most memory for it."""
+    """Return the median of the seconds until the first batch's samples are known, and the peak memory for it."""
     sizes = sizes_of(num_samples)
     position = int(num_samples * at) // BATCH_SIZE * BATCH_SIZE
     if num_samples <= MOST_OF_MOSAIC:
-        function(sizes[:2], 0)  # imports
+        function(sizes[:2], 0)  # triggers the imports
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -75,7 +76,7 @@ def measure(function: Callable[[Any, int], Any], num_samples: int, *, at: float,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all, print and write the figures."""
+    """Measure all orders, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7)")
     parser.add_argument("--quick", action="store_true", help="few samples: figures mean nothing")

@@ -1,6 +1,6 @@
-"""What the callback costs a step: fits with it, without it, and with an empty callback, paired in one process.
+"""The cost of the callback per step: fits with it, without it, and with an empty callback, paired in one process.
 
-With ``--ranks n`` in n processes that train together, each with all of these fits in the same order.
+With ``--ranks n``, this runs in n processes that train together. Each does all of these fits in the same order.
 
 Run `python benchmarks/overhead.py --help` from the repository.
 """
@@ -67,7 +67,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, steps: int, *, num_ranks: int = 1) -> DataLoader[Any]:
-        """Return a loader of so many batches for each rank."""
+        """Return a loader of `steps` batches for each rank."""
         dataset = self.dataset(steps * self.batch_size * num_ranks)
         return DataLoader(
             dataset,
@@ -111,12 +111,12 @@ CASES = {
         model=TimedModel, num_workers=2, target=None, dataset=partial(StatefulStream, 32)
     ),
 }
-# Those whose time is not that of waiting for a core, where each has one or two.
+# The cases in which a rank with one or two cores does not spend its time waiting for a core.
 CASES_OF_RANKS = ("plain", "shuffled", "metrics", "shuffled, 2 workers")
 
 
 def step_times(case: Case, variant: str, steps: int, directory: Path, *, num_ranks: int = 1) -> Tensor:
-    """Fit once; return the seconds of each step but the first few, in which everything is set up."""
+    """Fit once; return the seconds of each step except the first few, in which everything is set up."""
     torch.manual_seed(0)
     loader, model = case.loader(steps, num_ranks=num_ranks), case.model()
     gc.collect()
@@ -128,24 +128,24 @@ def step_times(case: Case, variant: str, steps: int, directory: Path, *, num_ran
 def all_times(
     case: Case, orders: list[list[str]], steps: int, directory: Path, num_ranks: int = 1
 ) -> dict[str, list[Tensor]]:
-    """Fit each variant once in each round, in the order that is given for it; return its step times in each."""
+    """Fit each variant once per round, in the given order. Return its step times per round."""
     found: dict[str, list[Tensor]] = {variant: [] for variant in VARIANTS}
     for number, order in enumerate(orders):
         for variant in order:
-            place = directory / f"{number}" / variant  # the same one on each rank
+            place = directory / f"{number}" / variant  # the same directory on each rank
             found[variant].append(step_times(case, variant, steps, place, num_ranks=num_ranks))
     return found
 
 
 def lower_half(times: Tensor) -> float:
-    """Return the mean of the shorter half of the steps: what others do on the machine only ever makes steps longer."""
+    """Return the mean of the shorter half of the steps. Other load on the machine only makes steps longer."""
     return times.sort().values[: max(1, len(times) // 2)].mean().item()
 
 
 def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: int = 1) -> dict[str, Any]:
-    """Return the step times of each variant, on rank 0, and their ratios to those of the fit without."""
+    """Return the step times of each variant on rank 0, and their ratios to those of the fit without the callback."""
     steps = max(_WARM_UP_STEPS + 10, int(steps * case.steps_share))
-    # Drawn, so that none always follows the same one; here, so that all ranks have the same order.
+    # Drawn at random, so that no variant always follows the same one. Drawn here, so that all ranks use the same order.
     orders = [random.sample(list(VARIANTS), len(VARIANTS)) for _ in range(rounds)]
     with tempfile.TemporaryDirectory(dir=directory) as place:
         fits = (case, orders, steps, Path(place), num_ranks)
@@ -163,7 +163,7 @@ def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: 
 
 
 def ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
-    """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn again, lie."""
+    """Return the ratio over all rounds, and the range that contains 90 of 100 resampled choices of rounds."""
     rounds = range(len(times))
     ratios = []
     for _ in range(_CHOICES):
@@ -175,7 +175,7 @@ def ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the cases asked for, print a table and write the figures."""
+    """Measure the requested cases, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
     parser.add_argument("--ranks", type=int, default=1, help="so many ranks under DDP, over gloo (default: 1)")
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f" {found['target'] or '-':>7}",
                 flush=True,
             )
-            if options.output is not None:  # each time: all of them take long
+            if options.output is not None:  # after each case, since all of them take long
                 options.output.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
 
 

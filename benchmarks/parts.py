@@ -1,4 +1,4 @@
-"""What each part of the work costs: timed where it happens, since a training step leaves the processor's caches cold.
+"""The cost of each part of the work, timed in a real fit, since a training step leaves the processor's caches cold.
 
 Run `python benchmarks/parts.py --help` from the repository.
 """
@@ -35,7 +35,7 @@ _WIDTHS = {"BoringModel": 0, "10 million parameters": 3162}
 
 
 class Clocked:
-    """Notes how long each call of a method takes, in this process or in one that is forked from it.
+    """Records the duration of each call of a method, in this process or in a process forked from it.
 
     Args:
         owner: The class.
@@ -66,12 +66,12 @@ class Clocked:
 
     @property
     def seconds(self) -> list[float]:
-        """All calls, in their order."""
+        """The durations of all calls, in order."""
         return list(self._seconds[: min(_MOST, self._num_calls[0])])
 
 
 class WideModel(LightningModule):
-    """One square layer and Adam: three times its parameters in each checkpoint."""
+    """One square layer with Adam. Each checkpoint holds three times its parameters."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class WideModel(LightningModule):
 
 
 class SaveEachStep(Callback):
-    """Saves as Lightning does, and notes how long that takes."""
+    """Saves as Lightning does, and records how long that takes."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "lightning.ckpt"
@@ -103,7 +103,7 @@ def lower_median(seconds: Sequence[float]) -> float:
 
 
 def calls(steps: int, directory: Path) -> dict[str, float]:
-    """Return the microseconds of what is done at each boundary, in each worker's batch, and now and then."""
+    """Return the microseconds of the work at each boundary, in each worker's batch, and from time to time."""
     found = {}
     for num_workers in (0, 2):
         with Clocked(Boundary, "before_batch") as boundary, Clocked(RunState, "capture") as capture:
@@ -120,7 +120,7 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
 
 
 def save(width: int, steps: int, directory: Path) -> dict[str, float]:
-    """Return the seconds of an autosave, and of a checkpoint of Lightning's, for a model with a layer so wide."""
+    """Return the seconds of an autosave and of a checkpoint of Lightning's, for a model with a layer of this width."""
 
     def run(callbacks: list[Callback]) -> None:
         fit(WideModel(width) if width else TimedModel(), loader, callbacks, directory)

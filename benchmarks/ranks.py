@@ -1,4 +1,4 @@
-"""Runs a function in several ranks on this machine, each a process that is set up as torchrun sets it up."""
+"""Run a function in several ranks on this machine, in processes set up the way torchrun does it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_faulttolerant.testing.processes import run_ranks
 
 
 def in_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, limit_seconds: float = 600) -> Any:
-    """Call `function` with `arguments` in each of so many ranks, and return what rank 0's call returns.
+    """Call `function` with `arguments` in each of `num_ranks` ranks, and return the result of rank 0.
 
     Args:
-        function: Returns on rank 0 what ``torch.load(weights_only=True)`` takes.
+        function: Its result on rank 0 must be loadable by ``torch.load(weights_only=True)``.
         num_ranks: The world size.
-        arguments: For each call.
-        limit_seconds: After this time the processes are killed.
+        arguments: The arguments of each call.
+        limit_seconds: After this time, the processes are killed.
 
     Raises:
-        RuntimeError: If one of them fails.
-        TimeoutError: If they have not ended in time.
+        RuntimeError: If a process fails.
+        TimeoutError: If the processes have not ended in time.
     """
     with tempfile.TemporaryDirectory() as directory:
         kept = Path(directory) / "result.pt"

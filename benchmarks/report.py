@@ -1,6 +1,6 @@
-"""Puts the measured figures into the tables of `docs/performance.md`, and draws its plot.
+"""Put the measured figures into the tables of `docs/performance.md`, and draw its plot.
 
-Between ``<!-- name -->`` and ``<!-- end -->`` the page holds what this module writes; the rest is written by hand.
+This module writes the parts between ``<!-- name -->`` and ``<!-- end -->``; the rest is written by hand.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from benchmarks.report_streaming import table
 
 Figures = Mapping[str, Any]
 
-# Measured with lightning 1.9.5's own fault tolerance against itself without, on the same machine.
+# Measured: Lightning 1.9.5 with its own fault tolerance against Lightning 1.9.5 without it, on the same machine.
 LIGHTNING_19 = {"plain": 1.58, "plain, 2 workers": 1.72, "metrics": 1.34}
 _BLUE, _GREY, _RED = "#1f6fb4", "#8a8f98", "#c8102e"
 
 
 def filled(page: str, figures: Figures) -> str:
-    """Return the page with every table again."""
+    """Return the page with every table rebuilt."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
@@ -239,7 +239,7 @@ PARTS = ("overhead", "ranks", "gather", "ledger", "parts", "resume", "save", "si
 
 
 def draw(path: Path, figures: Figures) -> None:
-    """Write the plot of the ratios: ours, an empty callback's, Lightning 1.9's, and the most that is allowed."""
+    """Write the plot of the ratios: ours, an empty callback's, Lightning 1.9's, and the allowed maximum."""
     import matplotlib  # not needed for the tables
 
     matplotlib.use("Agg")

@@ -8,12 +8,12 @@ from typing import Any
 Figures = Mapping[str, Any]
 
 _LIBRARIES = {"mosaic": "MosaicML", "litdata": "LitData", "floor": "floor", "ours": "**ours**"}
-# At least so many times as many samples per second as MosaicML Streaming; as LitData, in any case.
+# The least ratio of samples per second to MosaicML Streaming. The least ratio to LitData is 1 in any case.
 TARGETS = {("small", 0): 6, ("small", 2): 4, ("big", 0): 3, ("big", 2): 2}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column is text and whose others are figures."""
+    """Return a table with text in its first column and figures in the others."""
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

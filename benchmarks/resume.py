@@ -1,4 +1,4 @@
-"""The time to the first step: of a fresh fit, and of one resumed far inside its epoch, for torch's own samplers.
+"""The time to the first step of a fresh fit, and of a fit resumed far inside its epoch, for torch's own samplers.
 
 Run `python benchmarks/resume.py --help` from the repository.
 """
@@ -36,7 +36,7 @@ _TARGET = 1.2
 
 
 class Numbers(Dataset[int]):
-    """So many samples that cost nothing: only their order is of interest."""
+    """Samples that cost nothing: only their order is of interest."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -48,8 +48,8 @@ class Numbers(Dataset[int]):
         return index
 
 
-class ReachedStep(Exception):  # noqa: N818 - it is no error
-    """The run is where it was to come."""
+class ReachedStep(Exception):  # noqa: N818 - it is not an error
+    """The run has reached its target step."""
 
 
 class StopAt(Callback):
@@ -69,7 +69,7 @@ def collate(samples: list[int]) -> Tensor:
 
 
 def seconds_to_reach(*arguments: Any) -> float:
-    """Start or resume a fit in a process of its own, as after a crash, and return what `_seconds_to_reach` does."""
+    """Start or resume a fit in a separate process, as after a crash, and return the result of `_seconds_to_reach`."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=lambda: sender.send(_seconds_to_reach(*arguments)))
@@ -103,7 +103,7 @@ def _seconds_to_reach(batch: int, sampler: str, num_workers: int, num_samples: i
 def measure(
     sampler: str, num_workers: int, *, num_samples: int, at: float, rounds: int, directory: Path
 ) -> dict[str, float]:
-    """Return the median seconds of fresh fits and of resumed ones."""
+    """Return the median seconds of fresh fits and of resumed fits."""
     batch = int(_NUM_BATCHES * at)
     far = directory / f"{sampler}-{num_workers}"
     seconds_to_reach(batch, sampler, num_workers, num_samples, far)

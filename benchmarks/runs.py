@@ -1,4 +1,4 @@
-"""The fits that the benchmarks measure: Lightning's `BoringModel`, the worst case there is, and a small conv net."""
+"""The fits that the benchmarks measure: Lightning's `BoringModel`, which is the worst case, and a small conv net."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_faulttolerant")
 
 
 class TimedModel(BoringModel):
-    """`BoringModel` that notes when each of its steps begins."""
+    """`BoringModel` that records when each of its steps begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TimedModel(BoringModel):
 
 
 class MetricsModel(TimedModel):
-    """Logs two metrics at each step and over the epoch."""
+    """A model that logs two metrics at each step and over the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class MetricsModel(TimedModel):
 
 
 class ChangingModel(TimedModel):
-    """Changes ten attributes of its own at each step."""
+    """A model that changes ten of its attributes at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class ConvNet(LightningModule):
 
 
 class AugmentedImages(Dataset[tuple[Tensor, int]]):
-    """Random images of 32x32, each cropped, flipped and made brighter or darker at random."""
+    """Random images of 32x32, each randomly cropped, flipped and changed in brightness."""
 
     def __init__(self, length: int) -> None:
         self.images = torch.randint(0, 256, (512, 3, 40, 40), dtype=torch.uint8)
@@ -133,7 +133,7 @@ class BareRandomDataset(RandomDataset):
 
 
 class GrowingDataset(BareRandomDataset):
-    """Holds 10,000 small objects, and fills a cache."""
+    """A data set that holds 10,000 small objects and fills a cache."""
 
     def __init__(self, size: int, length: int) -> None:
         super().__init__(size, length)
@@ -146,14 +146,14 @@ class GrowingDataset(BareRandomDataset):
 
 
 class Annotation:
-    """What is known of one sample."""
+    """The annotation of one sample."""
 
     def __init__(self, number: int) -> None:
         self.number, self.boxes = number, [{"left": number, "labels": ["a", "b"]}]
 
 
 class OwnSampler(Sampler[int]):
-    """In order, as `SequentialSampler`, but none of torch's: what it draws, and when, is not known."""
+    """A sequential sampler that is not one of torch's, so that its draws and their times are unknown."""
 
     def __init__(self, dataset: BareRandomDataset) -> None:
         self.length = len(dataset)
@@ -166,7 +166,7 @@ class OwnSampler(Sampler[int]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """The samples of `BareRandomDataset` one after the other, each worker its share: resumed by drawing them again."""
+    """The samples of `BareRandomDataset` in order, each worker with its share. A resume draws them again."""
 
     def __init__(self, size: int, length: int) -> None:
         self.source = BareRandomDataset(size, length)
@@ -182,7 +182,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class StatefulStream(Stream):
-    """The same, able to say where it is."""
+    """The same stream with a state, so that it can report its place."""
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -199,7 +199,7 @@ def fit(
     *,
     num_ranks: int = 1,
 ) -> Trainer:
-    """Fit one epoch on the CPU, with the trainer's defaults but for what it would write and show besides."""
+    """Fit one epoch on the CPU. Use the trainer's defaults, except for files and output."""
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -224,7 +224,7 @@ def be_quiet() -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return what the figures were measured on."""
+    """Return the description of the machine and software of a measurement."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

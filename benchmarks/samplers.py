@@ -1,7 +1,7 @@
-"""What a sampler costs, from 10^4 to 10^9 samples: the time to a position, the memory, and each index from there on.
+"""The cost of a sampler for 10^4 to 10^9 samples: the time to a position, the memory, and the time of each later index.
 
-torch's `DistributedSampler`, which has no position, is stepped forward to it; ours goes there. Each figure is of a
-process of its own, with one rank. What would take more memory than `--gigabytes` is left out: so torch's of 10^9.
+torch's `DistributedSampler` has no position and is stepped forward to it; ours jumps there. Each figure comes from its
+own process, with one rank. A case that would take more memory than `--gigabytes` is left out: torch's with 10^9.
 Run `python benchmarks/samplers.py --help` from the repository.
 """
 
@@ -52,14 +52,14 @@ _BYTES_PER_SAMPLE = {"DistributedSampler": 56, 'order="torch"': 8, 'order="feist
 
 
 def measure(name: str, length: int, *, rounds: int) -> dict[str, float]:
-    """Return the medians of seconds to an index at 90 %, bytes for it, and nanoseconds for each index after it."""
+    """Return the medians of the seconds to an index at 90 %, its bytes, and the nanoseconds of each index after it."""
     found = [in_process_of_its_own(lambda: _once(SAMPLERS[name], length)) for _ in range(rounds)]
     return {key: statistics.median(of[key] for of in found) for key in found[0]}
 
 
 def _once(rest: Callable[[int, int], Iterator[int]], length: int) -> dict[str, float]:
     torch.set_num_threads(1)
-    next(rest(100, 1))  # what torch does when it is first used is not counted
+    next(rest(100, 1))  # torch's work on first use does not count
     before = _reset_peak_bytes()
     began = time.perf_counter()
     indices = rest(length, int(AT * length))
@@ -84,7 +84,7 @@ def _peak_bytes() -> int:
 
 
 def in_process_of_its_own(main: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Run `main` in a forked process and return what it returned."""
+    """Run `main` in a forked process and return its result."""
     read_end, write_end = os.pipe()
     process_id = os.fork()
     if not process_id:

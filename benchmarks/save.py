@@ -1,4 +1,4 @@
-"""How long a save holds training up: ours and Lightning's, at once and in the background, interleaved in one process.
+"""How long a save stalls training: ours and Lightning's, blocking and in the background, interleaved in one process.
 
 Run `python benchmarks/save.py --help` from the repository.
 """
@@ -36,10 +36,10 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
 
-# Of the state; three times that of the weights, since Adam keeps two numbers for each.
+# Bytes of the state. That is three times the weights, since Adam keeps two numbers for each weight.
 SIZES = {"10 MB": 10e6, "100 MB": 100e6, "1 GB": 1000e6}
 LIGHTNINGS = "TorchCheckpointIO"
-# What each may take at most, of what Lightning's own takes.
+# The allowed maximum of each, as a ratio to Lightning's own time.
 VARIANTS: dict[str, float | None] = {
     LIGHTNINGS: None,
     "AtomicCheckpointIO": 1.0,
@@ -50,12 +50,12 @@ VARIANTS: dict[str, float | None] = {
 _LAYERS = 16
 _FILE = {"epoch": 0, "batch": 0, "global_step": 0}
 
-# Begins a save and returns what waits until it is on the disk.
+# Begins a save, and returns a function that waits until the save is on disk.
 Save = Callable[[], Callable[[], object]]
 
 
 class Layers(LightningModule):
-    """Square layers and Adam, whose state takes so many bytes."""
+    """Square layers with Adam, with a state of `num_bytes` bytes."""
 
     def __init__(self, num_bytes: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Layers(LightningModule):
 
 
 class Rounds(Callback):
-    """At the end of the second batch saves in every way, each round in another order, and notes how long each takes."""
+    """Saves in every way at the end of the second batch, in a new order each round, and records the durations."""
 
     def __init__(self, callback: FaultTolerance, directory: Path, rounds: int) -> None:
         self.callback, self.directory, self.rounds = callback, directory, rounds
@@ -106,7 +106,7 @@ class Rounds(Callback):
 
 
 def _lightnings(autosaver: Autosaver, trainer: Trainer) -> dict[str, Any]:
-    """Return what Lightning saves where our callback isn't there."""
+    """Return what Lightning saves without our callback."""
     autosaver.is_dumping = True
     try:
         return compat.dump_checkpoint(trainer)
@@ -115,7 +115,7 @@ def _lightnings(autosaver: Autosaver, trainer: Trainer) -> dict[str, Any]:
 
 
 def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Save]:
-    """Return how `trainer.save_checkpoint` saves by each `CheckpointIO`; Lightning's asynchronous one has a thread."""
+    """Return the saves of `trainer.save_checkpoint` by `CheckpointIO`. Lightning's asynchronous one uses a thread."""
 
     def at_once(plugin: Any) -> Callable[[], object]:
         plugin.save_checkpoint(dump(), directory / f"{type(plugin).__name__}.ckpt")
@@ -144,9 +144,9 @@ def _autosave_behind(autosaver: Autosaver, trainer: Trainer) -> Callable[[], obj
 
 
 def timed(save: Save) -> tuple[float, float]:
-    """Return for how long a save holds its caller up, and how long it takes until it is on the disk."""
+    """Return the seconds that a save blocks its caller, and the seconds until it is on disk."""
     gc.collect()
-    os.sync()  # no save pays for what another one has left unwritten
+    os.sync()  # so that no save pays for unwritten data of another one
     began = time.perf_counter()
     wait = save()
     stall = time.perf_counter() - began
@@ -155,7 +155,7 @@ def timed(save: Save) -> tuple[float, float]:
 
 
 def peak_of(name: str, checkpoint: dict[str, Any], directory: Path) -> int:
-    """Return by how many bytes a process grows while it saves once: measured in a fork, which has saved nothing yet."""
+    """Return the bytes by which a process grows during one save, measured in a fork that has saved nothing yet."""
     output = directory / "peak.txt"
     process_id = os.fork()
     if process_id == 0:
@@ -184,7 +184,7 @@ def _save_once(name: str, checkpoint: dict[str, Any], directory: Path) -> None:
 
 
 def _grown_by(save: Callable[[], object]) -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _memory("VmRSS")
     save()
     return _memory("VmHWM") - before
@@ -196,10 +196,10 @@ def _memory(name: str) -> int:
 
 
 def measure(num_bytes: float, *, rounds: int, directory: Path) -> dict[str, Any]:
-    """Return the figures of a state of so many bytes."""
+    """Return the figures of a state of `num_bytes` bytes."""
     torch.manual_seed(0)
     model = Layers(num_bytes)
-    # Only what is asked for here is saved; the first, which is test-loaded, is over when the rounds begin.
+    # Only requested saves happen here. The first save, which is test-loaded, is over when the rounds begin.
     callback = FaultTolerance(directory / "autosaves", every_n_train_steps=10**9, async_save=True)
     found = Rounds(callback, directory, rounds)
     loader = DataLoader(BareRandomDataset(model.layers[0].in_features, 3))
@@ -230,7 +230,7 @@ def _print(size: str, found: Mapping[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the sizes asked for, print a table and write the figures."""
+    """Measure the requested sizes, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", action="append", choices=SIZES, help="only this one; may be given several times")
     parser.add_argument("--rounds", type=int, default=15, help="saves in each way (default: 15)")

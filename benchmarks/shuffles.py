@@ -1,7 +1,8 @@
 """How well each shuffle of a streaming data set mixes, and how many shards it keeps open.
 
-It takes the hardest data: every shard is of one kind, as where images were written class by class. Then a batch is as
-good as independent samples only if it has samples of many shards. Writes the table of `docs/shuffles.md` and its plot:
+The data is the hardest case: every shard is of one kind, as if images were written class by class. A batch is then as
+good as independent samples only if it has samples of many shards. This writes the table of `docs/shuffles.md` and its
+plot:
 
     python benchmarks/shuffles.py --output docs
 """
@@ -24,7 +25,7 @@ from lightning_faulttolerant.streaming.order import epoch_order
 
 NUM_SHARDS, SHARD_SIZE, BATCH_SIZE = 100, 2_000, 256
 SMALL_BLOCK = 8 * SHARD_SIZE
-NUM_EPOCHS = 20  # of which the spread is taken
+NUM_EPOCHS = 20  # the spread is computed over these
 _BLUE, _GREY = "#1f6fb4", "#8a8f98"
 
 Ints = npt.NDArray[np.int64]
@@ -32,7 +33,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One shuffle with its settings; those that are not given are the defaults."""
+    """One shuffle with its settings. Settings that are not given have their defaults."""
 
     name: str
     algorithm: str | None = None
@@ -57,7 +58,7 @@ CASES = (
 
 
 def ids_of(case: Case, epoch: int = 0) -> Ints:
-    """Return the samples of an epoch, in its order."""
+    """Return the samples of an epoch, in order."""
     order = epoch_order(
         [[SHARD_SIZE] * NUM_SHARDS],
         epoch=epoch,
@@ -70,12 +71,13 @@ def ids_of(case: Case, epoch: int = 0) -> Ints:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Return what stands in the table of a shuffle, and its drawing."""
+    """Return a shuffle's values for the table and the plot."""
     epochs = [ids_of(case, epoch) // SHARD_SIZE for epoch in range(NUM_EPOCHS)]
     shards = epochs[0]
     batches = [of_epoch[: len(of_epoch) // BATCH_SIZE * BATCH_SIZE].reshape(-1, BATCH_SIZE) for of_epoch in epochs]
     means = np.concatenate([of_epoch.mean(1) for of_epoch in batches])
-    # Of independent draws the means of batches spread as the samples do, divided by the root of the batch size.
+    # With independent draws, the spread of the batch means is that of the samples divided by the root of the batch
+    # size.
     spread = means.std() / shards.std() * BATCH_SIZE**0.5
     opened = open_shards(shards)
     return {
@@ -89,7 +91,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def open_shards(shards: Ints) -> Ints:
-    """Return for each position how many shards have been read before it, or at it, and will be again, or are."""
+    """Return the number of open shards at each position: first read at or before it, last read at or after it."""
     _, first = np.unique(shards, return_index=True)
     _, last = np.unique(shards[::-1], return_index=True)
     changes = np.zeros(len(shards) + 1, np.int64)
@@ -109,7 +111,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def draw(path: Path, figures: Mapping[str, Any], cases: Sequence[Case]) -> None:
-    """Draw where the samples of each shard are read, and under it how many shards are open."""
+    """Draw where the samples of each shard are read, and below it how many shards are open."""
     import matplotlib  # not needed for the table
 
     matplotlib.use("Agg")
@@ -142,7 +144,7 @@ def draw(path: Path, figures: Mapping[str, Any], cases: Sequence[Case]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all, print the table, and put it and the plot into the docs."""
+    """Measure all shuffles, print the table, and write it and the plot to the docs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="the directory of shuffles.md and shuffles.svg")
     options = parser.parse_args(arguments)

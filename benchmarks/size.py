@@ -1,4 +1,4 @@
-"""How much longer a checkpoint is for our part of it: the difference of the files with and without its key.
+"""How much our part adds to a checkpoint: the difference between the files with and without its key.
 
 Run `python benchmarks/size.py --help` from the repository.
 """
@@ -35,7 +35,7 @@ _WORKERS = (0, 2, 4)
 
 
 class DrawingDataset(BareRandomDataset):
-    """Draws from every global generator, so that no two states in a checkpoint are alike, nor easily compressed."""
+    """Draws from every global generator, so that the states in a checkpoint all differ and are hard to compress."""
 
     def __getitem__(self, index: int) -> Tensor:
         return super().__getitem__(index) + random.random() + np.random.rand() + torch.rand(())
@@ -51,7 +51,7 @@ class DrawAtEachStep(Callback):
 
 
 def file_bytes(checkpoint: Any) -> int:
-    """Return how long the file of a checkpoint is."""
+    """Return the file size of a checkpoint."""
     file = io.BytesIO()
     torch.save(checkpoint, file)
     return file.tell()
@@ -60,7 +60,7 @@ def file_bytes(checkpoint: Any) -> int:
 def measure(
     num_workers: int, steps: int, directory: Path, model: Callable[[], LightningModule] = BoringModel
 ) -> dict[str, float]:
-    """Return the bytes of our part in an autosave in the middle of an epoch, and the seconds that loading it takes."""
+    """Return the bytes of our part in an autosave in the middle of an epoch, and the seconds to load it."""
     loader = DataLoader(DrawingDataset(32, steps * 5 // 4), shuffle=True, num_workers=num_workers)
     callbacks = [FaultTolerance(directory, run_id="size", every_n_train_steps=steps), DrawAtEachStep()]
     np.random.seed(0)

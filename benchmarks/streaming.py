@@ -1,7 +1,7 @@
-"""Streaming data sets beside MosaicML Streaming and LitData: samples per second, and the time to the first batch.
+"""Compare streaming data sets with MosaicML Streaming and LitData: samples per second, and time to the first batch.
 
-The same samples are read by each library in a process of its own that lives through all rounds. In each round they are
-asked in an order that is drawn again; ratios are those of one round, and their median over the rounds is given.
+Each library reads the same samples in its own process, which lives through all rounds. Each round calls the libraries
+in a new random order. Ratios are taken within a round; the reported ratio is their median over the rounds.
 
 Run `python benchmarks/streaming.py --help` from the repository.
 """
@@ -41,7 +41,7 @@ Found = dict[str, list[float]]
 
 
 def rounds_of(served: Iterable[Served], num_rounds: int, ask: Callable[[Served], float]) -> Found:
-    """Ask each in each round, in an order drawn again; return the answers by name, one for each round."""
+    """Call each library in each round, in a new random order. Return the answers by name, one per round."""
     found: Found = {each.name: [] for each in served}
     for _ in range(num_rounds):
         for each in random.sample(list(served), len(found)):
@@ -50,7 +50,7 @@ def rounds_of(served: Iterable[Served], num_rounds: int, ask: Callable[[Served],
 
 
 def summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return each library's median, and the median and range of the rounds' ratios of ours to each other one."""
+    """Return each library's median, and the median and range of the per-round ratios of ours to the others."""
     medians = {name: statistics.median(values) for name, values in found.items()}
     ratios = {}
     for name in found.keys() - {"ours"} if "ours" in found else ():
@@ -85,7 +85,7 @@ def first_batches(
     positions: tuple[float, ...],
     cold: bool,
 ) -> list[dict[str, Any]]:
-    """Return the seconds to the first batch, by workers and position, and how many shards had been fetched by then."""
+    """Return the seconds to the first batch, by workers and position, and the number of shards fetched by then."""
     cases = []
     for num_workers in WORKERS:
         for at in positions:
@@ -128,7 +128,7 @@ def measure(
     seconds: float,
     positions: tuple[float, ...] = POSITIONS,
 ) -> dict[str, Any]:
-    """Write the data sets, then measure all."""
+    """Write the data sets, then measure everything."""
     served = [Served(name, directory) for name in names]
     try:
         kinds: dict[str, Callable[..., Any]] = {
@@ -170,7 +170,7 @@ def _few(data: Data) -> Data:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the libraries asked for, print and write the figures."""
+    """Measure the requested libraries, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--library", action="append", choices=LIBRARIES, help="only this one; may be given several times"

@@ -1,7 +1,7 @@
-"""Train a small network on handwritten digits for half a minute. Kill it by Ctrl-C or `kill -9`, and run it again.
+"""Train a small network on handwritten digits for half a minute. Kill it with Ctrl-C or `kill -9`, and run it again.
 
-It says where it continues, and ends with the result that it would have had. The import of `FaultTolerance` and the
-callback are all that it takes.
+The second run reports where it continues, and ends with the result of an uninterrupted run. Fault tolerance takes only
+the import of `FaultTolerance` and the callback.
 """
 
 import torch

@@ -124,7 +124,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    from importlib import metadata  # slow to import, and nobody's training asks
+    from importlib import metadata  # slow to import, and no training needs it
 
     try:
         return metadata.version("lightning-faulttolerant")

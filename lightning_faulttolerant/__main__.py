@@ -1,4 +1,4 @@
-"""``python -m lightning_faulttolerant``: the command line, where its script is not on the path."""
+"""``python -m lightning_faulttolerant``: the command line, for when its script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Names the environment variable in messages to a user who can't pass an argument.
 
-Where the callback comes by ``PL_FAULT_TOLERANT_TRAINING``, no script holds ``FaultTolerance(strict=False)``. There the
+If the callback comes from ``PL_FAULT_TOLERANT_TRAINING``, no script contains ``FaultTolerance(strict=False)``. Then the
 same advice reads ``PL_FAULT_TOLERANT_OPTIONS="strict=false"``.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 OPTIONS_VARIABLE = "PL_FAULT_TOLERANT_OPTIONS"
 SEPARATOR = "|"
-"""Between the elements of a list."""
+"""Separates the elements of a list."""
 
 _LITERAL = r"True|False|None|\.\.\.|\"[^\"]*\"|'[^']*'|\d+(?:\.\d+)?|\([^()]*\)"
 _ADVICE = re.compile(
@@ -25,17 +25,17 @@ _names: set[str] = set()
 
 
 def speak_of_variable(names: Iterable[str]) -> None:
-    """Let messages name the variable from now on, in the place of these arguments.
+    """Let messages name the variable from now on, instead of these arguments.
 
     Args:
-        names: Of the arguments of the callback; none where the callback is the script's own.
+        names: The names of the callback's arguments; empty if the callback is the script's own.
     """
     _names.clear()
     _names.update(names)
 
 
 def worded(text: str) -> str:
-    """Return a message in which the user is told to set what he can set.
+    """Return a message that tells the user to set something that this user can set.
 
     Args:
         text: With arguments as ``FaultTolerance(strict=False)``, or as ``strict=False`` after "pass", "use", or "with".

@@ -1,4 +1,4 @@
-"""What has to be known of the clients behind fsspec's file systems, for whatever is read or written through them."""
+"""Settings for the clients behind fsspec's file systems, for all reads and writes through them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
 
 
 def client_options(protocol: str) -> dict[str, Any]:
-    """Return the options with which the file system of a protocol is to be made, beside those of the user."""
+    """Return the options for creating a protocol's file system, in addition to the user's."""
     if protocol not in S3_PROTOCOLS:
         return {}
     given = {**conf.get("s3a", {}), **conf.get("s3", {})}.get("config_kwargs", {})
-    # The mode "standard" takes its random numbers in a way that can't be led elsewhere, and is the default for some.
+    # The mode "standard" draws random numbers in a way that can't be redirected, and is the default for some.
     return {"config_kwargs": {"retries": {"mode": "legacy"}, **given}}
 
 
 def let_retries_draw_elsewhere() -> None:
-    """Give the clients that are loaded a generator of their own, so that no retry draws from the run's."""
+    """Give the loaded clients their own generator, so that no retry draws from the run's generator."""
     for name in _DRAWING_MODULES:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "random", None) is random:
@@ -31,7 +31,7 @@ def let_retries_draw_elsewhere() -> None:
 
 
 def missing_package(error: ImportError) -> str:
-    """Return the name of the package whose absence fsspec told by `error`."""
-    # fsspec raises an ImportError with advice of its own from the one that names the module.
+    """Return the name of the missing package behind fsspec's `error`."""
+    # fsspec raises its own ImportError, with advice, from the one that names the module.
     missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
     return (missing.name or "the package that it needs").partition(".")[0]

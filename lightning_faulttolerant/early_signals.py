@@ -1,9 +1,9 @@
-"""SLURM's notice before a fit: it is noted for the fit that follows, instead of ending a job that nobody requeues.
+"""SLURM's notice before a fit: it is noted for the fit that follows, instead of ending a job that is not requeued.
 
-By default SIGUSR1 ends a process. In a task of a SLURM job the handler of this module handles it from the import of the
-package until a fit begins, which then stops at its first boundary and has the job queued again. Where no fit follows in
-time, or a Trainer without the callback does, the signal ends the process after all, as it would have without us. No
-other signal is handled here: before a fit there is nothing to save, and SIGTERM and SIGINT end the process at once.
+By default, SIGUSR1 ends a process. In a task of a SLURM job, this module handles the signal from the import of the
+package until a fit begins. That fit stops at its first boundary and has the job queued again. If no fit follows in
+time, or a Trainer without the callback runs one, the signal ends the process after all, as it would have without us. No
+other signal is handled here: before a fit there is nothing to save, and SIGTERM and SIGINT end the process immediately.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from types import FrameType
 
 NOTICE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""SLURM's notice by default, and Lightning's; ``None`` where there is no such signal."""
+"""The default notice of SLURM and Lightning; ``None`` if the system does not have this signal."""
 _WAIT_SECONDS = 25.0
-"""How long after the notice a fit may begin, where the end of the job is not known."""
+"""How long after the notice a fit may begin, if the end of the job is not known."""
 _RESERVE_SECONDS = 10.0
-"""What is left before the end of the job when no fit has begun."""
+"""How long before the end of the job the process ends if no fit has begun."""
 _INTERACTIVE = ("bash", "interactive")
 
 
@@ -35,10 +35,10 @@ class EarlySignals:
         self._timer: threading.Timer | None = None
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Handle the notice from now on, in a task of a SLURM job where nobody else handles it.
+        """Handle the notice from now on, in a task of a SLURM job where no other handler is set.
 
         Args:
-            environment: Of the process.
+            environment: The environment of the process.
         """
         if NOTICE is None or not _is_task_of_slurm(environment) or _is_child_of_multiprocessing():
             return
@@ -48,7 +48,7 @@ class EarlySignals:
         signal.signal(NOTICE, self._handle)
 
     def take(self) -> float | None:
-        """Give the signal back for a fit that handles it; return when the notice came, or ``None``."""
+        """Give the signal back to a fit that handles it; return when the notice came, or ``None``."""
         noted_at, self.noted_at = self.noted_at, None
         if self._timer is not None:
             self._timer.cancel()
@@ -58,12 +58,12 @@ class EarlySignals:
         return noted_at
 
     def give_back(self) -> None:
-        """Give the signal back where no fit of ours follows; a notice that came ends the process now."""
+        """Give the signal back if no fit of ours follows; a notice that came ends the process now."""
         if self.take() is not None:
             end_by_notice("There is no fit of FaultTolerance that it could stop.")
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process_id:  # forked before the fit: a child ends as it would have
+        if os.getpid() != self._process_id:  # forked before the fit: a child ends as it would have without us
             end_by_notice()
         elif self.noted_at is not None:
             end_by_notice("No fit has begun since the first notice.")
@@ -76,10 +76,10 @@ class EarlySignals:
 
 
 def end_by_notice(reason: str = "") -> None:
-    """End the process as the signal does where nobody handles it.
+    """End the process as the signal does without a handler.
 
     Args:
-        reason: Why, for stderr.
+        reason: The reason to print to stderr.
     """
     assert NOTICE is not None
     if reason:
@@ -89,7 +89,7 @@ def end_by_notice(reason: str = "") -> None:
 
 
 def _is_task_of_slurm(environment: Mapping[str, str]) -> bool:
-    """Return whether Lightning takes this process to be one of those that ``srun`` has started."""
+    """Return whether Lightning takes this process for one that ``srun`` started."""
     if environment.get("PL_FAULT_TOLERANT_TRAINING") == "0" or "TORCHELASTIC_RUN_ID" in environment:
         return False
     is_task = "SLURM_JOB_ID" in environment and "SLURM_NTASKS" in environment
@@ -97,7 +97,7 @@ def _is_task_of_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def _is_child_of_multiprocessing() -> bool:
-    process = sys.modules.get("multiprocessing.process")  # loaded in each of them, and slow to load elsewhere
+    process = sys.modules.get("multiprocessing.process")  # loaded in every such child, and slow to load elsewhere
     return process is not None and process.parent_process() is not None
 
 
@@ -114,4 +114,4 @@ def _say(text: str) -> None:
 
 
 EARLY = EarlySignals()
-"""Those of this process."""
+"""The early signals of this process."""

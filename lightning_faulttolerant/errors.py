@@ -3,33 +3,33 @@
 ::
 
     FaultToleranceError (RuntimeError)
-    ├── CheckpointError             something is wrong with files
+    ├── CheckpointError             a file of the run is not usable
     │   ├── DamagedCheckpointError      a file does not verify
-    │   ├── NoValidCheckpointError      there are autosaves, but none verifies
-    │   ├── UnsafeCheckpointError       it holds what weights_only=True refuses, and is not trusted
-    │   ├── RunInUseError               another process writes into this run's directory
-    │   └── RanksLostError              ranks could not do together what they must do together
+    │   ├── NoValidCheckpointError      autosaves exist, but none verifies
+    │   ├── UnsafeCheckpointError       the file holds objects that weights_only=True refuses, and is not trusted
+    │   ├── RunInUseError               another process writes to the directory of the run
+    │   └── RanksLostError              the ranks could not complete a common step
     ├── NotExactError               something can't be captured or restored exactly
     │   └── FingerprintMismatchError    the run that resumes is not the run that saved
-    ├── UnsupportedTrainerError     the Trainer is one that this package can't serve
+    ├── UnsupportedTrainerError     this package can't serve the Trainer
     ├── LedgerError                 the ledger can't be written
-    ├── DrillFault                  a drill has asked for this exception
-    ├── StreamingError              a streaming data set can't be read, or can't deliver what was planned
-    │   ├── IndexFileError              an index can't be had, or lists no samples
-    │   │   ├── MissingIndexError           it is not there (also a FileNotFoundError)
-    │   │   └── DamagedIndexError           it is no index, or names a file outside its directory (also a ValueError)
-    │   ├── ShardError                  a shard could not be had
+    ├── DrillFault                  a drill raises this exception on purpose
+    ├── StreamingError              a streaming data set can't be read, or can't deliver the planned epoch
+    │   ├── IndexFileError              an index is not available, or lists no samples
+    │   │   ├── MissingIndexError           it does not exist (also a FileNotFoundError)
+    │   │   └── DamagedIndexError           not an index, or it names a file outside its directory (also a ValueError)
+    │   ├── ShardError                  a shard is not available
     │   │   ├── MissingShardError           it is not where the index says (also a FileNotFoundError)
-    │   │   ├── DamagedShardError           its size or its hash is not that of the index (also a ValueError)
-    │   │   └── CacheLimitError             there is no room for it in the cache (also a ValueError)
+    │   │   ├── DamagedShardError           its size or hash differs from the index (also a ValueError)
+    │   │   └── CacheLimitError             the cache has no room for it (also a ValueError)
     │   └── UnsafeDataError             a column is pickled, and allow_unsafe_types is off (also a ValueError)
     └── SamplerError                a sampler was used in a way that would lose or repeat samples
         ├── HasNotResetProgressError    another epoch was set in the middle of one
         └── AdvancedTooFarError         more samples were counted than the epoch has
 
-    TrainingStopped (SystemExit)    a signal or a deadline ended the run; saved, if the message does not say otherwise
+    TrainingStopped (SystemExit)    a signal or a deadline ended the run; saved, unless the message says otherwise
 
-``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is made.
+``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is created.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from lightning_faulttolerant.advice import worded
 
 
 class FaultToleranceError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base class of all errors in this package."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(worded(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class CheckpointError(FaultToleranceError):
-    """Something is wrong with the files of a run."""
+    """A file of a run is not usable."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file does not verify: it is truncated, or a record's checksum is wrong."""
+    """A checkpoint file does not verify: it is truncated, or the checksum of a record is wrong."""
 
 
 class NoValidCheckpointError(CheckpointError):
-    """There are autosaves, but none of them verifies."""
+    """Autosaves exist, but none of them verifies."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A checkpoint holds what ``weights_only=True`` refuses, and is not trusted."""
+    """A checkpoint holds objects that ``weights_only=True`` refuses, and is not trusted."""
 
 
 class RunInUseError(CheckpointError):
-    """Another process writes into the directory of this run."""
+    """Another process writes to the directory of this run."""
 
 
 class RanksLostError(CheckpointError):
@@ -73,31 +73,31 @@ class NotExactError(FaultToleranceError):
 
 
 class FingerprintMismatchError(NotExactError):
-    """The run that resumes differs from the run that saved: other data, model, optimizer or arguments."""
+    """The run that resumes differs from the run that saved: other data, model, optimizer, or arguments."""
 
 
 class UnsupportedTrainerError(FaultToleranceError):
-    """The Trainer, or what it was set up with, is not one that this package can serve."""
+    """This package can't serve the Trainer, or something that the Trainer was set up with."""
 
 
 class LedgerError(FaultToleranceError):
-    """The ledger of a run can't be written, so that nothing could be compared."""
+    """The ledger of a run can't be written, so nothing could be compared."""
 
 
 class DrillFault(FaultToleranceError):
-    """A drill has asked for this exception: nothing is wrong with the script."""
+    """A drill raises this exception on purpose: nothing is wrong with the script."""
 
 
 class StreamingError(FaultToleranceError):
-    """A streaming data set can't be read, or can't deliver what its epoch was planned to be."""
+    """A streaming data set can't be read, or can't deliver its epoch as planned."""
 
 
 class IndexFileError(StreamingError):
-    """An index can't be had, is damaged, or lists no samples."""
+    """An index is not available, is damaged, or lists no samples."""
 
 
 class MissingIndexError(IndexFileError, FileNotFoundError):
-    """There is no index. As in the original library this is also a ``FileNotFoundError``."""
+    """An index does not exist. As in the original library, this is also a ``FileNotFoundError``."""
 
 
 class DamagedIndexError(IndexFileError, ValueError):
@@ -105,23 +105,23 @@ class DamagedIndexError(IndexFileError, ValueError):
 
 
 class ShardError(StreamingError):
-    """A shard could not be had; the message names it, its address and the attempts."""
+    """A shard is not available; the message gives its name, its address, and the attempts."""
 
 
 class MissingShardError(ShardError, FileNotFoundError):
-    """A shard is not where the index says. As in the original library this is also a ``FileNotFoundError``."""
+    """A shard is not where the index says. As in the original library, this is also a ``FileNotFoundError``."""
 
 
 class DamagedShardError(ShardError, ValueError):
-    """The size or the hash of a shard is not that of the index, also when it is downloaded again."""
+    """The size or the hash of a shard differs from the index, even after another download."""
 
 
 class CacheLimitError(ShardError, ValueError):
-    """There is no room for a shard below ``cache_limit``, and nothing that may be evicted."""
+    """A shard does not fit below ``cache_limit``, and nothing may be evicted."""
 
 
 class UnsafeDataError(StreamingError, ValueError):
-    """A column is pickled, so that reading it may run any code, and ``allow_unsafe_types`` is off."""
+    """A column is pickled, so reading it may run any code, and ``allow_unsafe_types`` is off."""
 
 
 class SamplerError(FaultToleranceError):
@@ -129,7 +129,7 @@ class SamplerError(FaultToleranceError):
 
 
 class HasNotResetProgressError(SamplerError):
-    """Another epoch was set in the middle of one, without ``reset_progress``."""
+    """Another epoch was set in the middle of one without ``reset_progress``."""
 
 
 class AdvancedTooFarError(SamplerError):
@@ -139,9 +139,9 @@ class AdvancedTooFarError(SamplerError):
 class TrainingStopped(SystemExit):
     """The run was stopped from outside after its state was saved; nothing after ``fit`` runs.
 
-    It is a ``SystemExit``, so that the process ends with the exit code that its surroundings expect
-    (128 + the signal's number: 143 for SIGTERM, 130 for SIGINT; 75 for a deadline; 76 if a SLURM job is queued again)
-    and without a traceback.
+    It is a ``SystemExit``, so the process ends without a traceback, and with the exit code that its surroundings
+    expect: 128 + the signal's number (143 for SIGTERM, 130 for SIGINT), 75 for a deadline, 76 if a SLURM job is queued
+    again.
     """
 
     def __init__(self, code: int, reason: str) -> None:
@@ -152,5 +152,5 @@ class TrainingStopped(SystemExit):
         return f"{self.reason} (exit code {self.code})"
 
     def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str]]:
-        # Pools send it to their script: one that did not arrive would leave them waiting.
+        # Pools send it to their script, and would wait if it did not arrive.
         return type(self), (self.code, self.reason)

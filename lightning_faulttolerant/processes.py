@@ -1,4 +1,4 @@
-"""What can be told of other processes of this machine."""
+"""Questions about other processes on this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def is_alive(process_id: int) -> bool:
-    """Tell whether a process of this machine is alive, or may be."""
-    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
+    """Return whether a process on this machine is alive, or may be."""
+    if os.name == "nt":  # on Windows, os.kill(pid, 0) sends a Ctrl-C
         return True
     try:
         os.kill(process_id, 0)

@@ -1,7 +1,7 @@
-"""Imports a second copy of a package, translated as it is loaded: one source, under two names.
+"""Imports a second copy of a package and translates it while loading: one source, under two names.
 
-A translation replaces whole names by others, so each line stays where it is: tracebacks and ``inspect.getsource`` show
-the source file. Compiled code is cached beside that of the original, under a name of its own.
+A translation replaces whole names, so each line stays where it is: tracebacks and ``inspect.getsource`` show the source
+file. The compiled code is cached next to the original's, under its own name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Translation:
     """Replaces dotted names in source code.
 
     Args:
-        names: What stands for what, such as ``{"lightning.pytorch": "pytorch_lightning"}``. What follows after a dot
-            stays: ``lightning.pytorch.loggers`` becomes ``pytorch_lightning.loggers``.
+        names: The names and their replacements, such as ``{"lightning.pytorch": "pytorch_lightning"}``. Anything after
+            another dot stays: ``lightning.pytorch.loggers`` becomes ``pytorch_lightning.loggers``.
 
     Example:
         >>> Translation({"lightning.pytorch": "pytorch_lightning"}).translated("import lightning.pytorch as pl")
@@ -38,12 +38,12 @@ class Translation:
 
 
 class TwinFinder(MetaPathFinder):
-    """Finds the modules of a translated package. Goes into ``sys.meta_path``.
+    """Finds the modules of a translated package. It is added to ``sys.meta_path``.
 
     Args:
         package: The name of the copy.
-        directory: Where the source of the original is.
-        translation: What is replaced in it.
+        directory: The directory with the source of the original.
+        translation: The translation to apply.
     """
 
     def __init__(self, package: str, directory: str, translation: Translation) -> None:
@@ -52,14 +52,14 @@ class TwinFinder(MetaPathFinder):
         self._translation = translation
 
     def install(self) -> None:
-        """Let Python ask this finder, unless one for the same package is asked already."""
+        """Register this finder with Python, unless one for the same package is registered."""
         if not any(isinstance(other, TwinFinder) and other._prefix == self._prefix for other in sys.meta_path):
             sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how a module of the copy is loaded, ``None`` for any other module."""
+        """Return the spec for loading a module of the copy, or ``None`` for any other module."""
         if not fullname.startswith(self._prefix):
             return None
         parents = fullname.removeprefix(self._prefix).split(".")[:-1]
@@ -68,7 +68,7 @@ class TwinFinder(MetaPathFinder):
             return None
         spec.loader = _TwinLoader(fullname, spec.origin, self._translation)
         if spec.submodule_search_locations is not None:
-            spec.submodule_search_locations = []  # nobody else is to find the original there
+            spec.submodule_search_locations = []  # no other finder may find the original there
         return spec
 
 
@@ -89,6 +89,6 @@ class _TwinLoader(SourceFileLoader):
 
 
 def _cache_of_twin(path: str) -> str:
-    """Return where compiled code of the copy is cached."""
+    """Return the path of the copy's cached compiled code."""
     name, dot, rest = os.path.basename(path).partition(".")
     return os.path.join(os.path.dirname(path), f"{name}-twin{dot}{rest}")

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, since they fork, and since sums differ in the last bits between thread counts."""
+"""Setup for all tests: one thread, since they fork, and since sums differ in the last bits between thread counts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.harness.shared_runs import SharedRuns, share
 from tests.s3 import CREDENTIALS, client, s3_server
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs this way
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine is no failure; pytest's own time-out ends what hangs.
+# A busy machine is not a failure; pytest's own timeout ends tests that hang.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
@@ -31,7 +31,7 @@ _LAWS = "tests/law/"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `make quick` passes."""
+    """Add the options of `make quick`."""
     parser.addoption(
         "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
     )
@@ -39,13 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let fast tests fail that take too long."""
+    """Make fast tests fail if they take too long."""
     config.pluginmanager.register(durations)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m "not slow" is looked at
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the slow ones among the cases of each law; keep one of them all if that is asked for."""
+    """Mark slow tests among the cases of each law; if requested, keep only one case per file."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if _is_law(item) and item.get_closest_marker("slow") is None:
@@ -68,9 +68,9 @@ def _is_law(item: pytest.Item) -> bool:
 
 
 def _is_slow(number: int, count: int) -> bool:
-    """Return whether this one of a law's cases is a slow test: one of three, half of four, three quarters of eight.
+    """Return whether this case of a law is a slow test: one of three cases, half of four, three quarters of eight.
 
-    Of two parameters with two values each, both values of both are kept.
+    With two parameters of two values each, both values of both are kept.
     """
     if count < 4:
         return count == 3 and number == 1
@@ -78,21 +78,21 @@ def _is_slow(number: int, count: int) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector of forked processes from what all share: it would copy each page that it looks at."""
+    """Hide shared objects from the garbage collector of forked processes. It would copy each page that it visits."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def _shared_runs() -> Iterator[SharedRuns]:
-    """Let cases share the runs that nobody interrupts."""
+    """Let cases share the uninterrupted runs."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield share(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Keep the variables of the surroundings out of the tests, and what one test has replaced out of shared runs."""
+    """Remove environment variables that affect a test, and keep runs with patched code from being shared."""
     for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_"))]:
         monkeypatch.delenv(name)
     if _is_law(request.node):
@@ -102,7 +102,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 API on localhost."""
-    importlib.import_module("s3fs")  # here once, not in each process that is forked
+    importlib.import_module("s3fs")  # once here, not in each forked process
     shared = shared_endpoint()
     if shared is not None:
         yield shared
@@ -113,7 +113,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def _s3_clients() -> Iterator[None]:
-    """Let s3fs's clients go after the tests that used them: in a process forked later each waits for its thread."""
+    """Release s3fs's clients after the tests that used them: in a process forked later, each waits for its thread."""
     yield
     s3fs = sys.modules.get("s3fs")
     if s3fs is not None:

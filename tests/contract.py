@@ -1,4 +1,4 @@
-"""What the tests of each compat module share: whether the private names that it touches are there."""
+"""Checks that the tests of each compat module share: whether the private names that it uses exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def missing(trainer: Any, path: str, seams: Mapping[str, str]) -> str | None:
-    """Return what breaks without the name at `path`, or ``None`` if it is there."""
+    """Return what breaks without the name at `path`, or ``None`` if the name exists."""
     value = trainer
     for name in path.split(".")[1:]:
         if not hasattr(value, name):
@@ -20,7 +20,7 @@ def missing(trainer: Any, path: str, seams: Mapping[str, str]) -> str | None:
 
 
 def private_names(module: ModuleType) -> set[str]:
-    """Return each private name that the source of `module` touches, asks for by a literal or defines as a method."""
+    """Return each private name that the source of `module` reads, looks up by a literal, or defines as a method."""
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     methods = {

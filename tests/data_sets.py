@@ -1,7 +1,7 @@
-"""Data sets, samplers, and functions of loaders that the tests of the law share: everything in them draws.
+"""Data sets, samplers, and functions of loaders that the tests of the law share. All of them draw random numbers.
 
-They are at the top of a module, so that a spawned worker can have them, and of one without Lightning, so that it has
-them soon.
+They are at the top of a module, so that spawned workers can import them. The module does not import Lightning, so that
+the import is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 
 class NoisyDataset(Dataset[Tensor]):
-    """Fixed rows, with noise from all three global generators, their cached Gaussians included."""
+    """Fixed rows, with noise from all three global generators, including their cached Gaussians."""
 
     def __init__(self, length: int = 32) -> None:
         self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
@@ -32,7 +32,7 @@ class NoisyDataset(Dataset[Tensor]):
 
 
 class HoldingDataset(NoisyDataset):
-    """Draws from generators of its own, too."""
+    """Draws from its own generators, too."""
 
     def __init__(self, length: int = 32) -> None:
         super().__init__(length)
@@ -57,7 +57,7 @@ class BatchesDataset(NoisyDataset):
 
 
 class ManyAtOnceDataset(NoisyDataset):
-    """Gives all samples of a batch at once, with a noise that they share."""
+    """Returns all samples of a batch together, with noise that they share."""
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         shared = float(np.random.randn())
@@ -65,7 +65,7 @@ class ManyAtOnceDataset(NoisyDataset):
 
 
 class LazyDataset(NoisyDataset):
-    """Makes its generator when it is first used; until then its attribute is ``None``, or missing."""
+    """Creates its generator on first use; until then its attribute is ``None``, or missing."""
 
     def __init__(self, *, has_attribute: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LazyDataset(NoisyDataset):
 
 
 class Jitter:
-    """A transform that draws from a generator which it was given."""
+    """A transform that draws from a generator that was passed to it."""
 
     def __init__(self, rng: Any) -> None:
         self.rng = rng
@@ -91,7 +91,7 @@ class Jitter:
 
 
 class Compose:
-    """Transforms one after the other."""
+    """Applies transforms one after the other."""
 
     def __init__(self, *transforms: Any) -> None:
         self.transforms = list(transforms)
@@ -103,7 +103,7 @@ class Compose:
 
 
 class TransformedDataset(NoisyDataset):
-    """Has a transform in which each kind of generator hides."""
+    """Has a transform that holds each kind of generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class TransformedDataset(NoisyDataset):
 
 
 class PythonShuffle(Sampler[int]):
-    """Shuffles with Python's global generator, or with one of its own."""
+    """Shuffles with Python's global generator, or with its own."""
 
     def __init__(self, length: int = 32, rng: random.Random | None = None) -> None:
         self.length = length
@@ -139,7 +139,7 @@ class DrawingSampler(PythonShuffle):
 
 
 def secret_count() -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return what adds one to a count, and what returns it: where it is, nobody looks for a state of a run."""
+    """Return a function that increments a count, and one that returns it. The package does not look for state there."""
     count = ContextVar("count", default=0)
 
     def add() -> int:
@@ -150,7 +150,7 @@ def secret_count() -> tuple[Callable[[], int], Callable[[], int]]:
 
 
 class CountingSampler(PythonShuffle):
-    """Has a hidden state: the order depends on how often it was started."""
+    """Has hidden state: the order depends on how often it was started."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class CountingSampler(PythonShuffle):
 
 
 class UnsizedSampler(PythonShuffle):
-    """Does not know how many indices it gives."""
+    """Does not know how many indices it yields."""
 
     def __len__(self) -> int:
         raise TypeError("no length")
@@ -189,7 +189,7 @@ class Squares(IterableDataset[Tensor]):
 
 
 class NoisyCollate:
-    """A ``collate_fn`` that draws, from the global generators and from one of its own."""
+    """A ``collate_fn`` that draws from the global generators and from its own."""
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
@@ -205,7 +205,7 @@ def closed_over_collate() -> Callable[[list[Tensor]], Tensor]:
 
 
 def drawing_worker_init(worker_id: int) -> None:
-    """Seed NumPy as tutorials say, draw, and leave what was drawn in the worker's copy of the data set."""
+    """Seed NumPy as tutorials do, draw, and store the numbers in the worker's copy of the data set."""
     np.random.seed((torch.initial_seed() + worker_id) % 2**32)
     info = get_worker_info()
     assert info is not None
@@ -213,7 +213,7 @@ def drawing_worker_init(worker_id: int) -> None:
 
 
 class UnpackingLoader(DataLoader[Any]):
-    """Its ``__iter__`` is a generator that takes the batches apart, and draws."""
+    """Its ``__iter__`` is a generator that unpacks the batches, and draws."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():

@@ -1,4 +1,4 @@
-"""Runs the examples as they stand, in forked processes that have imported everything, and kills them."""
+"""Runs the unmodified examples in forked processes that have imported everything, and kills them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShortTrainer(lightning.pytorch.Trainer):
 
 
 def example(name: str, directory: Path, *arguments: str, num_epochs: int | None = 6) -> Callable[[], None]:
-    """Return the example at `name` as a function that runs in `directory`, for so many epochs if that is said."""
+    """Return the example at `name` as a function that runs in `directory`, for `num_epochs` epochs unless ``None``."""
 
     def main() -> None:
         torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def example(name: str, directory: Path, *arguments: str, num_epochs: int | None 
         sys.argv = [name, *arguments]
         if num_epochs is not None:
             ShortTrainer.num_epochs = num_epochs
-            # In this process alone. The cost of a save would allow one a second, which is most of the run.
+            # Only in this process. The cost of a save would allow one a second, which is most of the run.
             lightning.pytorch.Trainer = ShortTrainer
             lightning_faulttolerant.FaultTolerance = functools.partial(FaultTolerance, every_n_train_steps=15)
         names = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -55,12 +55,12 @@ def example(name: str, directory: Path, *arguments: str, num_epochs: int | None 
 
 
 def autosaves(directory: Path) -> set[str]:
-    """Return the names of the autosaves that are there."""
+    """Return the names of the existing autosaves."""
     return {path.name for path in directory.glob("**/fit-1/autosave-*.ckpt")}
 
 
 def strike_behind_saves(script: Script, directory: Path, *, num_saves: int = 2, signum: int = signal.SIGKILL) -> Ended:
-    """Send a signal to an example, and to its workers, once it has saved so many times more."""
+    """Send a signal to an example and its workers after it has written `num_saves` more autosaves."""
     before, deadline = autosaves(directory), time.monotonic() + 60
     seen: set[str] = set()
     while len(seen) < num_saves and time.monotonic() < deadline:
@@ -74,13 +74,13 @@ def strike_behind_saves(script: Script, directory: Path, *, num_saves: int = 2, 
 def assert_ends_the_same(
     run: Callable[[Path], Callable[[], None]], tmp_path: Path, *, line: str, signum: int | None = None
 ) -> None:
-    """Hold an example to its word: struck in the middle and run again, it ends with the uninterrupted run's line.
+    """Check that an example that is killed midway and run again prints the same last line as the uninterrupted run.
 
     Args:
-        run: Gives the example in a directory.
-        tmp_path: Where the directories are made.
+        run: Returns the example in a directory.
+        tmp_path: Where the directories are created.
         line: How the line begins.
-        signum: By which signal it is stopped a second time; the first time it is killed.
+        signum: The signal that stops it a second time; the first time it is killed.
     """
     (tmp_path / "whole").mkdir()
     whole = Script(run(tmp_path / "whole")).wait()
@@ -100,7 +100,7 @@ def assert_ends_the_same(
 
 
 def assert_went_on(ended: Ended) -> None:
-    """Check that a process has continued after the first batch."""
+    """Check that a process has resumed after the first batch."""
     assert "Resumed exactly before batch" in ended.output
     assert "before batch 0 of epoch 0" not in ended.output
 

@@ -1,7 +1,7 @@
-"""The original library, MosaicML Streaming, as an oracle: what it writes we read, and the other way round.
+"""The original library, MosaicML Streaming, as an oracle: we read what it writes, and it reads what we write.
 
-It imports packages that it does not need for what is tested here, and that are heavy or have no build for the CPU:
-torchvision and transformers. Empty stand-ins take their places while it is imported.
+It imports torchvision and transformers. The tests do not need them, and they are heavy or have no build for the CPU.
+Empty stand-ins replace them during the import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ABSENT = ("torchvision", "transformers")
 
 
 class _StandIn(types.ModuleType):
-    """A module of which every name is an empty class."""
+    """A module in which every name is an empty class."""
 
     __path__ = ()
 
@@ -31,7 +31,7 @@ class _StandIn(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for each module of the packages that are absent."""
+    """Finds a stand-in for each module of the missing packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -44,7 +44,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: it is empty."""
+        """Do nothing: the module is empty."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def _stand_ins() -> Iterator[None]:
 
 
 def mosaic(module: str = "streaming") -> Any:
-    """Return a module of the original library, by its name (``streaming.base.shuffle``)."""
+    """Return a module of the original library by its name (``streaming.base.shuffle``)."""
     if module not in sys.modules:
         with _stand_ins(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

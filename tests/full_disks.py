@@ -1,4 +1,4 @@
-"""A disk and a store that take no autosaves for a while, for tests of runs that continue meanwhile."""
+"""A disk and a store that reject autosaves for a while, for tests of runs that continue during that time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NEVER = 1_000_000
 
 
 class _Full(Callback):
-    """Is full from the start of batch `first` of this process to that of batch `last`.
+    """Is full from the start of batch `first` of this process to the start of batch `last`.
 
     Args:
-        first: When it gets full; -1 from the beginning of the fit.
+        first: When it becomes full; -1 for the beginning of the fit.
         last: When there is room again.
         rank: On which rank; on all by default.
     """
@@ -54,7 +54,7 @@ class _Full(Callback):
 
 
 class FullDisk(_Full):
-    """A local disk that takes half of what is written, and then no more: of autosaves, and of the history."""
+    """A local disk that accepts half of a write to an autosave or to the history, and then fails."""
 
     def faulty(self, directory: str) -> Any:
         return FaultyFiles(directory, self.write, kind="write")
@@ -70,7 +70,7 @@ class FullDisk(_Full):
 
 
 class Unreachable(_Full):
-    """A store, ``faulty://``, that nothing can be asked of meanwhile."""
+    """A store, ``faulty://``, that does not answer during that time."""
 
     def faulty(self, directory: str) -> Any:
         return FaultyURLs(self.ask)

@@ -1,4 +1,4 @@
-"""Whether this machine has GPUs, found out without a call into CUDA, after which a fork could not use it."""
+"""Whether this machine has GPUs, checked without a call into CUDA. After such a call a fork could not use CUDA."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from lightning_faulttolerant.testing.exactness import fork_and_run
 def run_group(
     main: Callable[[int], Any], *, num_ranks: int, directory: Path, timeout_seconds: float = 60
 ) -> tuple[list[int], str]:
-    """Run `main` on each rank; return the exit codes, those of killed ones too, and all that was printed.
+    """Run `main` on each rank; return the exit codes, including those of killed ranks, and all printed output.
 
-    A rank whose others have ended by a failure is killed 10 seconds later; all are when the time is up.
+    If a rank fails, the others are killed 10 seconds later. All are killed when the time is up.
     """
     port = _free_port()
     outputs = [Path(tempfile.mkstemp(dir=directory, suffix=".txt")[1]) for _ in range(num_ranks)]

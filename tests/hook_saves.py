@@ -1,4 +1,4 @@
-"""Runs that continue from a checkpoint which somebody else asked for inside a hook."""
+"""Runs that resume from a checkpoint that other code saves inside a hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runs import Net, fit_net
 
 NAME = "theirs.ckpt"
 _FROM = "from"
-# Where the run continues from a checkpoint of this hook: at the batch or the validation run that it was saved in.
+# Where a run that resumes from this hook's checkpoint continues: at the batch or the validation run of the save.
 _BEGINS_AT = {
     "on_train_batch_start": "batch",
     "training_step": "batch",
@@ -29,7 +29,7 @@ _BEGINS_AT = {
 
 
 def save(trainer: Trainer) -> None:
-    """Save a checkpoint here and now, and note in the trace that it was here."""
+    """Save a checkpoint now, and record the save in the trace."""
     for callback in compat.callbacks(trainer):
         if isinstance(callback, Recorder):
             callback.write("saved")
@@ -37,7 +37,7 @@ def save(trainer: Trainer) -> None:
 
 
 class Countdown:
-    """Saves when a hook is called for the `at`-th time outside the sanity check, from 0."""
+    """Saves when a hook is called for the `at`-th time outside the sanity check, counted from 0."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -60,12 +60,12 @@ def saver(hook: str, at: int, *, kind: type[Callback] = Callback) -> Callback:
 
 
 def trainer_save_checkpoint(countdown: Countdown, trainer: Trainer) -> None:
-    """Save by a longer way, which is not seen in the hook's code."""
+    """Save indirectly: the hook's code does not show the save."""
     countdown(trainer)
 
 
 class SavingCheckpoint(Checkpoint):
-    """Derives from Lightning's `Checkpoint`, so that Lightning calls it after all others."""
+    """Derives from Lightning's `Checkpoint`, so that Lightning calls it after all other callbacks."""
 
 
 def saving_module(hook: str, at: int, base: type[LightningModule] = Net) -> LightningModule:
@@ -90,7 +90,7 @@ def assert_goes_on_from(
     num_ranks: int = 1,
     **arguments: Any,
 ) -> None:
-    """Hold a fit of what the callables make to the law, resumed from the checkpoint that one saves in `hook`."""
+    """Check that a fit obeys the law when it resumes from the checkpoint that one of its parts saves in `hook`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         origin = directory / _FROM
@@ -106,7 +106,7 @@ def assert_goes_on_from(
 
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        # Captures as often as it takes; a first save by an unforeseen way would have none otherwise.
+        # The budget allows every capture. A first save by an unforeseen way would have none otherwise.
         runs = Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 60.0, num_ranks=num_ranks)
         reference = runs.start("uninterrupted", [], seed=1, with_callback=False)
         assert reference.exit_code == 0, reference.output

@@ -15,13 +15,13 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import run
 
-# Gets the callbacks and the directory of a fit.
+# Receives the callbacks and the directory of a fit.
 Main = Callable[[list[Callback], Path], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the two have left what they wrote, and what each process has printed."""
+    """The directories of the whole and the killed run, and the output of each process."""
 
     whole: Path
     killed: Path
@@ -29,13 +29,13 @@ class Runs:
 
 
 def run_whole_and_killed(main: Main, tmp_path: Path, kills: Sequence[Callback | int], **options: Any) -> Runs:
-    """Run `main` without our callback, and, with it, once for each of `kills` and once more.
+    """Run `main` once without our callback. Then run it with the callback, once for each of `kills` and once more.
 
     Args:
         main: The script.
-        tmp_path: Where the directories are made.
+        tmp_path: Where the directories are created.
         kills: The fault of each process: a callback, or the batch at which it is killed.
-        options: Of `FaultTolerance`; an autosave at each step unless said otherwise.
+        options: Options of `FaultTolerance`; an autosave at each step by default.
     """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
@@ -56,6 +56,6 @@ def run_whole_and_killed(main: Main, tmp_path: Path, kills: Sequence[Callback | 
 
 
 def files_below(directory: Path) -> list[str]:
-    """Return the files and links below a directory; of the names of event files only what does not change."""
+    """Return the files and links below a directory; for event files, only the part of the name that does not change."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(re.sub(r"(events\.out\.tfevents)\..*", r"\1", str(path.relative_to(directory))) for path in paths)

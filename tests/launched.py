@@ -1,4 +1,4 @@
-"""A training script that is started in each of the ways in which ranks are: by Lightning, by torchrun, by a test.
+"""A training script that is started in each of the ways in which ranks start: by Lightning, by torchrun, by a test.
 
 Each rank writes its own trace, one file for each of its processes.
 """
@@ -30,7 +30,7 @@ NUM_RANKS = 2
 
 
 class RankRecorder(Recorder):
-    """Records into a file of the rank's and of the process's own, the end of the fit too."""
+    """Records into a file for this rank and this process, including the end of the fit."""
 
     def __init__(self, directory: Path, fit: int, seed: int) -> None:
         super().__init__(directory)
@@ -42,7 +42,7 @@ class RankRecorder(Recorder):
         found = len(list(self.directory.glob(f"fit-{self.fit}-rank-{trainer.global_rank}-*.jsonl")))
         self._path = self.directory / f"fit-{self.fit}-rank-{trainer.global_rank}-{found}.jsonl"
         self._path.touch()
-        _seed(self.seed)  # a process that was forked has another state of Python's generator
+        _seed(self.seed)  # a forked process has another state of Python's generator
         super().setup(trainer, pl_module, stage)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,7 +50,7 @@ class RankRecorder(Recorder):
 
 
 class KillOnce(Callback):
-    """Kills a rank at a step of the optimizer, unless that was done before."""
+    """Kills a rank at a step of the optimizer, unless an earlier process was killed there."""
 
     def __init__(self, directory: Path, step: int, rank: int) -> None:
         self.mark = directory / "killed"
@@ -98,12 +98,12 @@ def train(
 
 
 def _seed(seed: int) -> None:
-    # Not by Lightning's function: it would seed the distributed sampler with it, which is refused in a restart.
+    # Not with Lightning's function: it would also seed the distributed sampler, and a restart refuses another seed.
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
 
 def traces(directory: Path, fit: int) -> list[list[Trace]]:
-    """Return for each rank the traces of its processes, in order."""
+    """Return the traces of each rank's processes, in order."""
     ranks = range(NUM_RANKS)
     paths = [sorted(directory.glob(f"fit-{fit}-rank-{rank}-*.jsonl"), key=_number) for rank in ranks]
     return [[read_trace(path) for path in of_rank] for of_rank in paths]
@@ -114,7 +114,7 @@ def _number(path: Path) -> int:
 
 
 def joined(processes: list[Trace]) -> list[Event]:
-    """Return what the processes of a rank did together, each from where it continued."""
+    """Return what the processes of a rank did together, each from the point where it resumed."""
     events: list[Event] = []
     for number, trace in enumerate(processes):
         if number:
@@ -126,14 +126,14 @@ def joined(processes: list[Trace]) -> list[Event]:
 
 
 def assert_same(whole: Path, interrupted: Path, *, fit: int = 0, num_processes: int = 2) -> None:
-    """Compare a fit of a script that was interrupted with one of a script that was not."""
+    """Check that an interrupted fit of a script equals the uninterrupted one."""
     expected, found = traces(whole, fit), traces(interrupted, fit)
     assert [len(rank) for rank in found] == [num_processes] * NUM_RANKS
     compare([joined(rank) for rank in expected], [joined(rank) for rank in found], f"fit {fit} of the script")
 
 
 def main() -> None:
-    """Run the script with arguments, given as JSON."""
+    """Run the script with arguments from JSON."""
     arguments = json.loads(sys.argv[1])
     train(Path(arguments.pop("directory")), **arguments)
 

@@ -1,4 +1,4 @@
-"""What the tests of ledgers share: the ledgers of a run's processes, joined where each continued."""
+"""Helpers that the tests of ledgers share: they join the ledgers of a run's processes where each resumed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NOT_COMPARED = ("time", "path", "pid")
 
 
 def compared(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what two runs must have in common: all but times, and when somebody saved."""
+    """Return what two runs must have in common: all but times and autosaves."""
     kept = (line for line in lines if line["event"] != ledger.AUTOSAVE)
     return [{name: value for name, value in line.items() if name not in _NOT_COMPARED} for line in kept]
 
 
 def joined(processes: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Return what a fit did in all its processes together, as `records.ledger` says."""
+    """Return what a fit did in all its processes together, as `records.ledger` defines it."""
     lines: list[dict[str, Any]] = []
     for process in processes:
         if process.resumed is not None:

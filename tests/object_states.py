@@ -29,7 +29,7 @@ RAISED_AT_EDGE = pytest.param(RaiseIn("on_train_epoch_end", 4), id="raised-at-ed
 
 
 def slowly(value: Any) -> Any:
-    """Return a parameter of a test that makes it a slow one."""
+    """Return a parameter of a test that marks the case as slow."""
     values, name = (value.values, value.id) if hasattr(value, "values") else ((value,), value.__name__)
     return pytest.param(*values, id=name, marks=pytest.mark.slow)
 
@@ -53,7 +53,7 @@ def assert_carried(
     without: str | None = None,
     **arguments: Any,
 ) -> None:
-    """Hold a fit of what the callables make to the law; `arguments` are the Trainer's, `without` is the law's."""
+    """Check that a fit obeys the law; `arguments` go to the Trainer, `without` goes to the law."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
@@ -68,14 +68,14 @@ def assert_carried(
 
 
 def assert_carried_and_needed(module: Callable[[], LightningModule]) -> None:
-    """Hold a fit of `module` to the law; without the object state it is broken, and the attributes are named."""
+    """Check that a fit of `module` obeys the law, and that without object state it fails and names the attributes."""
     assert_carried(KillAt(8), module=module)
     with pytest.raises(NotTheSame, match=r"Left out: .*\bmodule\b"):
         assert_carried(KillAt(8), module=module, without="objects")
 
 
 class Own(Net):
-    """Its loss is multiplied by what `factor` makes of it, which subclasses keep their state for."""
+    """Multiplies its loss by the result of `factor`; subclasses keep state for it."""
 
     def factor(self, loss: Tensor) -> Any:
         return 1.0

@@ -1,4 +1,4 @@
-"""Runs a function as a script of its own: in a forked process, with arguments, with what Python does at exit."""
+"""Runs a function as a separate script: in a forked process, with arguments, with Python's cleanup at exit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Script:
         self.process_id = fork_and_run(script, output=self._output, seed=seed)
 
     def wait(self, timeout_seconds: float = 60) -> Ended:
-        """Wait until it has ended; kill it if it does not."""
+        """Wait until it ends; kill it if it does not."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             done, status = os.waitpid(self.process_id, os.WNOHANG)
@@ -54,7 +54,7 @@ class Script:
 
 
 def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
-    """Run `main` with arguments, and what Python does at exit after it."""
+    """Run `main` with arguments, and then Python's cleanup at exit."""
     atexit._clear()
     sys.modules["__main__"].__file__ = path
     sys.argv = [os.path.basename(path), *arguments]
@@ -70,12 +70,12 @@ def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -
 
 
 def run(main: Callable[[], Any], **arguments: Any) -> Ended:
-    """Run `main` as a script and wait for its end."""
+    """Run `main` as a script and wait until it ends."""
     return Script(main, **arguments).wait()
 
 
 def in_child(main: Callable[[], Any]) -> int:
-    """Run `main` in a forked process that ends without anything being called; return its exit code."""
+    """Run `main` in a forked process that ends without any cleanup; return its exit code."""
     process_id = os.fork()
     if not process_id:
         code = 1

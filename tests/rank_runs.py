@@ -1,4 +1,4 @@
-"""A model and data that need every rank's own state, and runs of several ranks that are held to the law."""
+"""A model and data that need every rank's own state, and runs of several ranks that are checked against the law."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes
 from tests.data_sets import NoisyDataset
 from tests.runs import Cut, Net, fit_net
 
-# Advice of Lightning's: these laws are about values that differ from rank to rank.
+# Advice from Lightning: these laws are about values that differ from rank to rank.
 for_ranks = [
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning"),
@@ -30,7 +30,7 @@ SECONDS = 60.0
 
 
 class RankNet(Net):
-    """Logs in all ways, keeps metrics, and draws the more random numbers the higher its rank is."""
+    """Logs in all ways and keeps metrics. The higher its rank, the more random numbers it draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RankNet(Net):
 
 
 def shuffled(num_workers: int = 0, *, num_batches: int = 8, num_ranks: int = 2) -> DataLoader[Any]:
-    """Return a loader of `num_batches` batches a rank, which Lightning gives its distributed sampler."""
+    """Return a loader of `num_batches` batches a rank, to which Lightning adds its distributed sampler."""
     return DataLoader(NoisyDataset(4 * num_batches * num_ranks), batch_size=4, shuffle=True, num_workers=num_workers)
 
 
@@ -76,7 +76,7 @@ def rank_fit(
     users: Callable[[], list[Callback]] = list,
     **arguments: Any,
 ) -> Callable[[list[Callback], Path], Trainer]:
-    """Return a fit of what the callables make on several ranks; `arguments` are the Trainer's."""
+    """Return a fit on several ranks of what the callables return; `arguments` are the Trainer's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
@@ -101,7 +101,7 @@ def assert_ranks_resume(
     every: int = 1,
     **arguments: Any,
 ) -> list[Interruption]:
-    """Hold a run of several ranks, saved every so many steps, to the law."""
+    """Check that a run of several ranks, saved every `every` steps, obeys the law."""
     options = {"every_n_train_steps": every}
     return assert_resumes_exactly(
         fit, faults, options=options, num_ranks=num_ranks, timeout_seconds=SECONDS, **arguments
@@ -109,7 +109,7 @@ def assert_ranks_resume(
 
 
 def assert_ranks_go_on(cut: Cut, *, rank: int | None = None, num_ranks: int = 2, **arguments: Any) -> None:
-    """Hold a run of several ranks to the law, of which `rank` is killed at `cut`; the rest is for `rank_fit`."""
+    """Check that a run of several ranks obeys the law if `rank` is killed at `cut`; `arguments` go to `rank_fit`."""
     fit = rank_fit(num_ranks, **arguments)
     [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=rank)], num_ranks=num_ranks, every=cut.every)
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)

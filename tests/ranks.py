@@ -21,7 +21,7 @@ _MAX_SECONDS = 60.0
 
 
 def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) -> list[Any]:
-    """Run `main` on forked ranks; return what each returned, the text of its error, or that it is dead."""
+    """Run `main` on forked ranks; return each one's result, the text of its error, or that it is dead."""
     tmp_path.mkdir(parents=True, exist_ok=True)
     process_ids = []
     for rank in range(num_ranks):
@@ -54,12 +54,12 @@ def _run_rank(main: Callable[[int], Any], rank: int, tmp_path: Path, num_ranks: 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT
     )
-    # A rank that ended now would be an error in the others, which may still be connecting.
+    # If a rank ended now, it would cause an error in the others, which may still be connecting.
     (tmp_path / f"connected-{rank}").touch()
     while len(list(tmp_path.glob("connected-*"))) < num_ranks:
         time.sleep(0.002)
     try:
         answer = main(rank)
-    except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
+    except Exception as error:  # noqa: BLE001 - the exception of a rank is its result
         answer = f"{type(error).__name__}: {error}"
     (tmp_path / f"answer-{rank}.json").write_text(json.dumps(answer))

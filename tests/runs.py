@@ -1,4 +1,4 @@
-"""Small data sets, models and fits that the tests of the law share: everything in them draws random numbers."""
+"""Small data sets, models, and fits that the tests of the law share. All of them draw random numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(LightningModule):
 
 
 def make_trainer(callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:
-    """Return a quiet CPU trainer that logs at every step; 2 epochs unless said otherwise."""
+    """Return a quiet CPU trainer that logs at every step; 2 epochs by default."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 2,
@@ -65,7 +65,7 @@ def fit_net(
     ckpt_path: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """Fit `Net` on shuffled noisy data, 5 batches an epoch, or what is given; a `module` gets it from a data module."""
+    """Fit `Net` on 5 shuffled noisy batches an epoch, or on the arguments; a `module` gets a data module."""
     trainer = make_trainer(callbacks, directory, **arguments)
     train = DataLoader(NoisyDataset(20), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
@@ -77,13 +77,13 @@ def fit_net(
 
 
 def _changes_batches(module: type[LightningModule]) -> bool:
-    """Return whether it has a hook that a data module could have too: Lightning warns of both."""
+    """Return whether it has a hook that a data module could have too: Lightning warns about both."""
     hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
     return any(getattr(module, hook) is not getattr(LightningModule, hook) for hook in hooks)
 
 
 def bare_data_module(train: Any, validation: Any) -> LightningDataModule:
-    """Return a data module that gives these loaders, and has nothing else."""
+    """Return a data module that has these loaders, and nothing else."""
 
     class Bare(LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -92,24 +92,24 @@ def bare_data_module(train: Any, validation: Any) -> LightningDataModule:
         def val_dataloader(self) -> Any:
             return validation
 
-        def __reduce__(self) -> Any:  # for ranks that are spawned: a class in a function does not pickle
+        def __reduce__(self) -> Any:  # for spawned ranks: a class in a function does not pickle
             return bare_data_module, (train, validation)
 
     return Bare()
 
 
 def eight_batches() -> DataLoader:
-    """Return a loader of 8 batches an epoch, for trainings that validate in the middle of an epoch."""
+    """Return a loader of 8 batches an epoch, for fits that validate in the middle of an epoch."""
     return DataLoader(NoisyDataset(32), batch_size=4, shuffle=True)
 
 
 def fit_eight(callbacks: list[Callback], directory: Path, *, train: Any = None, **arguments: Any) -> Trainer:
-    """Fit as `fit_net` does, 8 batches an epoch unless another loader is given."""
+    """Fit as `fit_net` does, on 8 batches an epoch unless another loader is passed."""
     return fit_net(callbacks, directory, train=eight_batches() if train is None else train, **arguments)
 
 
 class TwoLoaders(Net):
-    """Is trained on a long and a short loader at once."""
+    """Trains on a long and a short loader together."""
 
     def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Tensor:
         return super().training_step(torch.cat([part for part in batch.values() if part is not None]), batch_idx)
@@ -130,8 +130,8 @@ class Fetches(Net):
         return loss
 
 
-# Where runs are cut. With the loaders that tests make, an epoch has 8 batches unless said otherwise; without one it has
-# 5 (`fit_net`).
+# Where runs are cut. The loaders that tests create have 8 batches an epoch unless stated otherwise. The default
+# loader has 5 (`fit_net`).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ def assert_goes_on(
     users: Callable[[], list[Callback]] = list,
     **arguments: Any,
 ) -> None:
-    """Hold a fit of what the callables make to the law, killed at `cut`; `arguments` are the Trainer's."""
+    """Check that a fit of what the callables return obeys the law if killed at `cut`; `arguments` are the Trainer's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
@@ -189,7 +189,7 @@ def assert_exact(
     options: dict[str, Any] = {"every_n_train_steps": 1},  # noqa: B006 - it is only read
     **arguments: Any,
 ) -> list[Interruption]:
-    """Hold a fit with the callbacks that `users` makes to the law."""
+    """Check that a fit with the callbacks from `users` obeys the law."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         own = None if module is Net else module()
@@ -199,7 +199,7 @@ def assert_exact(
 
 
 class RaiseAt(Callback):
-    """Raises in a hook of an epoch; stands after the callbacks of the run."""
+    """Raises in a hook of an epoch; comes after the callbacks of the run."""
 
     def __init__(self, hook: str, epoch: int) -> None:
         self.hook = hook

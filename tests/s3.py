@@ -1,4 +1,4 @@
-"""An S3 API on localhost, in a process of its own, and what tests need to look after the stores."""
+"""An S3 API on localhost, in a separate process, and helpers for tests of stores."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# The name, not the number: so that names are looked up here as they are anywhere else.
+# The name, not the number, so that names are resolved here as anywhere else.
 HOST = "localhost"
-# How many objects the server lists at once: a real one lists 1,000.
+# How many objects the server lists in one answer; a real one lists 1,000.
 PAGE = 50
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @contextlib.contextmanager
 def s3_server(**environment: str) -> Iterator[str]:
-    """Run moto's server, and give its address."""
+    """Run moto's server, and yield its address."""
     server, endpoint = start_server(**environment)
     with server:
         try:
@@ -50,7 +50,7 @@ def start_server(**environment: str) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 @functools.lru_cache
 def client(endpoint: str) -> Any:
-    """Return a client of botocore's own, which shares nothing with s3fs."""
+    """Return a plain botocore client, which shares nothing with s3fs."""
     import botocore.session
 
     session = botocore.session.get_session()

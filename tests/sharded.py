@@ -1,4 +1,4 @@
-"""Models in shards, and strategies that spread them over ranks, on the CPU."""
+"""Models in shards, and strategies that distribute them over ranks, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runs import Net
 
 
 class ShardedNet(RankNet):
-    """Its layers are in shards (FSDP2), each apart and all together; their batch norm's statistics are each rank's."""
+    """Shards each layer and then all together (FSDP2); each rank has its own batch norm statistics."""
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
@@ -26,14 +26,14 @@ class ShardedNet(RankNet):
 
 
 class PartlyShardedNet(RankNet):
-    """Its last layer is forgotten: nobody averages its gradients."""
+    """Forgets to shard its last layer, so its gradients are not averaged."""
 
     def configure_model(self) -> None:
         fully_shard(self.layers[0], mesh=self.device_mesh["data_parallel"])
 
 
 class TensorParallelNet(Net):
-    """Its linear layers are cut over the ranks, which all have the same batches, and draw the same."""
+    """Splits its linear layers over the ranks. All ranks have the same batches and draw the same numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class TensorParallelNet(Net):
 
 
 class TwoOptimizersNet(ShardedNet):
-    """Has an optimizer that makes its first step in the fifth batch."""
+    """Has an optimizer that takes its first step in the fifth batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def tensor_parallel(num_ranks: int = 2) -> ModelParallelStrategy:
 
 
 class Fsdp1OnCpu(FSDPStrategy):
-    """FSDP1 on the CPU, where torch runs it if it is told so; Lightning tells it nothing there."""
+    """FSDP1 on the CPU. Torch runs it there if it gets the device; Lightning does not pass one."""
 
     def _setup_model(self, model: nn.Module) -> Any:
         return FullyShardedDataParallel(

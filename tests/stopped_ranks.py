@@ -1,4 +1,4 @@
-"""Runs of several ranks that are stopped from outside: each a process that can be signalled, and always ends."""
+"""Runs of several ranks that are stopped from outside: each is a process that gets signals, and always ends."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RankEnded:
 
 
 class RankProcesses:
-    """Forked processes, one for each rank, with torchrun's environment; they are killed when the context is left.
+    """Forked processes, one for each rank, with torchrun's environment; leaving the context kills them.
 
     Args:
-        main: Gets the rank.
-        num_ranks: How many.
-        environment: Variables besides torchrun's; for one rank torchrun's are left out.
+        main: Receives the rank.
+        num_ranks: The number of ranks.
+        environment: Variables in addition to torchrun's; for one rank torchrun's are left out.
     """
 
     def __init__(self, main: Callable[[int], Any], *, num_ranks: int = 2, environment: Mapping[str, str] = {}) -> None:
@@ -94,10 +94,10 @@ class RankProcesses:
         """Wait until all have ended.
 
         Raises:
-            AssertionError: If they don't: nothing may hang.
+            AssertionError: If they don't; nothing may hang.
         """
         deadline = time.monotonic() + seconds
-        while sum(self._is_running(rank) for rank in range(len(self.process_ids))):  # asks all, so as to note the time
+        while sum(self._is_running(rank) for rank in range(len(self.process_ids))):  # checks all, to record the time
             if time.monotonic() > deadline:
                 outputs = "\n".join(self.output(rank) for rank in range(len(self.process_ids)))
                 raise AssertionError(f"Only the ranks {sorted(self._ended)} have ended:\n{outputs}")

@@ -1,4 +1,4 @@
-"""Advice names what its reader can set: an argument in a script, the variable where the callback comes by one."""
+"""Advice names what its reader can set: an argument in a script, or the variable if that one adds the callback."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_faulttolerant.trainer.options_variable import EXAMPLE, option_nam
 from tests.docs.sources import messages
 
 NAMES = option_names(FaultTolerance.__init__)
-# Said of what the user has written himself, or of another object's argument of that name.
+# About a setting that the user wrote, or about another object's argument of that name.
 NOT_ADVICE = (
     'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual',
     'worker_rng="per_sample" is not possible for this loader',  # of ResumableDataLoader
     "async_save=True: autosaves of a strategy that shards are waited for.",
     "every_n_train_steps=\n\n counts finished batches",
-    "strict=False lets a run continue like that.",  # the drill, which doesn't know where the callback comes from
+    "strict=False lets a run continue like that.",  # the drill, which doesn't know what adds the callback
     "load_state_dict(..., strict=False)",
     'FaultTolerance(run_id=f"trial-',
 )
@@ -49,7 +49,7 @@ WORDINGS = [
     ("pass FaultTolerance(ignore_hyperparameters=('a', 'b.c')).", 'set {}="ignore_hyperparameters=a|b.c".'),
     ("FaultTolerance(ignore_hyperparameters=(...)).", '{}="ignore_hyperparameters=...".'),
     ("pass FaultTolerance(elastic=True) or FaultTolerance(keep_last=3)", 'set {}="elastic=true" or {}="keep_last=3"'),
-    # Another object's argument, and values of the user's own.
+    # Another object's argument, and the user's values.
     ("Pass persistent_workers=False.", "Pass persistent_workers=False."),
     ("Some differ: run_id='7', strict=False.", "Some differ: run_id='7', strict=False."),
 ]
@@ -58,7 +58,7 @@ WORDINGS = [
 @pytest.mark.usefixtures("variable")
 @pytest.mark.parametrize(("text", "expected"), WORDINGS)
 def test_advice_names_the_variable(text: str, expected: str) -> None:
-    """What could be passed can be set, with the value as the variable takes it, and that is said once."""
+    """Advice to pass an argument becomes advice to set the variable, with the value in its syntax, and only once."""
     assert worded(text) == expected.replace("{}", OPTIONS_VARIABLE)
     assert worded(worded(text)) == worded(text)
     assert str(FaultToleranceError(text)) == worded(text)
@@ -66,13 +66,13 @@ def test_advice_names_the_variable(text: str, expected: str) -> None:
 
 @pytest.mark.parametrize("text", [text for text, _ in WORDINGS])
 def test_advice_names_the_argument(text: str) -> None:
-    """In a script that has the callback it stays as it is."""
+    """In a script that adds the callback, the text stays as it is."""
     assert worded(text) == text
     assert str(FaultToleranceError(text)) == text
 
 
 def advice() -> list[str]:
-    """Return the texts of the package that name an argument of the callback with a value."""
+    """Return the package's texts that name an argument of the callback with a value."""
     named = re.compile(rf"\b(?:{'|'.join(NAMES)})=")
     texts = {text for text in messages() if named.search(text) and not any(own in text for own in NOT_ADVICE)}
     return sorted(text.replace("\n\n", "...") for text in texts - {EXAMPLE})
@@ -81,6 +81,6 @@ def advice() -> list[str]:
 @pytest.mark.usefixtures("variable")
 @pytest.mark.parametrize("text", advice())
 def test_each_text_of_the_package_is_understood(text: str) -> None:
-    """No advice of the package is left that names an argument where only the variable can be set."""
+    """No advice of the package names an argument where only the variable can be set."""
     left = re.sub(rf'{OPTIONS_VARIABLE}="[^"]*"', "", worded(text))
     assert not re.search(rf"\b(?:{'|'.join(NAMES)})=", left), worded(text)

@@ -1,4 +1,4 @@
-"""What the documentation says holds: its code runs, its commands and files exist, its links lead somewhere."""
+"""The documentation is true: its code runs, its commands and files exist, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.docs.pages import PAGES, PRELUDES, ROOT, Block, blocks, pages_with, p
 from tests.docs.small import ENVIRONMENT
 from tests.processes import run
 
-# A block in one of these is not checked further: `text` for output and for what is no code at all.
+# A block in one of these is not checked further: `text` for output and for anything that is not code.
 LANGUAGES = {"bash", "console", "dockerfile", "python", "text", "toml", "yaml"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
 def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    """All blocks of a page run one after the other, as they stand, in an empty directory, in a process of its own."""
+    """All blocks of a page run unchanged, one after the other, in an empty directory and a separate process."""
 
     def main() -> None:
         os.chdir(tmp_path)
@@ -45,19 +45,19 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_that_is_not_run_is_python(page: str) -> None:
-    """What a page declares not to be run (`title="not run: why"`) compiles."""
+    """Code that a page marks as not run (`title="not run: why"`) compiles."""
     for block in blocks(page):
         if block.language == "python":
             _compiled(block, page)
 
 
 def _compiled(block: Block, page: str) -> Any:
-    """Compile a block on its line of the page, so that an error says where it is."""
+    """Compile a block on its line of the page, so that an error shows its place."""
     return compile("\n" * block.line + block.code, page, "exec")
 
 
 def test_each_prelude_belongs_to_a_page() -> None:
-    """A page that is gone or renamed leaves no prelude behind."""
+    """A deleted or renamed page leaves no prelude behind."""
     for path in PRELUDES.rglob("*.py"):
         page = str(path.relative_to(PRELUDES).with_suffix(".md"))
         assert any(block.runs for block in blocks(page)), page
@@ -73,7 +73,7 @@ def test_yaml_of_a_page_parses(page: str) -> None:
 
 @pytest.mark.parametrize("page", sorted({*pages_with("bash"), *pages_with("console")}))
 def test_commands_of_a_page_exist(page: str) -> None:
-    """Each command is one that is known; ours, make's, pip's and torchrun's are held against the real ones."""
+    """Each command is a known one; ours and those of make, pip, and torchrun are compared with the real ones."""
     for block in blocks(page):
         if block.language in {"bash", "console"}:
             assert not fault_of(block), f"{page}, line {block.line}"
@@ -100,7 +100,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_say_what_they_are(page: str) -> None:
-    """Each block names a language of which it is known how it is checked, fences are closed, and no merge is open."""
+    """Each block names a language that has a check, fences are closed, and no merge conflict is left."""
     assert re.search(r"^(<{7}|>{7}) ", read(page), re.MULTILINE) is None
     assert {block.language for block in blocks(page)} <= LANGUAGES
     assert "```" not in prose(page)
@@ -108,7 +108,7 @@ def test_blocks_say_what_they_are(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_of_a_page_lead_somewhere(page: str) -> None:
-    """Each file that a page links to is in the repository, and each heading on its page."""
+    """Each file that a page links to is in the repository, and each heading is on its page."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
             continue
@@ -125,7 +125,7 @@ def _anchor(heading: str) -> str:
 
 
 def test_each_page_is_in_the_navigation() -> None:
-    """A page that is written can be found, and one that is named is written."""
+    """The navigation lists every page, and every page that it lists exists."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     named = [name.replace("repository/", "../") for name in _names_in(site["nav"])]
     found = {str(path.resolve().relative_to(ROOT)) for name in named for path in (ROOT / "docs").glob(name)}
@@ -141,7 +141,7 @@ def _names_in(nav: Any) -> list[str]:
 
 
 def test_each_message_that_is_quoted_is_one_of_ours() -> None:
-    """What the page on troubleshooting quotes stands in the sources, but for what differs from run to run."""
+    """Each message that the troubleshooting page quotes is in the sources, except for parts that vary between runs."""
     messages = sources.messages()
     for quoted in re.findall(r"^> (.*)$", read("docs/troubleshooting.md"), re.MULTILINE):
         fixed = [part.strip() for part in quoted.split("…")]
@@ -151,14 +151,14 @@ def test_each_message_that_is_quoted_is_one_of_ours() -> None:
 
 
 def test_each_error_has_its_place_on_the_page_of_messages() -> None:
-    """Whoever searches for the name of an error finds it, in the table and where it is explained."""
+    """A search for the name of an error finds it in the table and in its explanation."""
     page = read("docs/troubleshooting.md")
     for name in _errors():
         assert page.count(f"`{name}`") + page.count(f"`{name}s`") > 0, name
 
 
 def test_the_tree_of_errors_is_that_of_the_sources() -> None:
-    """The page of errors shows the tree as it stands in the sources, and each of them below it."""
+    """The page of errors shows the tree of the sources, and explains each of them below it."""
     page = read("docs/reference/errors.md")
     tree = textwrap.dedent(str(errors.__doc__).partition("::\n\n")[2].partition("\n``")[0]).strip()
     assert tree in page
@@ -173,7 +173,7 @@ def _errors() -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "/reference/" in page])
 def test_what_the_reference_shows_exists(page: str) -> None:
-    """Each name that a page of the reference is made from is there, and so are the members that it chooses."""
+    """Each name that a reference page is generated from exists, and so do the members that it selects."""
     for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", read(page), re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         shown = getattr(importlib.import_module(module), attribute)
@@ -183,14 +183,14 @@ def test_what_the_reference_shows_exists(page: str) -> None:
 
 @pytest.mark.parametrize("module", ["lightning_faulttolerant", "lightning_faulttolerant.testing"])
 def test_each_public_name_is_in_the_reference(module: str) -> None:
-    """Nothing is public and not documented; the other spelling of a name is that name."""
+    """Each public name is documented; an alias of a name counts as that name."""
     shown = {name.rpartition(".")[2] for page in PAGES for name in re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)}
     public = [name.replace("Interruptable", "Interruptible") for name in importlib.import_module(module).__all__]
     assert [name for name in public if name not in shown] == []
 
 
 def test_the_figures_in_short_are_those_of_the_tables() -> None:
-    """The head of the page on performance says nothing that is not measured below it."""
+    """The summary of the performance page contains only numbers that are measured below it."""
     head, _, tables = read("docs/performance.md").partition("`make bench`")
     figures = re.findall(r"\*\*(.+?)\*\*", head)
     assert len(figures) > 10
@@ -198,7 +198,7 @@ def test_the_figures_in_short_are_those_of_the_tables() -> None:
 
 
 def test_each_environment_variable_is_in_the_reference() -> None:
-    """No variable is read that nobody can look up."""
+    """Each environment variable that the package reads is in the reference."""
     read_there = {name for text in sources.messages() for name in re.findall(r"PL_FAULT_TOLERANT_[A-Z_]+", text)}
     assert len(read_there) > 2
     assert [name for name in sorted(read_there) if f"`{name}`" not in read("docs/reference/index.md")] == []

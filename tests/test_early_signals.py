@@ -1,4 +1,4 @@
-"""SLURM's notice before a fit: noted where a fit may follow, and the end of the process where none does."""
+"""SLURM's notice before a fit is recorded if a fit may follow, and ends the process if none does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTICE = "os.kill(os.getpid(), signal.SIGUSR1)"
 
 
 def run(*lines: str, environment: Mapping[str, str] = SLURM) -> subprocess.CompletedProcess[str]:
-    """Run lines of Python in a process of their own."""
+    """Run lines of Python in a separate process."""
     return subprocess.run(
         [sys.executable, "-c", "\n".join(["import os, signal, sys, time, threading", *lines])],
         env={**os.environ, **environment},
@@ -40,12 +40,12 @@ def test_notice_is_noted_and_ends_the_process_if_no_fit_follows() -> None:
 
 
 def test_script_that_ends_before_a_fit_ends_as_it_does() -> None:
-    """A script that is done in time has done its work."""
+    """A script that ends in time keeps its exit code."""
     assert run(IMPORT, NOTICE, "sys.exit(3)").returncode == 3
 
 
 def test_fit_has_the_end_of_the_job_to_begin() -> None:
-    """Where SLURM tells when the job ends, that is what is waited for."""
+    """If SLURM says when the job ends, a fit has until then to begin."""
     soon = {**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 12)}
     began = time.monotonic()
     ended = run(IMPORT, NOTICE, "time.sleep(30)", environment=soon)
@@ -63,14 +63,14 @@ def test_fit_has_the_end_of_the_job_to_begin() -> None:
     ],
 )
 def test_elsewhere_the_signal_keeps_its_effect(environment: Mapping[str, str]) -> None:
-    """Outside of a job that Lightning would queue again, and where all is switched off, nothing is handled."""
+    """Outside a job that Lightning would requeue, or if the package is switched off, the signal is not handled."""
     ended = run(IMPORT, NOTICE, "print('continues')", environment=environment)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-10, "", "")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
 def test_other_signals_keep_their_effect(name: str) -> None:
-    """What asks for an end before anything is trained gets it at once."""
+    """A signal that requests an end before training ends the process immediately."""
     ended = run(IMPORT, f"os.kill(os.getpid(), signal.{name})", "time.sleep(30)")
     assert ended.returncode != 0
     assert "FaultTolerance" not in ended.stderr
@@ -78,7 +78,7 @@ def test_other_signals_keep_their_effect(name: str) -> None:
 
 @pytest.mark.parametrize("own", ["signal.SIG_IGN", "lambda *_: print('own')"])
 def test_handler_of_the_script_stays(own: str) -> None:
-    """One that was there before the import is left, and one that comes later replaces ours."""
+    """A handler that was set before the import stays, and one that is set later replaces ours."""
     show = "print(signal.getsignal(signal.SIGUSR1) is own)"
     assert run(f"own = {own}", "signal.signal(signal.SIGUSR1, own)", IMPORT, show).stdout == "True\n"
     late = [IMPORT, f"own = {own}", "signal.signal(signal.SIGUSR1, own)"]
@@ -87,7 +87,7 @@ def test_handler_of_the_script_stays(own: str) -> None:
 
 
 def test_child_that_was_forked_ends_at_once() -> None:
-    """A process that the script forks before its fit ends as it would have, and says nothing."""
+    """A process that the script forks before its fit ends as it would have, and prints nothing."""
     fork = ["child = os.fork()", f"if not child: {NOTICE}; os._exit(0)", "print(os.waitpid(child, 0)[1])"]
     ended = run(IMPORT, *fork)
     assert (ended.stdout, ended.stderr) == ("10\n", "")
@@ -100,7 +100,7 @@ def test_thread_installs_nothing() -> None:
 
 
 def test_command_line_ends_at_once() -> None:
-    """A listing in a job is no training."""
+    """The command line, which trains nothing, ends immediately."""
     ended = run(
         "from lightning_faulttolerant.cli import command",
         "from lightning_faulttolerant.early_signals import EARLY",

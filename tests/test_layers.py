@@ -1,4 +1,4 @@
-"""The package keeps its layers: who imports whom, who may touch Lightning, and how long a thing may get.
+"""The package keeps its layers: which part imports which, which part may use Lightning, and how long things may get.
 
 The checks are functions of a mapping from path to source, so that each is also run on a source that breaks it.
 """
@@ -22,7 +22,7 @@ LAYERS = (
     ("__init__", "__main__"),
     ("cli", "testing"),
     ("trainer",),
-    ("twin",),  # the trainer package once more; only its names are written down
+    ("twin",),  # the trainer package once more; only its names are defined
     ("checkpoint",),
     ("loader",),
     ("state",),
@@ -33,7 +33,7 @@ LAYERS = (
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
-# What each part may import beside the standard library.
+# What each part may import besides the standard library.
 THIRD_PARTY = {
     "__init__": set(),
     "__main__": set(),
@@ -54,9 +54,9 @@ THIRD_PARTY = {
     "translation": set(),
     "twin": set(),
 }
-# A second copy of the trainer package is made with their names: no import names them but for annotations.
+# The second copy of the trainer package is created with these names. Only annotations may import them.
 OF_THE_TWIN = {"lightning_fabric", "pytorch_lightning"}
-# Not declared as dependencies: imported where they are needed, never when a module is loaded.
+# Not declared as dependencies: imported when needed, never when a module is loaded.
 OPTIONAL = {"aiohttp", "numpy", "rich"}
 
 Sources = dict[Path, str]
@@ -64,7 +64,7 @@ Sources = dict[Path, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """One imported module, with what is needed to judge it."""
+    """One imported module, with the facts that the checks need."""
 
     line: int
     module: str
@@ -78,24 +78,24 @@ class Import:
 
 
 def sources() -> Sources:
-    """The sources of the package, by their paths relative to it."""
+    """Return the sources of the package by their paths relative to it."""
     root = Path(__file__).parents[1] / PACKAGE
     return {path.relative_to(root): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
 
 
 def part_of(path: Path) -> str:
-    """The first name under the package: that of a subpackage, or of a module at the top."""
+    """Return the first name under the package: that of a subpackage, or of a module at the top."""
     return path.parts[0] if len(path.parts) > 1 else path.stem
 
 
 def module_of(path: Path) -> str:
-    """The dotted name under which a file is imported."""
+    """Return the dotted name that imports a file."""
     names = path.with_suffix("").parts
     return ".".join((PACKAGE, *(names[:-1] if names[-1] == "__init__" else names)))
 
 
 def imports_of(path: Path, source: str) -> Iterator[Import]:
-    """Every import of a module: statements wherever they stand, and `import_module` of a literal name."""
+    """Yield every import of a module: statements anywhere in it, and `import_module` of a literal name."""
 
     def visit(node: ast.AST, *, at_load: bool, for_types: bool) -> Iterator[Import]:
         at = {"line": getattr(node, "lineno", 0), "at_load": at_load, "for_types": for_types}
@@ -122,13 +122,13 @@ def imports_of(path: Path, source: str) -> Iterator[Import]:
 
 
 def target_of(found: Import, modules: set[str]) -> str:
-    """The module that an import of our own package names: `from a import b` may mean module `a.b`."""
+    """Return the module that an import of our package names: `from a import b` may mean module `a.b`."""
     full = f"{found.module}.{found.name}"
     return full if full in modules else found.module
 
 
 def upward_imports(files: Sources) -> Iterator[str]:
-    """Imports of a layer above, or of a neighbour in the same layer."""
+    """Yield imports of a layer above, or of a neighbor in the same layer."""
     modules = {module_of(path) for path in files}
     for path, source in files.items():
         part = part_of(path)
@@ -142,14 +142,14 @@ def upward_imports(files: Sources) -> Iterator[str]:
 
 
 def unknown_parts(files: Sources) -> Iterator[str]:
-    """Files that belong to no layer."""
+    """Yield files that belong to no layer."""
     for path in files:
         if part_of(path) not in LEVEL:
             yield f"{path}: {part_of(path)} is in no layer"
 
 
 def foreign_imports(files: Sources) -> Iterator[str]:
-    """Imports of other packages than the part may use; of optional ones, those that a load would need."""
+    """Yield imports of packages that the part may not use, and of optional ones that loading the module would need."""
     for path, source in files.items():
         part = part_of(path)
         for found in imports_of(path, source):
@@ -165,7 +165,7 @@ def foreign_imports(files: Sources) -> Iterator[str]:
 
 
 def import_cycles(files: Sources) -> Iterator[str]:
-    """Modules that import each other, imports for annotations aside."""
+    """Yield modules that import each other, not counting imports for annotations."""
     modules = {module_of(path) for path in files}
     graph = {
         module_of(path): {
@@ -190,7 +190,7 @@ def import_cycles(files: Sources) -> Iterator[str]:
 
 
 def private_lightning_names(files: Sources) -> Iterator[str]:
-    """Everything in trainer/ but compat.py that reads, or asks for by a literal name, a private name not its own."""
+    """Yield each place in trainer/ outside compat.py that reads, or looks up by a literal, a foreign private name."""
     for path, source in files.items():
         if part_of(path) != "trainer" or path.name == "compat.py":
             continue
@@ -205,12 +205,12 @@ def private_lightning_names(files: Sources) -> Iterator[str]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with one underscore."""
+    """Return whether a name begins with one underscore."""
     return name.startswith("_") and not name.startswith("__")
 
 
 def private_access(node: ast.AST) -> tuple[str, ast.AST | None]:
-    """The name that a node asks of an object, and the object: `x.name` or `getattr(x, "name")`."""
+    """Return the name that a node reads from an object, and the object: `x.name` or `getattr(x, "name")`."""
     if isinstance(node, ast.Attribute):
         return node.attr, node.value
     if (
@@ -225,7 +225,7 @@ def private_access(node: ast.AST) -> tuple[str, ast.AST | None]:
 
 
 def long_files(files: Sources) -> Iterator[str]:
-    """Files of more lines than anybody reads at once."""
+    """Yield files that are too long to read."""
     for path, source in files.items():
         num_lines = len(source.splitlines())
         if num_lines > MAX_FILE_LINES:
@@ -233,7 +233,7 @@ def long_files(files: Sources) -> Iterator[str]:
 
 
 def long_functions(files: Sources) -> Iterator[str]:
-    """Functions of more lines than fit on a screen."""
+    """Yield functions that do not fit on a screen."""
     for path, source in files.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -255,14 +255,14 @@ CHECKS = [
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_package_passes(check: Callable[[Sources], Iterator[str]]) -> None:
-    """Nothing in the package breaks a rule of its layers."""
+    """The package breaks no rule of its layers."""
     files = sources()
     assert files
     assert list(check(files)) == []
 
 
 def long_function(num_lines: int) -> str:
-    """The source of a function of so many lines."""
+    """Return the source of a function of `num_lines` lines."""
     return "def f():\n" + "    pass\n" * (num_lines - 1)
 
 
@@ -336,13 +336,13 @@ ALLOWED = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_check_finds_the_fault(case: str) -> None:
-    """Each check speaks up, once, about a source that breaks its rule."""
+    """Each check reports exactly one fault in a source that breaks its rule."""
     check, files = BROKEN[case]
     assert len(list(check({Path(path): source for path, source in files.items()}))) == 1
 
 
 @pytest.mark.parametrize("case", ALLOWED)
 def test_no_check_objects_to_what_is_allowed(case: str) -> None:
-    """No check finds fault with a source that keeps the rules."""
+    """No check reports a fault in a source that keeps the rules."""
     files = {Path(path): source for path, source in ALLOWED[case].items()}
     assert [fault for check in CHECKS for fault in check(files)] == []

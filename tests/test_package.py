@@ -1,4 +1,4 @@
-"""What a user sees of the installed package before he runs anything: metadata, typing marker, public names."""
+"""What users see of the installed package before they run anything: metadata, typing marker, public names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISTRIBUTION = "lightning-faulttolerant"
 
 
 def test_the_version_stands_in_one_place() -> None:
-    """`__version__`, the metadata and the changelog agree with pyproject.toml, which has it; no module does."""
+    """Only pyproject.toml states the version; `__version__`, the metadata, and the changelog agree with it."""
     version = metadata.version(DISTRIBUTION)
     assert lightning_faulttolerant.__version__ == version
     root = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def test_without_being_installed_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy on the path alone says that it can't know its version, as an attribute that is missing."""
+    """A copy on the path alone reports an unknown version as a missing attribute."""
 
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -44,7 +44,7 @@ def test_without_being_installed_there_is_no_version(monkeypatch: pytest.MonkeyP
 
 
 def test_the_runtime_dependencies_are_the_declared_five() -> None:
-    """A user gets both packages of Lightning in a supported version, torch, torchmetrics and fsspec, and no more."""
+    """The package requires both Lightning packages in a supported version, torch, torchmetrics, fsspec, and no more."""
     required = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     assert {r.name: str(r.specifier) for r in required if r.marker is None} == {
         "lightning": "!=2.6.2,!=2.6.3,>=2.5.6",
@@ -56,7 +56,7 @@ def test_the_runtime_dependencies_are_the_declared_five() -> None:
 
 
 def test_extras() -> None:
-    """There is an extra for development, for the demo, for the drill, for each kind of object store, for streaming."""
+    """There are extras for development, the demo, the drill, each kind of object store, and streaming."""
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])
     assert set(extras) == {"dev", "demo", "drill", "gs", "s3", "streaming"}
 
@@ -70,7 +70,7 @@ def test_python_and_license_are_declared() -> None:
 
 
 def test_the_typing_marker_is_present() -> None:
-    """Type checkers of users read our annotations: py.typed lies in the package."""
+    """The package contains py.typed, so that users' type checkers read our annotations."""
     assert resources.files(lightning_faulttolerant).joinpath("py.typed").is_file()
 
 
@@ -85,12 +85,12 @@ def test_the_entry_point_is_a_function(package: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(lightning_faulttolerant.__all__))
 def test_a_public_name_is_importable(name: str) -> None:
-    """Each name in `__all__` can be had, those that are loaded lazily too."""
+    """Each name in `__all__` can be imported, including those that are loaded lazily."""
     assert getattr(lightning_faulttolerant, name) is not None
 
 
 def test_the_public_list_is_what_is_visible() -> None:
-    """`dir()` shows the names of `__all__` and no others, submodules aside; the list has no name twice."""
+    """`dir()` shows exactly the names of `__all__` plus submodules, and the list has no name twice."""
     listed = lightning_faulttolerant.__all__
     assert len(set(listed)) == len(listed)
     visible = {
@@ -102,14 +102,14 @@ def test_the_public_list_is_what_is_visible() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A lazy lookup of a name that does not exist fails as it does in any module, and names it."""
+    """A lazy lookup of a name that does not exist fails as in any module, and names it."""
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = lightning_faulttolerant.no_such_name
 
 
 @pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".samplers", ".state", ".testing.exactness", ".twin"])
 def test_a_part_loads_without_lightning(part: str) -> None:
-    """The package, each part for one's own loop, and what serves both of its packages load without Lightning."""
+    """The package, each part for custom loops, and what both Lightning packages share load without Lightning."""
     name = f"{lightning_faulttolerant.__name__}{part}"
     importlib.import_module(name)
     program = f"import sys, {name}; sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"
@@ -117,7 +117,7 @@ def test_a_part_loads_without_lightning(part: str) -> None:
 
 
 def test_the_first_screen_of_the_readme_fits_a_terminal() -> None:
-    """What it is, the callback, the variable and the proof stand in 24 lines of 80 columns, without badges."""
+    """The purpose, the callback, the variable, and the proof fit in 24 lines of 80 columns, without badges."""
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     screen = text.splitlines()[:24]
     assert max(map(len, screen)) <= 80
@@ -128,7 +128,7 @@ def test_the_first_screen_of_the_readme_fits_a_terminal() -> None:
 
 
 def test_a_stop_can_be_sent_to_another_process() -> None:
-    """A pool sends it to its script, which waits for ever where it does not arrive."""
+    """A pool can pass a stop to its script, which would wait forever otherwise."""
     stop = lightning_faulttolerant.TrainingStopped(143, "Stopped by SIGTERM")
     arrived = pickle.loads(pickle.dumps(stop))
     assert (type(arrived), arrived.code, str(arrived)) == (type(stop), 143, str(stop))

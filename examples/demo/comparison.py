@@ -1,7 +1,7 @@
-"""Compare the traces of two training runs, one of them made of several processes, event by event.
+"""Compare the traces of two training runs event by event. One of the runs consists of several processes.
 
-A trace is what `Recorder` in train.py wrote: each batch by a digest of its contents, each loss and each logged value
-with all its bits, each validation run, at the end the weights, the optimizer states and the generators' next draws.
+`Recorder` in train.py writes the trace: each batch as a digest of its contents, each loss and each logged value with
+all its bits, each validation run, and at the end the weights, the optimizer states and the generators' next draws.
 """
 
 import hashlib
@@ -19,14 +19,15 @@ Place = tuple[int, int]  # epoch, batch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """What one process of a run did.
+    """The events of one process of a run.
 
     Args:
-        seed: Of its generators, at its start.
-        seconds: From its start until its end.
-        events: Its trace, but for the resume.
-        resume: Where it continued according to `FaultTolerance.resume_report`; ``None``: it began from the beginning.
-        autosave: Where the newest autosave was taken that it left behind; ``None``: it left none.
+        seed: Seed of its generators at the start.
+        seconds: Time from its start to its end.
+        events: Its trace, without the resume event.
+        resume: The place where it continued, from `FaultTolerance.resume_report`; ``None`` if it began from the
+            beginning.
+        autosave: The place of the newest autosave that it left behind; ``None`` if it left none.
     """
 
     seed: int
@@ -48,7 +49,7 @@ class Process:
 
 
 def read_process(trace: Path, *, seed: int, seconds: float) -> Process:
-    """Read what a process did from its trace, and from the autosaves beside it."""
+    """Read the events of a process from its trace and from the autosaves beside it."""
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     resumes = [event for event in events if event["event"] == "resumed"]
     autosaves = sorted(path.name for path in trace.parent.rglob("autosave-*.ckpt"))
@@ -71,7 +72,7 @@ def loss(event: Event) -> float:
 
 
 def before(process: Process, start: Place) -> list[Event]:
-    """Return what a process did before the batch at `start`, from which the next process continued."""
+    """Return the events of a process before the batch at `start`, from which the next process continued."""
     for i, event in enumerate(process.events):
         if event["event"] == "batch" and place(event) == start:
             return list(process.events[:i])
@@ -79,7 +80,7 @@ def before(process: Process, start: Place) -> list[Event]:
 
 
 def joined(processes: Sequence[Process]) -> list[Event]:
-    """Return what each process did up to the place where the next one continued, and all that the last one did."""
+    """Return the events of each process up to where the next one continued, and all events of the last process."""
     events: list[Event] = []
     for process, following in pairwise(processes):
         events += before(process, following.start)
@@ -103,7 +104,7 @@ def digest(values: Any) -> str:
 
 
 def summary(events: Sequence[Event]) -> dict[str, str]:
-    """Return for each kind of thing that is compared how many there are, and a digest of them all."""
+    """Return the number and a digest of the events of each kind that is compared."""
     kinds = {
         "batches, all samples": [event for event in events if event["event"] == "batch"],
         "losses": [event["loss"] for event in events if event["event"] == "step"],

@@ -1,4 +1,4 @@
-"""Draw the losses of an uninterrupted run and of one that was killed, with the kills and what was run twice."""
+"""Draw the losses of an uninterrupted run and of a run that was killed, with the kills and the repeated batches."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,14 +17,14 @@ _COLORS = ("#1f6fb4", "#2a8a4a", "#7b4fa3")
 
 
 def draw(path: Path, *, uninterrupted: Process, processes: Sequence[Process], num_batches: int, title: str) -> None:
-    """Write the figure: all losses above, the surroundings of each kill below.
+    """Write the figure: all losses at the top, the batches around each kill below.
 
     Args:
-        path: The PNG.
+        path: Path of the PNG file.
         uninterrupted: The run to compare with.
-        processes: Of the run that was killed.
-        num_batches: Of one epoch.
-        title: What was found.
+        processes: Processes of the run that was killed.
+        num_batches: Number of batches in an epoch.
+        title: The verdict, shown as the title.
     """
     figure = pyplot.figure(figsize=(11, 7.5), layout="constrained")
     grid = figure.add_gridspec(2, len(processes) - 1, height_ratios=(3, 2))
@@ -45,11 +45,11 @@ def draw(path: Path, *, uninterrupted: Process, processes: Sequence[Process], nu
 def _draw_losses(
     axes: Axes, uninterrupted: Process, processes: Sequence[Process], num_batches: int, marker: str | None = None
 ) -> None:
-    """Draw the runs over one another, the uninterrupted one broad and grey below, each process in its color."""
+    """Draw the runs over one another: the uninterrupted one broad and gray underneath, each process in its color."""
     broad = {"color": _GREY, "linewidth": 5, "markersize": 15, "solid_capstyle": "round"}
     axes.plot(*_curve(uninterrupted, num_batches), marker=marker, **broad, label="uninterrupted")
     for i, process in enumerate(processes):
-        # A later process is drawn smaller, so that both can be seen where both have run.
+        # Later processes get smaller markers, so that both are visible where two processes ran.
         thin = {"color": _COLORS[i % len(_COLORS)], "linewidth": 1.3, "markersize": max(3, 10 - 3 * i)}
         axes.plot(*_curve(process, num_batches), marker=marker, **thin, label=f"killed run, process {i + 1}")
     for i, (killed, following) in enumerate(pairwise(processes)):
@@ -71,7 +71,7 @@ def _zoom_in(axes: Axes, lost: tuple[float, float], curve: tuple[list[int], list
 
 
 def _lost(killed: Process, following: Process, num_batches: int) -> tuple[float, float]:
-    """Return between which numbers of batches the work of a killed process was lost."""
+    """Return the range of batch numbers that a killed process lost."""
     start = _number(following.start, num_batches) - 0.5
     return start, start + len(run_twice(killed, following))
 

@@ -1,4 +1,4 @@
-"""Run train.py uninterrupted; then kill it twice with SIGKILL and start it again; show that both are the same run.
+"""Run train.py uninterrupted; then kill it twice with SIGKILL and restart it; show that both runs are the same.
 
 Ends with exit code 1 if anything differs, or if a restart began from the beginning.
 """
@@ -20,11 +20,11 @@ from figure import draw
 TRAIN = Path(__file__).with_name("train.py")
 EVERY_N_TRAIN_STEPS = 10  # between two autosaves, as in train.py
 SEED = 1
-RANDOM = random.SystemRandom()  # other kills and seeds each time that the demo is run
+RANDOM = random.SystemRandom()  # different kills and seeds each time the demo runs
 
 
 class Run:
-    """One run: the same command in the same directory, as often as it takes."""
+    """One run: the same command in the same directory, started as often as it takes."""
 
     def __init__(self, directory: Path, **environment: str) -> None:
         self.directory = directory
@@ -36,7 +36,7 @@ class Run:
         directory.mkdir(parents=True)
 
     def start(self, *, kill_at: int | None = None) -> Process:
-        """Run the command once, seeded again in a restart; kill it in its `kill_at`-th batch, if that is given."""
+        """Run the command once, with a new seed in a restart. Kill it in its `kill_at`-th batch, if given."""
         number, trace = len(self.processes) + 1, self.directory / "trace.jsonl"
         seed = SEED if number == 1 else RANDOM.randrange(10**6)
         environment = {**self._environment, "DEMO_SEED": str(seed)}
@@ -58,7 +58,7 @@ class Run:
 
 
 def _wait_for_batch(child: subprocess.Popen[bytes], trace: Path, number: int) -> None:
-    """Wait for some instant in the `number`-th batch of a process; longer than it takes if the process has ended."""
+    """Wait for some instant in the `number`-th batch of a process, or until the process has ended."""
     while child.poll() is None:
         if trace.exists() and trace.read_bytes().count(b'"event": "batch"') >= number:
             time.sleep(RANDOM.uniform(0, 0.005))
@@ -75,7 +75,7 @@ def is_between_autosaves(process: Process, num_batches: int) -> bool:
 
 
 def interrupt(run: Run, total: int, num_batches: int) -> None:
-    """Kill the run once in each half, then let it come to its end."""
+    """Kill the run once in each half, then let it finish."""
     begin, is_done = 0, False
     for low, high in ((num_batches, total // 2), (total // 2 + num_batches, total - num_batches)):
         targets = list(range(low, high))
@@ -101,7 +101,7 @@ def report(run: Run, end: str) -> None:
 
 
 def problems(reference: Process, processes: Sequence[Process], num_batches: int) -> list[str]:
-    """Return all that is not as it should be."""
+    """Return everything that is not as expected."""
     found = differences(reference.events, joined(processes))
     for i, (killed, following) in enumerate(pairwise(processes), 2):
         if following.resume is None or following.start == (0, 0):

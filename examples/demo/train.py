@@ -1,6 +1,6 @@
-"""Train a small network on handwritten digits: an ordinary Lightning script, made fault tolerant by two lines.
+"""Train a small network on handwritten digits: an ordinary Lightning script that two lines make fault tolerant.
 
-The two lines are marked (1) and (2). What is marked (demo) writes down what happens, so that run.py can compare runs.
+The two lines are marked (1) and (2). The lines marked (demo) record what happens, so that run.py can compare runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.recorder import Recorder, record_end  # (de
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are shifted, brightened and made noisy at random: a draw from each of the usual three generators."""
+    """Images that are randomly shifted, brightened and made noisy, drawing once from each of the three generators."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -57,8 +57,8 @@ class DigitNet(LightningModule):
 
 
 def main(root: Path) -> None:
-    torch.set_num_threads(1)  # the last bits of a sum depend on the number of threads: keep it the same in each run
-    seed_everything(int(os.environ.get("DEMO_SEED", "1")))  # another seed in each restart: a resume doesn't need it
+    torch.set_num_threads(1)  # the last bits of a sum depend on the number of threads: keep it constant
+    seed_everything(int(os.environ.get("DEMO_SEED", "1")))  # another seed in each restart: a resume works with any
     digits = load_digits()
     images, labels = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], torch.tensor(digits.target)
     train = DataLoader(Augmented(images[:1500], labels[:1500]), batch_size=32, shuffle=True, num_workers=2)

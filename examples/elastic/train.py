@@ -1,11 +1,11 @@
-"""Train on handwritten digits with as many processes as there are: begin with two, kill them, and continue with one.
+"""Train on handwritten digits with any number of processes: begin with two, kill them, and continue with one.
 
-    torchrun --standalone --nproc-per-node=2 train.py    # interrupt it by Ctrl-C, or kill it
+    torchrun --standalone --nproc-per-node=2 train.py    # interrupt it with Ctrl-C, or kill it
     torchrun --standalone --nproc-per-node=1 train.py    # continues in the middle of the epoch
 
-Each image of the epoch is used once, whoever uses it, and the noise on it is the same: `worker_rng="per_sample"` seeds
-it by the image's place in the epoch. Each epoch ends with a line that says so. With a global batch that stays equal
-each step has the same images, too.
+Each image of the epoch is used once, on any rank, and gets the same noise: `worker_rng="per_sample"` seeds the noise by
+the image's place in the epoch. Each epoch ends with a line that reports this. With a constant global batch size, each
+step has the same images, too.
 """
 
 import os
@@ -48,7 +48,7 @@ class DigitNet(LightningModule):
         return nn.functional.cross_entropy(self.layers(images), labels)
 
     def on_train_epoch_end(self) -> None:
-        count, indices = int(self.count.compute()), int(self.indices.compute())  # of all ranks together
+        count, indices = int(self.count.compute()), int(self.indices.compute())  # summed over all ranks
         is_each_once = (count, indices) == (NUM_IMAGES, sum(range(NUM_IMAGES)))
         if self.trainer.is_global_zero:
             print(f"epoch {self.current_epoch}: {count} images, each once: {is_each_once}")
@@ -60,7 +60,7 @@ class DigitNet(LightningModule):
 
 if __name__ == "__main__":
     seed_everything(1)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))  # as many as torchrun has started
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))  # the number that torchrun started
     callback = FaultTolerance(worker_rng="per_sample", every_n_train_steps=10)
     trainer = Trainer(max_epochs=8, accelerator="cpu", strategy="ddp", devices=num_ranks, callbacks=[callback])
     batch_size = GLOBAL_BATCH_SIZE // num_ranks

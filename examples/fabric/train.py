@@ -3,8 +3,9 @@
     python train.py            one rank
     python train.py 2          two ranks
 
-`ResumableDataLoader` keeps its place also where Fabric puts a distributed sampler in. Each rank has a state of its own
-and writes it into the checkpoint's directory, which `AtomicDirectory` makes a checkpoint in one instant, when all have.
+`ResumableDataLoader` keeps its place even if Fabric inserts a distributed sampler. Each rank has its own state and
+writes it into the checkpoint's directory. `AtomicDirectory` turns the directory into a checkpoint in one instant, when
+all ranks have written.
 """
 
 import sys
@@ -41,7 +42,7 @@ def main(num_ranks: int = 1) -> None:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         step, first_epoch = checkpoint["step"], checkpoint["epoch"]
-        loader.load_state_dict(checkpoint["loader"])  # last: it puts the random states back
+        loader.load_state_dict(checkpoint["loader"])  # last, since it restores the random states
         fabric.print(f"Resumed after step {step}, in epoch {first_epoch}.")
 
     for epoch in range(first_epoch, NUM_EPOCHS):

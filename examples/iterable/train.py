@@ -1,10 +1,11 @@
-"""Train on a stream of handwritten digits that nobody can index. Kill it and run it again: it ends with the same line.
+"""Train on a stream of handwritten digits without indices. Kill it and run it again: it ends with the same line.
 
     python train.py
 
-The data set is a plain `IterableDataset`: two workers share it, each shuffles in a buffer and adds noise. It has no
-`state_dict`: the workers draw again what was consumed, without handing it over, and resume with the generators as they
-were. A data set that has `state_dict` and `load_state_dict` is asked for its state instead, and nothing is drawn twice.
+The data set is a plain `IterableDataset`. Two workers share it; each shuffles in a buffer and adds noise. The data set
+has no `state_dict`. On a resume, the workers draw the consumed samples again without handing them over, and continue
+with the generators as they were. A data set with `state_dict` and `load_state_dict` provides its state instead, and
+nothing is drawn twice.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
-"""Train on handwritten digits from a configuration, with LightningCLI. Kill it and run it again: the same last line.
+"""Train on handwritten digits from a configuration file with LightningCLI. Kill it and run it again: same last line.
 
     pip install "jsonargparse[signatures]"
     python train.py fit --config config.yaml
 
-The callback stands in `config.yaml`, and nowhere here. On the command line it would be
+The callback is in `config.yaml` only, not in this file. On the command line it would be
 `--trainer.callbacks+=lightning_faulttolerant.FaultTolerance`.
 """
 

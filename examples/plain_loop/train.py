@@ -1,8 +1,8 @@
-"""Train on handwritten digits in a loop of one's own. Kill it and run it again: it ends with the same line.
+"""Train on handwritten digits in a plain PyTorch loop. Kill it and run it again: it ends with the same line.
 
-`ResumableDataLoader` is a `DataLoader` with `state_dict()` and `load_state_dict()`: the place in the epoch, the random
-states of its workers, and those of this process, from which dropout draws. `atomic_torch_save` leaves the old file or
-the new one, whenever the process dies.
+`ResumableDataLoader` is a `DataLoader` with `state_dict()` and `load_state_dict()`. Its state holds the place in the
+epoch, the random states of its workers, and those of this process, which dropout uses. Whenever the process dies,
+`atomic_torch_save` leaves either the old file or the new one.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def main() -> None:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         step = checkpoint["step"]
-        loader.load_state_dict(checkpoint["loader"])  # last: it puts the random states back
+        loader.load_state_dict(checkpoint["loader"])  # last, since it restores the random states
         print(f"Resumed after step {step}, in epoch {loader.epoch}.")
 
     for epoch in range(loader.epoch, NUM_EPOCHS):

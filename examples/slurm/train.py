@@ -1,9 +1,9 @@
-"""The training of `train.sbatch`: on handwritten digits, with as many tasks as SLURM has started.
+"""The training script of `train.sbatch`: it trains on handwritten digits, with as many tasks as SLURM starts.
 
     sbatch train.sbatch
 
-When the job's time is over, it saves and queues itself again. The last line of its log, a digest of the trained
-weights, is that of a job with time enough.
+When the job's time is over, the job saves and requeues itself. The last line of its log is a digest of the trained
+weights. It equals that of a job with enough time.
 """
 
 import hashlib

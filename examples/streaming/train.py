@@ -1,11 +1,11 @@
-"""Train on handwritten digits that lie in a bucket. Kill it and run it again: it ends with the same line.
+"""Train on handwritten digits in a bucket. Kill it and run it again: it ends with the same line.
 
     pip install "lightning-faulttolerant[s3,streaming]" scikit-learn
-    export AWS_ENDPOINT_URL=http://localhost:5000    # of any S3; not needed for Amazon's
+    export AWS_ENDPOINT_URL=http://localhost:5000    # any S3 server; not needed for Amazon S3
     python train.py s3://bucket/digits
 
-The first start writes the data set there, in shards. Shards are fetched as they are needed, into `cache/`; after a
-kill the loader continues in the middle of the epoch at once: nothing that was consumed is read again.
+The first start writes the data set to the bucket, in shards. Shards are fetched into `cache/` when they are needed.
+After a kill, the loader continues in the middle of the epoch without delay: it reads no consumed sample again.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class DigitNet(LightningModule):
 
 def main(url: str) -> None:
     files, path = url_to_fs(url)
-    if not files.exists(f"{path}/index.json"):  # it is written last: a data set that has one is whole
+    if not files.exists(f"{path}/index.json"):  # the index is written last, so a data set with an index is complete
         write(url)
     seed_everything(1)
     digits = StreamingDataset(remote=url, local="cache", shuffle=True, batch_size=32)

@@ -1,9 +1,9 @@
-"""Train a small network on handwritten digits in several processes; kill one of them, and torchrun starts all again.
+"""Train a small network on handwritten digits in several processes. Kill one of them: torchrun restarts them all.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 train.py --kill-rank 1
 
-They agree on the newest autosave that verifies and resume: the last line, a digest of the trained weights, is that of a
-run without ``--kill-rank``.
+The processes agree on the newest autosave that verifies, and resume. The last line is a digest of the trained weights.
+It equals that of a run without ``--kill-rank``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DigitNet(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        images = images + 0.1 * torch.randn_like(images)  # from each rank's own generator
+        images = images + 0.1 * torch.randn_like(images)  # uses each rank's own generator
         loss = nn.functional.cross_entropy(self.layers(images), labels)
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
@@ -40,7 +40,7 @@ class DigitNet(LightningModule):
 
 
 class KillOnce(Callback):
-    """Kills one rank in the middle, as the out-of-memory killer would; what torchrun starts again is left alone."""
+    """Kills one rank in the middle of the run, as the out-of-memory killer would. It spares restarted processes."""
 
     def __init__(self, *, rank: int, step: int) -> None:
         self.rank, self.step = rank, step
@@ -63,7 +63,7 @@ def main() -> None:
     callbacks: list[Callback] = [FaultTolerance(every_n_train_steps=10)]
     if options.kill_rank is not None:
         callbacks.append(KillOnce(rank=options.kill_rank, step=options.kill_step))
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as many as torchrun has started
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the number that torchrun started
     trainer = Trainer(
         max_epochs=options.epochs, accelerator="cpu", strategy="ddp", devices=devices, callbacks=callbacks
     )

@@ -1,6 +1,6 @@
 """Durable files: atomic writing, verifying, the series of autosaves and the lock of a run's directory.
 
-This layer knows bytes and paths, and nothing of Lightning.
+This layer knows only bytes and paths, not Lightning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "write_manifest",
 ]
 
-# Loaded when they are asked for: some need torch, which takes a second to import; the command line works without.
+# Loaded on first use: some need torch, which takes a second to import. The command line works without it.
 _LAZY = {
     "AutosaveSeries": "series",
     "RunLock": "lock",

@@ -1,4 +1,4 @@
-"""The lines of Python that let ``weights_only=True`` accept objects, tried before anybody is told to paste them."""
+"""The Python lines that let ``weights_only=True`` accept objects, tested before a user is told to paste them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_ATTEMPTS = 20
 
 
 def lines_to_allow(values: Iterable[Any]) -> list[str] | None:
-    """Return lines after which objects load with ``weights_only=True``; ``None`` where none would do.
+    """Return lines after which objects load with ``weights_only=True``, or ``None`` if none would help.
 
     Args:
         values: The objects. They are written into memory and loaded from there.
@@ -43,7 +43,7 @@ def lines_to_allow(values: Iterable[Any]) -> list[str] | None:
 
 
 def _suffice(buffer: io.BytesIO, found: dict[str, Any]) -> bool:
-    """Return whether all loads once these are allowed; classes that only the attempt names are added."""
+    """Return whether everything loads once these are allowed; classes that only the load attempt names are added."""
     for _ in range(_MAX_ATTEMPTS):
         buffer.seek(0)
         try:
@@ -57,7 +57,7 @@ def _suffice(buffer: io.BytesIO, found: dict[str, Any]) -> bool:
                 found[named[1]] = _found(named[1])
             except (ImportError, AttributeError):
                 return False
-        except Exception:  # noqa: BLE001 - what a class does when it is loaded is its own
+        except Exception:  # noqa: BLE001 - a class may run anything when it is loaded
             return False
         else:
             return True
@@ -65,7 +65,7 @@ def _suffice(buffer: io.BytesIO, found: dict[str, Any]) -> bool:
 
 
 def _found(name: str) -> Any:
-    """Return what a full name stands for: the module is all of it in front that can be imported."""
+    """Return the object with this full name; its module is the longest part in front that can be imported."""
     parts = name.split(".")
     for num_parts in range(len(parts) - 1, 0, -1):
         try:
@@ -79,7 +79,7 @@ def _found(name: str) -> Any:
 
 
 def _may_be_allowed(value: Any) -> bool:
-    # With getattr and its like allowed a file could call anything.
+    # With getattr or a similar function allowed, a file could call anything.
     return isinstance(value, type) or getattr(value, "__module__", None) != builtins.__name__
 
 
@@ -96,6 +96,6 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _place_of(name: str, value: Any) -> tuple[str, str]:
-    """Return the module and the path in it by which something with this full name can be imported."""
+    """Return the module, and the path in it, from which the object with this full name can be imported."""
     path = str(getattr(value, "__qualname__", name.rpartition(".")[2]))
     return (name.removesuffix(f".{path}") if name.endswith(f".{path}") else str(value.__module__)), path

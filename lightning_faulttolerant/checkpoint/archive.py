@@ -1,6 +1,6 @@
 """Check that each byte of a ``torch.save`` file is as it was written.
 
-A zip file says most things twice, and readers believe one place and ignore the other. Here all of them must agree,
+A zip file states most facts twice, and readers believe one place and ignore the other. Here all places must agree,
 records must follow one another without a gap, and each record's CRC32 must be right. Nothing is unpickled.
 """
 
@@ -27,21 +27,21 @@ _UTF8_FLAG = 0x0800
 _MAX_16_BIT = 0xFFFF
 _MAX_32_BIT = 0xFFFFFFFF
 
-# The number that torch's format from before 1.6 begins with, pickled under any protocol.
+# torch's format from before 1.6 begins with this number, pickled under any protocol.
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 _LEGACY_MAGIC_WITHIN_BYTES = 32
 
 
 def find_damage(file: IO[bytes]) -> str | None:
-    """Read a whole ``torch.save`` file, in chunks of 8 MiB, and say what is wrong with it.
+    """Read a whole ``torch.save`` file, in chunks of 8 MiB, and return what is wrong with it.
 
-    Of a zip file that was written without checksums (``has_checksums``) all is compared but the contents.
+    In a zip file that was written without checksums (``has_checksums``), everything except the contents is compared.
 
     Args:
         file: Open for reading, seekable.
 
     Returns:
-        The reason, to be put after a colon; None where there is no damage.
+        The reason, worded to follow a colon; None if there is no damage.
 
     Raises:
         OSError: If the file can't be read.
@@ -62,10 +62,10 @@ def find_damage(file: IO[bytes]) -> str | None:
 
 
 def has_checksums(file: IO[bytes]) -> bool:
-    """Tell whether a ``torch.save`` file in which ``find_damage`` found none has the CRC32 of its records.
+    """Return whether a ``torch.save`` file without damage (``find_damage``) has the CRC32 of its records.
 
-    After ``torch.serialization.set_crc32_options(False)`` torch writes 0 for each of them. One wrong CRC32, or one that
-    is 0, among right ones is damage.
+    After ``torch.serialization.set_crc32_options(False)`` torch writes 0 for each of them. A single CRC32 that is
+    wrong, or is 0, among right ones is damage.
 
     Args:
         file: Open for reading, seekable. Only the zip directory at its end is read.
@@ -78,7 +78,7 @@ def has_checksums(file: IO[bytes]) -> bool:
 
 
 def is_legacy(file: IO[bytes]) -> bool:
-    """Tell whether a file is in torch's format from before 1.6, which is no zip file and has no checksums at all.
+    """Return whether a file is in torch's format from before 1.6, which is not a zip file and has no checksums.
 
     Args:
         file: Open for reading, seekable.
@@ -95,8 +95,8 @@ def _have_checksums(records: list[zipfile.ZipInfo]) -> bool:
     return any(record.CRC for record in records)
 
 
-class _Damage(Exception):  # noqa: N818 - never leaves this module, it is the answer of find_damage
-    """What is wrong with the file."""
+class _Damage(Exception):  # noqa: N818 - never leaves this module; find_damage returns its text
+    """The damage that was found in the file."""
 
 
 def _demand(condition: bool, reason: str) -> None:
@@ -124,8 +124,8 @@ def _check_records(file: IO[bytes], records: list[zipfile.ZipInfo], *, directory
 
 
 def _check_central_entry(record: zipfile.ZipInfo) -> None:
-    # These say nothing about the content and stand in one place only, but a flip in some makes torch refuse the file.
-    # torch has always written zeros.
+    # These fields say nothing about the content and exist in one place only, but a bit flip in some of them makes torch
+    # refuse the file. torch has always written zeros.
     unused = (record.create_system, record.create_version, record.volume, record.internal_attr, record.external_attr)
     _demand(not any(unused) and not record.comment, f"the directory entry of record {record.filename} is damaged")
     _demand(
@@ -185,7 +185,7 @@ def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: in
 def _check_directory(file: IO[bytes], records: list[zipfile.ZipInfo]) -> None:
     for record in records:
         entry, name = _read(file, _CENTRAL_ENTRY_BYTES), _name_bytes(record)
-        # zipfile takes a name that the end of the directory cuts short for complete, torch refuses the file.
+        # If the end of the directory cuts a name short, zipfile accepts the name, but torch refuses the file.
         lengths = struct.unpack_from("<3H", entry, 28)
         _demand(lengths == (len(name), len(record.extra), 0), f"the directory entry of {record.filename} is damaged")
         file.seek(len(name) + len(record.extra), os.SEEK_CUR)

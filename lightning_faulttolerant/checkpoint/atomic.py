@@ -1,6 +1,6 @@
-"""Save an object so that its path holds the old content or the new one, never a part of either.
+"""Save an object atomically: its path holds the old content or the new one, never a part of either.
 
-Nothing here draws from the global generators of ``random``, NumPy or torch: it would change the training that saves.
+Nothing here draws from the global generators of ``random``, NumPy or torch: a draw would change the training.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lightning_faulttolerant.checkpoint.store import open_writer
 def atomic_torch_save(
     obj: Any, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: Any
 ) -> None:
-    """Do what ``torch.save`` does, so that a crash at any moment leaves the old file or the new one.
+    """Save an object like ``torch.save``; a crash at any moment leaves the old file or the new one.
 
-    The object is streamed, not copied, and each record gets the CRC32 that ``verify_file`` checks.
+    The object is streamed, not copied. Each record gets the CRC32 that ``verify_file`` checks.
 
     Args:
-        obj: What ``torch.save`` can write.
-        f: A path, of which the target of a symbolic link is replaced, not the link; a URL that fsspec understands,
-            where the object becomes visible when it is complete; or a binary file that is open for writing. Such a
-            file is written to directly: what was in it before may be lost by a crash, and only its owner can close it.
-        fsync: Wait until the bytes are on the disk, so that they also survive a power loss. An open file that has no
+        obj: Any object that ``torch.save`` can write.
+        f: A path, a URL that fsspec understands, or a binary file that is open for writing. If the path is a symbolic
+            link, the link's target is replaced, not the link. At a URL, the object becomes visible when it is complete.
+            An open file is written to directly: a crash may lose its old content, and only its owner can close it.
+        fsync: Wait until the bytes are on the disk, so that they also survive a power loss. An open file without a
             descriptor, such as a ``BytesIO``, is flushed.
-        torch_save_kwargs: Keywords of ``torch.save``: ``pickle_module``, ``pickle_protocol``, and those of its own.
+        torch_save_kwargs: Keywords of ``torch.save``: ``pickle_module``, ``pickle_protocol``, and its private ones.
 
     Raises:
-        OSError: If the file can't be written; the old file is still there, where `f` is a path.
-        ValueError: If the path is a device, a pipe or a socket, or if torch's old file format is asked for.
+        OSError: If the file can't be written. If `f` is a path, the old file still exists.
+        ValueError: If the path is a device, a pipe or a socket, or if torch's old file format is requested.
         TypeError: If `f` is a text file.
 
     Example:
@@ -59,13 +59,13 @@ def save_to_file(obj: Any, file: IO[bytes], **torch_save_kwargs: Any) -> None:
     """Write an object with ``torch.save``, each record with the CRC32 that ``verify_file`` checks.
 
     Args:
-        obj: What ``torch.save`` can write.
+        obj: Any object that ``torch.save`` can write.
         file: Open for writing.
         torch_save_kwargs: Keywords of ``torch.save``.
 
     Raises:
         OSError: If a write fails, or the file takes no more bytes.
-        ValueError: If torch's old file format is asked for.
+        ValueError: If torch's old file format is requested.
         TypeError: If it is a text file.
     """
     if not torch_save_kwargs.get("_use_new_zipfile_serialization", True):
@@ -75,21 +75,21 @@ def save_to_file(obj: Any, file: IO[bytes], **torch_save_kwargs: Any) -> None:
         )
     if isinstance(file, io.TextIOBase):
         raise TypeError(f"{file!r} is a text file, a checkpoint is bytes. Open it with mode 'wb', or give its path.")
-    whole: Any = _Whole(file) if hasattr(file, "write") else file  # torch refuses what is no file
+    whole: Any = _Whole(file) if hasattr(file, "write") else file  # torch refuses an object that is not a file
     with _crc32_forced(), _first_error_shown():
         torch.save(obj, whole, **torch_save_kwargs)
 
 
 def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
-    """Write a small file so that a crash at any moment leaves the old file or the new one.
+    """Write a small file atomically; a crash at any moment leaves the old file or the new one.
 
     Args:
         data: The whole content.
-        path: Where to, a path or a URL; the target of a symbolic link is replaced, not the link.
+        path: A path or a URL. If it is a symbolic link, the link's target is replaced, not the link.
         fsync: Wait until the bytes are on the disk.
 
     Raises:
-        OSError: If the file can't be written; the old file is still there.
+        OSError: If the file can't be written; the old file still exists.
         ValueError: If the path is a device, a pipe or a socket.
     """
     with open_writer(path, fsync=fsync) as file:
@@ -98,7 +98,7 @@ def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool
 
 @final
 class _Whole:
-    """A file that writes all that it is given, or raises: torch does not look at what ``write`` returns."""
+    """A file that writes all the bytes it gets, or raises: torch ignores what ``write`` returns."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -109,7 +109,7 @@ class _Whole:
         while num_done < len(view):
             num_written = self._file.write(view[num_done:])
             if num_written is None and not isinstance(self._file, io.RawIOBase):
-                break  # a class of somebody's own that does not say; a raw file says by None that it can't take any
+                break  # a user's class that returns no count; a raw file returns None if it can't take any bytes
             if not num_written:
                 reason = f"The file took {num_done} of {len(view)} bytes and then no more"
                 raise OSError(errno.EIO, reason, getattr(self._file, "name", None))
@@ -124,7 +124,7 @@ class _Whole:
 def _fsync_open_file(file: IO[bytes]) -> None:
     try:
         descriptor = file.fileno()
-    except (AttributeError, OSError):  # not a file of the system
+    except (AttributeError, OSError):  # not a file of the operating system
         return
     try:
         os.fsync(descriptor)
@@ -135,9 +135,9 @@ def _fsync_open_file(file: IO[bytes]) -> None:
 
 @contextlib.contextmanager
 def _crc32_forced() -> Iterator[None]:
-    # The option came with torch 2.6, is thread-local since 2.12 and global before, and is read when torch.save begins.
-    # Before 2.12, saves that overlap in two threads could put it back under one another: only for users who switched
-    # it off, and verify_file then says so.
+    # The option came with torch 2.6. It is thread-local since 2.12, and was global before. torch.save reads it when it
+    # begins. Before 2.12, overlapping saves in two threads could reset it for one another. This affects only users who
+    # switched it off, and verify_file then reports it.
     if not hasattr(torch.serialization, "set_crc32_options"):
         yield
         return
@@ -152,7 +152,7 @@ def _crc32_forced() -> Iterator[None]:
 @contextlib.contextmanager
 def _first_error_shown() -> Iterator[None]:
     # When a write fails, or a signal handler raises during it, torch.save closes its zip, fails at that and raises
-    # "RuntimeError: unexpected pos": it would hide "No space left on device", a Ctrl-C and our own TrainingStopped.
+    # "RuntimeError: unexpected pos". That would hide "No space left on device", a Ctrl-C and our own TrainingStopped.
     surrounding = sys.exc_info()[1]
     try:
         yield

@@ -1,6 +1,6 @@
-"""Write a file so that its path holds the old content or the new one, never a part of either.
+"""Write a file atomically: its path holds the old content or the new one, never a part of either.
 
-Nothing here draws from the global generators of ``random``, NumPy or torch: it would change the training that saves.
+Nothing here draws from the global generators of ``random``, NumPy or torch: a draw would change the training.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _logger = logging.getLogger(__name__)
 _TEMPORARY_NAME = re.compile(
     r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
 )
-# What tells this process from an earlier one with the same id, by process id: a fork has one of its own.
+# A token, by process id, tells this process from an earlier one with the same id. A fork has its own.
 _tokens: dict[int, str] = {}
 
-# A file name may have 255 bytes. The temporary name adds up to 64 of the host's name and about 35 of its own.
+# A file name may have 255 bytes. The temporary name adds up to 64 bytes of the host's name and about 35 of its own.
 _MAX_TARGET_NAME_BYTES = 120
 
 
 ABANDONED_AFTER_SECONDS = 3600.0
-"""Nobody can tell whether a writer on another host is alive: after so long without a change it is taken for dead."""
+"""Whether a writer on another host is alive can't be told. After this time without a change it is taken for dead."""
 
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterator[IO[bytes]]:
-    """Open a binary file that takes the place of ``path`` when the block ends, and vanishes if the block raises.
+    """Open a binary file that replaces ``path`` when the block ends, and vanishes if the block raises.
 
     Args:
-        path: Where to; the target of a symbolic link is replaced, not the link.
+        path: The target path. If it is a symbolic link, the link's target is replaced, not the link.
         fsync: Wait until the bytes and the new directory entry are on the disk.
 
     Yields:
         The temporary file, in the directory of the target: a rename across file systems would be a copy.
 
     Raises:
-        OSError: If the file can't be written; the old file is still there, unless it is the last step, the fsync of
-            the directory, that failed.
+        OSError: If the file can't be written. The old file still exists, unless the last step failed, the fsync of the
+            directory.
         ValueError: If the path is a device, a pipe or a socket.
     """
     target = Path(os.path.realpath(path))
@@ -68,7 +68,7 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
             written = os.fstat(file.fileno())
         _replace(temporary, target, written)
     except BaseException:
-        # The first error is the one to see, even if the directory has gone in the meantime.
+        # The first error is the one to raise, even if the directory is gone by now.
         if is_ours:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
 
 @contextlib.contextmanager
 def flushed_meanwhile(file: IO[bytes]) -> Iterator[None]:
-    """Let the disk take what was written while the block runs, and wait for it at the end.
+    """Flush the written data to the disk while the block runs, and wait for it at the end.
 
     Args:
         file: Open for writing.
@@ -93,7 +93,7 @@ def flushed_meanwhile(file: IO[bytes]) -> Iterator[None]:
     def flush() -> None:
         try:
             os.fsync(file.fileno())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for it
             errors.append(error)
 
     thread = threading.Thread(target=flush, name="flush")
@@ -110,10 +110,10 @@ def _replace(temporary: Path, target: Path, written: os.stat_result) -> None:
     try:
         os.replace(temporary, target)
     except FileNotFoundError:
-        # Over NFS the answer to a rename can get lost, and the second try then finds that the first has worked.
+        # Over NFS the answer to a rename can get lost. The second try then finds that the first one worked.
         if not (target.exists() and os.path.samestat(os.stat(target), written)):
             raise
-    # Asked of the temporary name, since another writer may have replaced the target again.
+    # Checked by the temporary name, since another writer may have replaced the target again.
     if os.path.lexists(temporary):
         raise OSError(errno.EIO, "The rename was reported as done, but it was not", str(temporary), None, str(target))
 
@@ -125,7 +125,7 @@ def fsync_directory(directory: Path) -> None:
         directory: An existing directory.
 
     Raises:
-        OSError: If the disk reports an error. A file system that has no such operation is not an error.
+        OSError: If the disk reports an error. A file system without this operation is not an error.
     """
     if os.name == "nt":  # Windows can't open a directory as a file.
         return
@@ -141,13 +141,13 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents, and wait until their names are on the disk.
+    """Create a directory and its missing parents, and wait until their names are on the disk.
 
     Args:
-        directory: May exist already.
+        directory: May already exist.
 
     Raises:
-        OSError: If it can't be made.
+        OSError: If it can't be created.
     """
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     for folder in reversed(missing):
@@ -156,13 +156,13 @@ def make_directory(directory: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Delete a directory with all in it; a kill meanwhile leaves it whole, or under the name of a temporary file.
+    """Delete a directory and its content; a kill leaves it whole, or under the name of a temporary file.
 
     Args:
         directory: An existing directory, not a link.
 
     Raises:
-        FileNotFoundError: If it is not there.
+        FileNotFoundError: If it does not exist.
         OSError: If it can't be deleted.
     """
     temporary = directory
@@ -181,7 +181,7 @@ def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tu
         other_hosts: As in ``leftovers``.
 
     Yields:
-        The temporary file, and the name of the file that it would have become (cut, if it was very long).
+        The temporary file, and the name of the file that it would have become (cut if very long).
     """
     try:
         names = sorted(os.listdir(directory))
@@ -195,14 +195,14 @@ def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tu
     """Find the names of temporary files that dead writers left.
 
     A temporary file of a process that is alive on this host is never among them. Process ids are those of this
-    container: writers in two containers that share a host name and a directory must be kept apart by ``RunLock``.
+    container: ``RunLock`` must keep apart writers in two containers that share a host name and a directory.
 
     Args:
-        names: Of all files in a directory.
-        other_hosts: Also report those of other hosts, of which nobody here knows whether the writer is alive.
+        names: The names of all files in a directory.
+        other_hosts: Also yield those of other hosts, where it is unknown whether the writer is alive.
 
     Yields:
-        The temporary name, and the name of the file that it would have become (cut, if it was very long).
+        The temporary name, and the name of the file that it would have become (cut if very long).
     """
     for name in names:
         found = _TEMPORARY_NAME.fullmatch(name)
@@ -214,10 +214,10 @@ def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tu
 
 
 def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
-    """Tell whether nothing has happened to a file, or to a directory and the files in it, for so long.
+    """Return whether a file, or a directory and the files in it, is unchanged for ``ABANDONED_AFTER_SECONDS``.
 
     Args:
-        path: It may be gone.
+        path: May already be gone.
     """
     try:
         within = [entry.stat(follow_symlinks=False) for entry in os.scandir(path)] if os.path.isdir(path) else []
@@ -228,47 +228,47 @@ def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Delete the temporary files of a directory whose writers were killed, once they were left alone for so long.
+    """Delete temporary files of killed writers in a directory, once unchanged for ``ABANDONED_AFTER_SECONDS``.
 
     Args:
-        directory: Anybody's, who may keep other files there; may be missing.
+        directory: Any directory, which may also hold other files; may be missing.
 
     Raises:
         OSError: If the directory can't be read.
     """
     for temporary, _ in find_leftovers(directory, other_hosts=True):
-        with contextlib.suppress(OSError):  # another user's, say: a save does not fail for it
+        with contextlib.suppress(OSError):  # such as another user's file: the save must not fail for it
             if temporary.is_file() and is_unchanged_for_long(temporary):
                 temporary.unlink(missing_ok=True)
                 _logger.info("Removed %s, which a writer that was killed had left behind", temporary)
 
 
 def is_of_this_process(name: str) -> bool:
-    """Tell whether this process has made a temporary name."""
+    """Return whether this process created a temporary name."""
     found = _TEMPORARY_NAME.fullmatch(name)
     return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
 
 
 def target_name(name: str) -> str | None:
-    """Return the name that a temporary file was to get, cut if it was very long; ``None`` of any other file."""
+    """Return the final name of a temporary file, cut if it is very long, or ``None`` for any other file."""
     found = _TEMPORARY_NAME.fullmatch(name)
     return None if found is None else found["target"]
 
 
 def temporary_name(name: str) -> str:
-    """Return a name that no other writer uses, for a file that is to get ``name`` later.
+    """Return a name that no other writer uses, for a file that is renamed to ``name`` later.
 
     Args:
-        name: The later name, cut if it is very long.
+        name: The later name; cut if it is very long.
     """
     short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
     return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
 
 
 def this_machine() -> str:
-    """Return what two processes have in common of which each can tell whether the other is alive, as far as is known.
+    """Return an id that two processes share if each can tell whether the other is alive, as far as is known.
 
-    Containers may share a host name (``--network=host``), and process ids mean nothing from one to another.
+    Containers may share a host name (``--network=host``), and process ids mean nothing across containers.
     """
     try:
         booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,7 +1,7 @@
-"""An autosave of several files: a directory that others write into, and that gets its name in one instant, when whole.
+"""An autosave of several files: a directory that other code writes into, and that gets its name when it is complete.
 
-Until then it has a temporary name, by which a later process knows it for a leftover. It is committed by its manifest,
-which is written last, and then renamed.
+Until then it has a temporary name, by which a later process recognizes it as a leftover. It is committed by its
+manifest, which is written last, and then renamed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lightning_faulttolerant.errors import DamagedCheckpointError
 
 
 def begin(path: str | os.PathLike[str]) -> str:
-    """Make an empty directory that is to become the autosave `path`.
+    """Create an empty directory that is to become the autosave `path`.
 
     Args:
-        path: Where nothing is; missing parents are made.
+        path: A path that does not exist; missing parents are created.
 
     Returns:
         Its temporary path, on the same file system.
 
     Raises:
-        OSError: If it can't be made.
+        OSError: If it can't be created.
     """
     target = Path(os.path.abspath(path))
     make_directory(target.parent)
@@ -45,7 +45,7 @@ def target_of(temporary: str | os.PathLike[str]) -> str:
     """Return the name of the autosave that a directory is to become.
 
     Args:
-        temporary: What `begin` has returned.
+        temporary: The path that `begin` returned.
     """
     name = target_name(os.path.basename(temporary))
     if name is None:
@@ -61,12 +61,12 @@ def commit(
     metadata: dict[str, Any] | None = None,
     fsync: bool = True,
 ) -> None:
-    """Make an autosave of a directory that `begin` has made, and whose files are all written and closed.
+    """Turn a directory from `begin` into an autosave, once all its files are written and closed.
 
     Args:
-        temporary: What `begin` has returned.
-        path: What it was given.
-        files: What ``sum_files`` says of each file in it.
+        temporary: The path that `begin` returned.
+        path: The path that `begin` was called with.
+        files: The entries that ``sum_files`` returned for the files in it.
         metadata: Kept in the manifest: plain values.
         fsync: Wait until all names are on the disk.
 
@@ -80,10 +80,10 @@ def commit(
 
 
 def verify(path: str | os.PathLike[str]) -> Verification:
-    """Compare each file of an autosave with its manifest; one without was never committed.
+    """Compare each file of an autosave with its manifest; a directory without a manifest was never committed.
 
     Args:
-        path: Of a directory.
+        path: The directory.
 
     Raises:
         DamagedCheckpointError: If a file is missing or was changed, or there is no manifest.

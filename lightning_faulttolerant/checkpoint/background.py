@@ -1,7 +1,7 @@
-"""Write after the work that continues: one job at a time, in a thread that lives as long as its job.
+"""Write in the background while the work continues: one job at a time, in a thread that lives as long as its job.
 
-So nothing is left over that would have to be shut down, and a process that is forked meanwhile has no writer: threads
-are not forked.
+So there is never an idle thread to shut down. A process that is forked during a job has no writer: threads are not
+forked.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class _Job:
         self._is_taken = threading.Lock()
 
     def take(self) -> bool:
-        """Return True to the first who asks: the thread that does the job, or who gives it up before that."""
+        """Return True to the first caller: the thread that does the job, or the caller that gives it up before that."""
         return self._is_taken.acquire(blocking=False)
 
 
 @final
 class BackgroundWriter:
-    """Does one job at a time in a thread.
+    """A writer that does one job at a time in a thread.
 
-    The interpreter does not exit before a job that is under way is done.
+    The interpreter does not exit before a running job is done.
 
     Args:
-        name: Of the thread.
+        name: The name of the thread.
 
     Example:
         >>> writer = BackgroundWriter("example")
@@ -51,18 +51,18 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job of this process is under way."""
+        """Whether a job of this process is running."""
         job = self._job
         return job is not None and job.process_id == os.getpid() and not job.is_done.is_set()
 
     def start(self, job: Callable[[], object]) -> None:
-        """Begin a job.
+        """Start a job.
 
         Args:
-            job: What it raises is kept for ``take_error``.
+            job: An error that it raises is kept for ``take_error``.
 
         Raises:
-            RuntimeError: If the one before is still under way, or the system has no thread left.
+            RuntimeError: If the previous job is still running, or the system has no thread left.
         """
         if self.is_busy:
             raise RuntimeError(f"The writer {self._name!r} has a job already. Wait for it.")
@@ -73,27 +73,27 @@ class BackgroundWriter:
             thread.start()
         except BaseException:  # a signal handler may raise at any moment, with the thread begun or not
             if this.take():
-                this.is_done.set()  # nobody else will: who waits would wait for ever
+                this.is_done.set()  # nothing else will: a waiter would wait forever
             raise
 
     def wait(self) -> None:
-        """Wait until no job is under way. A signal handler that raises breaks the wait, not the job."""
+        """Wait until no job is running. A signal handler that raises breaks the wait, not the job."""
         if self.is_busy and self._job is not None:
             self._job.is_done.wait()
 
     def take_error(self) -> BaseException | None:
-        """Return what the last job raised, once: as it was, with its traceback."""
+        """Return the error of the last job, once, unchanged and with its traceback."""
         error, self._error = self._error, None
         return error
 
     def _run(self, this: _Job, job: Callable[[], object]) -> None:
         if not this.take():
             return
-        # Else this thread keeps the interpreter for up to 5 ms while the one that has started it waits to continue.
+        # Otherwise this thread keeps the interpreter for up to 5 ms while the thread that started it waits to continue.
         time.sleep(_LETS_GO_ON_SECONDS)
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
+        except BaseException as error:  # noqa: BLE001 - kept for take_error
             self._error = error
         finally:
             this.is_done.set()

@@ -1,6 +1,6 @@
-"""What ranks tell one another besides their gradients: over a gloo group of its own, with a time limit.
+"""Messages between ranks besides the gradients: over a separate gloo group, with a time limit.
 
-No device is touched, and a dead rank is an error on the others: the connection to it breaks, or the time is over.
+No device is used. A dead rank is an error on the others: the connection to it breaks, or the time runs out.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from lightning_faulttolerant.errors import RanksLostError
 
 @final
 class Channel:
-    """A way for ranks to tell one another Python objects; made by all of them at the same time.
+    """A channel on which ranks exchange Python objects; created by all of them at the same time.
 
-    Each exchange is a collective of the channel's ranks: all of them must come to it, in the same order.
+    Each exchange is a collective of the channel's ranks: all of them must call it, in the same order.
 
     Args:
         ranks: Their numbers in the default group, in one order.
         timeout: How long one exchange may wait for the slowest rank.
 
     Raises:
-        RanksLostError: As each exchange does: if a rank is gone, does not answer in time, or is at another step.
+        RanksLostError: From each exchange too: if a rank is gone, does not answer in time, or is at another step.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self.ranks = list(ranks)
         self._timeout = timeout
         self.place = self.ranks.index(dist.get_rank())
-        """This one's place among them, from 0."""
+        """This rank's place among them, from 0."""
         try:
-            # Of its own: the default group may be NCCL, which knows no objects on the CPU, and has a time limit of its
-            # own. Ranks outside of the group don't take part.
-            # A group of some of them is named by its ranks, one of all by a number that no other group ever has. With
-            # the name of a group that is gone it would find the addresses of that one.
+            # A separate group: the default one may be NCCL, which can't send objects on the CPU and has its own time
+            # limit. Ranks outside of the group don't take part.
+            # A group of some ranks is named by its ranks. A group of all ranks is named by a number that no other group
+            # ever has: with the name of a group that is gone, it would find the addresses of the old group.
             some = len(self.ranks) < dist.get_world_size()
             self._group = dist.new_group(self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
         except RuntimeError as error:
             raise self._silence("the first exchange", error) from error
 
     def close(self) -> None:
-        """Give the connections back; each rank by itself."""
+        """Close the connections; each rank does so alone."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
     def to_all(self, step: str, value: Any) -> list[Any]:
-        """Tell all ranks, and learn from each, in order."""
+        """Send a value to all ranks, and return all values in order."""
         answers: list[Any] = [None] * len(self.ranks)
         try:
             dist.all_gather_object(answers, (step, value), group=self._group)
@@ -58,7 +58,7 @@ class Channel:
         return self._checked(answers)
 
     def to_first(self, step: str, value: Any) -> list[Any] | None:
-        """Tell the first rank; return what all have told, in order, on that one, and ``None`` on the others."""
+        """Send a value to the first rank; return all values in order on that rank, and ``None`` on the others."""
         answers: list[Any] | None = [None] * len(self.ranks) if self.place == 0 else None
         try:
             dist.gather_object((step, value), answers, dst=self.ranks[0], group=self._group)

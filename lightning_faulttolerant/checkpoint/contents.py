@@ -1,6 +1,6 @@
-"""The files of a directory against its manifest: listed and summed when it is committed, compared when it is verified.
+"""The files of a directory and its manifest: listed and summed at the commit, compared when verified.
 
-Bytes are streamed, and several files are read at once: summing lets go of the interpreter lock.
+Bytes are streamed, and several files are read at once: computing a checksum releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def write_manifest(
     """Commit a directory: read all its files back, and write their sizes and checksums into it, last.
 
     Args:
-        directory: A local directory. A symbolic link in it counts as the file that it leads to.
+        directory: A local directory. A symbolic link in it counts as the file that it points to.
         metadata: Kept in the manifest: dicts, lists, strings, finite numbers, booleans and None.
         fsync: Wait until the files, their names and the manifest are on the disk.
 
     Returns:
-        What was written.
+        The manifest that was written.
 
     Raises:
-        ValueError: If there is no file, or one that can't be part of a checkpoint: a link that leads out of the
+        ValueError: If there is no file, or one that can't be part of a checkpoint: a link that points outside the
             directory, a link to a directory, a device, a pipe or a socket.
-        TypeError: If the metadata hold something else.
+        TypeError: If the metadata holds something else.
         OSError: If something can't be read or written; the directory is then not committed.
 
     Example:
@@ -73,7 +73,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     """List the files of a local directory and those below it, without the manifest.
 
     Args:
-        directory: To be committed.
+        directory: The directory to commit.
 
     Returns:
         Relative paths with ``/`` between the parts, sorted; at least one.
@@ -96,15 +96,15 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def deal_files(directory: str | os.PathLike[str], names: Iterable[str], *, num_shares: int) -> list[list[str]]:
-    """Deal files out so that each share has about the same number of bytes.
+    """Split files into shares with about the same number of bytes.
 
     Args:
-        directory: Local.
+        directory: A local directory.
         names: Relative paths.
         num_shares: At least 1.
 
     Raises:
-        OSError: If a file can't be looked at.
+        OSError: If a file's size can't be read.
     """
     sizes = {name: os.stat(os.path.join(directory, name)).st_size for name in names}
     shares: list[list[str]] = [[] for _ in range(num_shares)]
@@ -117,18 +117,18 @@ def deal_files(directory: str | os.PathLike[str], names: Iterable[str], *, num_s
 
 
 def sum_files(directory: str | os.PathLike[str], names: Iterable[str], *, fsync: bool = True) -> dict[str, FileEntry]:
-    """Read files of a directory, several at once.
+    """Compute the sizes and checksums of files in a directory, several at once.
 
     Args:
-        directory: Local.
+        directory: A local directory.
         names: Relative paths.
-        fsync: Wait until each is on the disk, before it is read.
+        fsync: Wait until each file is on the disk before it is read.
 
     Returns:
         Sizes and checksums, by path.
 
     Raises:
-        OSError: If a file can't be read or put on the disk.
+        OSError: If a file can't be read or flushed to the disk.
         ValueError: If a file changes while it is read.
     """
     root, names = Path(directory), list(names)
@@ -142,10 +142,10 @@ def commit_files(
     metadata: dict[str, Any] | None = None,
     fsync: bool = True,
 ) -> Manifest:
-    """Write the manifest of files that have been summed.
+    """Write the manifest of files whose checksums are known.
 
     Args:
-        directory: Local.
+        directory: A local directory.
         files: Sizes and checksums, by path.
         metadata: Kept in the manifest.
         fsync: Wait until the names of the files, and the manifest, are on the disk.
@@ -155,7 +155,7 @@ def commit_files(
     """
     root = Path(directory)
     if fsync:
-        folders = {folder for name in files for folder in PurePosixPath(name).parents}  # also those without a file
+        folders = {folder for name in files for folder in PurePosixPath(name).parents}  # also folders without a file
         for folder in sorted(folders, reverse=True):
             fsync_directory(root / folder)
     manifest = Manifest(files=files, metadata=metadata or {})
@@ -168,15 +168,15 @@ def commit_files(
 def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True) -> Verification:
     """Compare a directory with its manifest: each file's presence, size and CRC32.
 
-    A file that the manifest does not name is no damage, whoever put it there: not a byte of what was saved has changed.
-    It is reported in ``extra_files``; of a URL, only what is directly in it is looked at.
+    A file that the manifest does not name is not damage: no saved byte has changed. It is reported in ``extra_files``.
+    At a URL, only the files directly in the directory are checked for this.
 
     Args:
         directory: A directory, or the URL of one.
-        contents: Read the files too; without, only their presence and sizes are compared.
+        contents: Also read the files; otherwise only their presence and sizes are compared.
 
     Returns:
-        Whether it was verified by checksums; without a manifest it can't be, and is said to be written without.
+        Whether it was verified by checksums. Without a manifest it can't be, and is reported as written without.
 
     Raises:
         DamagedCheckpointError: If a file or the directory is missing, or was changed; if the manifest was changed; if
@@ -206,10 +206,10 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
 
     Args:
         directory: A directory, or the URL of one.
-        contents: Read the files too.
+        contents: Also read the files.
 
     Returns:
-        As ``verify_directory``; None where there is no manifest.
+        As ``verify_directory``; None if there is no manifest.
 
     Raises:
         DamagedCheckpointError: As ``verify_directory``.
@@ -234,7 +234,7 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
         )
     try:
         extra_files = _extra_files(directory, manifest)
-    except (FileNotFoundError, NotADirectoryError) as error:  # it has just been deleted
+    except (FileNotFoundError, NotADirectoryError) as error:  # it was just deleted
         raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
     return Verification(
         path=os.fspath(directory),
@@ -246,7 +246,7 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
 
 
 def describe_owner(manifest: Manifest) -> str:
-    """Name the process that is writing a directory, or has died in it.
+    """Describe the process that is writing a directory, or died while writing it.
 
     Args:
         manifest: Not committed.
@@ -328,7 +328,7 @@ def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[
 
 
 def _damage_of(error: OSError) -> str:
-    """Say what damage an error stands for; raise it if it stands for none."""
+    """Return the damage that an error stands for; raise the error if it stands for none."""
     kinds = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     if not isinstance(error, kinds) and error.errno not in (errno.EIO, errno.ELOOP):
         raise error

@@ -1,4 +1,4 @@
-"""What stands for the objects of a pickle that is not run: names, tensors without values, data too long to be read."""
+"""Stand-ins for the objects of a pickle that is not run: names, tensors without values, data too long to read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LongData:
-    """A text, bytes or an integer that is too long to be read."""
+    """A text, bytes or an integer that is too long to read."""
 
     kind: str
     num_bytes: int
@@ -36,7 +36,7 @@ class LongData:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Where the values of one or more tensors lie in the file."""
+    """The place of the values of one or more tensors in the file."""
 
     key: str
     dtype: str
@@ -54,7 +54,7 @@ class TensorInfo:
 
 
 def key_of(value: Any) -> Any:
-    """Return what stands for a key: hashing what a file has built could recurse without end, or take very long."""
+    """Return a stand-in for a key: hashing an object from a file could recurse without end or take very long."""
     if isinstance(value, tuple) and len(value) <= 8 and all(_is_plain_key(item) for item in value):
         return value
     return value if _is_plain_key(value) else Made(f"key, a {type(value).__name__}", value)
@@ -67,7 +67,7 @@ def _is_plain_key(value: Any) -> bool:
 
 
 def stored(identity: Any) -> Any:
-    """Return what stands for something that the pickle says is kept outside of it."""
+    """Return a stand-in for an object that the pickle keeps outside of itself."""
     match identity:
         case ("storage", Named(name), str(key), _, int(num_values)) if 0 <= num_values < _64_BIT:
             dtype = _STORAGE_DTYPES.get(name.rpartition(".")[2], "uint8")
@@ -76,19 +76,19 @@ def stored(identity: Any) -> Any:
 
 
 def result_of(function: Any, arguments: Any) -> Any:
-    """Return what stands for the result of a call."""
+    """Return a stand-in for the result of a call."""
     name = name_of(function)
     known = _KNOWN.get(name)
     if known is not None and isinstance(arguments, tuple):
         try:
             return known(*arguments)
         except (TypeError, ValueError):
-            pass  # not the arguments that this function takes: shown as they are
+            pass  # not the arguments of this function: shown as they are
     return Made(name, arguments)
 
 
 def name_of(function: Any) -> str:
-    """Return what to call something that the pickle calls."""
+    """Return a display name for an object that the pickle calls."""
     return function.name if isinstance(function, (Named, Made)) else f"a {type(function).__name__}"
 
 
@@ -133,7 +133,7 @@ def _encoded(text: Any, encoding: Any) -> Any:
     return text.encode("latin1")
 
 
-# What torch.save writes, and Python's own collections.
+# The functions that torch.save writes, and Python's own collections.
 _KNOWN: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,

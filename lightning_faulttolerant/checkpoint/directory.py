@@ -1,7 +1,7 @@
-"""Checkpoints of several files, each in a directory of its own that is a checkpoint only when it is complete.
+"""Checkpoints of several files, each in its own directory that is a checkpoint only when it is complete.
 
-For loops that write files themselves, on one rank or many. A directory has its final name from the start and becomes a
-checkpoint in one instant, when its manifest is written; until then, and after a crash, it is known as incomplete.
+For loops that write files themselves, on one rank or many. A directory has its final name from the start. It becomes a
+checkpoint in one instant, when its manifest is written. Until then, and after a crash, it counts as incomplete.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ _LONGEST_PAUSE_SECONDS = 0.5
 
 @final
 class AtomicDirectory:
-    """Saves each checkpoint to a new directory, and keeps a link to the latest one that is complete.
+    """A saver that puts each checkpoint into a new directory, and keeps a link to the latest complete one.
 
-    The directories are ``<name>_checkpoint_<n>``, those that are kept for ever ``<name>_checkpoint_<n>_force``; the
-    link is ``<name>.latest_checkpoint``, and ``<name>.latest_checkpoint.txt`` says the same in words, for copies and
-    file systems without links. Both are hints: the latest is the newest directory whose manifest verifies. A new saver
-    finds it, sets damaged newer ones aside (``….damaged``, never deleted) and lets the link lead to it.
+    The directories are ``<name>_checkpoint_<n>``, or ``<name>_checkpoint_<n>_force`` if they are kept forever. The link
+    is ``<name>.latest_checkpoint``. The file ``<name>.latest_checkpoint.txt`` holds the same path as text, for copies
+    and for file systems without links. Both are hints: the latest is the newest directory whose manifest verifies. A
+    new saver finds it, sets damaged newer ones aside (``….damaged``, never deleted) and sets the link to it.
 
     Under ``"sync_any"`` and ``"sync_all"`` the ranks of the process group share one series, in one directory that all
     of them see. Then **all ranks call** the constructor, ``prepare_checkpoint_directory``, ``symlink_latest`` (or, on a
-    rank whose part failed, ``abort``) and ``latest``, in the same order. If one fails, all raise; if one is dead, the
-    others raise within ``timeout``.
+    rank whose part failed, ``abort``) and ``latest``, in the same order. If one rank fails, all raise. If one is dead,
+    the others raise within ``timeout``.
 
-    Directories of ``cycling_utils`` are read too. They have no manifests and can't be verified: by its rule, the one
-    that its link leads to and those with lower numbers are complete. Where there is one that verifies, that is taken.
+    Directories of ``cycling_utils`` are read too. They have no manifests and can't be verified. By that package's rule,
+    the directory that its link points to and those with lower numbers are complete. A directory that verifies is
+    preferred.
 
     Args:
-        output_directory: A local directory, made if it is missing; ``~`` is the home directory. Relative to where the
-            process is now.
-        is_master: Whether this rank looks after the disk; one rank at most. Without any it is the first.
-        name: What the names of the directories begin with. Savers of different names may share a directory.
-        keep_last: How many complete checkpoints to keep, besides the one that is being written; those that are kept for
-            ever count. Older ones are deleted once a newer one is complete. 0 or less: all.
-        strategy: ``"sync_any"``: one series, a checkpoint is kept for ever if any rank says so. ``"sync_all"``: if all
-            ranks say so. ``"async"``: each rank has a series of its own, ``<name>_rank_<r>``, and asks nobody.
-            ``"mono"``: as if there were no process group. Without one, all but ``"async"`` are the same.
-        device: Not used: ranks talk over the CPU. Accepted for scripts written for ``cycling_utils``.
-        verify: Read the contents of a directory before it is taken for the latest; else only presence and sizes are
-            compared.
+        output_directory: A local directory, created if it is missing; ``~`` is the home directory. Relative to the
+            current directory of the process.
+        is_master: Whether this rank manages the disk; at most one rank. If no rank does, the first one is the master.
+        name: The prefix of the directories' names. Savers with different names may share a directory.
+        keep_last: How many complete checkpoints to keep, besides the one that is being written. Those that are kept
+            forever count. Older ones are deleted once a newer one is complete. 0 or less: all.
+        strategy: ``"sync_any"``: one series; a checkpoint is kept forever if any rank requests it. ``"sync_all"``: if
+            all ranks request it. ``"async"``: each rank has its own series, ``<name>_rank_<r>``, and does not
+            communicate. ``"mono"``: as if there were no process group. Without one, all but ``"async"`` are the same.
+        device: Not used: ranks communicate over the CPU. Accepted for scripts written for ``cycling_utils``.
+        verify: Read the contents of a directory before accepting it as the latest. Otherwise only presence and sizes
+            are compared.
         fsync: Wait until a checkpoint is on the disk before it becomes one, so that it survives a power loss.
         group: The process group that shares the series; None for the default one.
         timeout: How long the ranks wait for the slowest of them, in each step.
 
     Raises:
         ValueError: If an argument is wrong, the ranks disagree on one, or there are several ranks and no process group.
-        NoValidCheckpointError: If there are checkpoints, but none that can be taken.
-        CheckpointError: If another rank fails, or does not answer.
+        NoValidCheckpointError: If there are checkpoints, but none is usable.
+        CheckpointError: If another rank fails or does not answer.
 
     Example:
         >>> import tempfile
@@ -110,20 +111,20 @@ class AtomicDirectory:
         self.latest()
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
-        """Make the directory for the next checkpoint; called by all ranks.
+        """Create the directory for the next checkpoint; called by all ranks.
 
-        It has its final name, and is no checkpoint before ``symlink_latest``. One that was prepared before and was
-        neither completed nor aborted is deleted, and so is what a killed process left.
+        It has its final name, but is not a checkpoint before ``symlink_latest``. An earlier directory that was prepared
+        but neither completed nor aborted is deleted, and so are the leftovers of a killed process.
 
         Args:
-            force_save: Keep this checkpoint for ever.
+            force_save: Keep this checkpoint forever.
 
         Returns:
-            The absolute path. It holds the beginning of a manifest and nothing else.
+            The absolute path. The directory holds the beginning of a manifest and nothing else.
 
         Raises:
-            OSError: If it can't be made.
-            CheckpointError: If another rank fails, or does not answer.
+            OSError: If it can't be created.
+            CheckpointError: If another rank fails or does not answer.
         """
         wishes = self._ranks.gather("prepare", bool(force_save))
         forced = all(wishes) if self.strategy == "sync_all" else any(wishes)
@@ -135,24 +136,24 @@ class AtomicDirectory:
     def symlink_latest(
         self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
-        """Make a prepared directory a checkpoint, the latest one; called by all ranks when their files are closed.
+        """Turn a prepared directory into the latest checkpoint; called by all ranks when their files are closed.
 
-        All files are read once, for their checksums, each by one of the ranks. Then the manifest is written, the link
-        is put on it, and those that are too many are deleted.
+        Each file is read once, by one of the ranks, for its checksum. Then the manifest is written, the link is set to
+        the directory, and the checkpoints beyond ``keep_last`` are deleted.
 
         Args:
-            checkpoint_directory: What ``prepare_checkpoint_directory`` returned.
+            checkpoint_directory: The path that ``prepare_checkpoint_directory`` returned.
             metadata: Kept in the manifest (the master's): dicts, lists, strings, finite numbers, booleans and None.
 
         Raises:
-            ValueError: If the directory is empty, was not prepared, is another one on another rank, or holds something
-                that can't be part of a checkpoint, such as a link that leads out of it. It can be mended and completed.
-            OSError: If something can't be written. What was complete before still is.
+            ValueError: If the directory is empty, was not prepared, differs between the ranks, or holds something that
+                can't be part of a checkpoint, such as a link that points outside. You can fix it and complete it then.
+            OSError: If something can't be written. Complete checkpoints stay complete.
             CheckpointError: If another rank fails, has called ``abort``, or does not answer.
         """
         path = self._path_of(checkpoint_directory)
         self._end(path, metadata=metadata or {}, completes=True)
-        # On a network file system one rank's listing may be old: a file counts if any rank sees it.
+        # On a network file system one rank's listing may be stale: a file counts if any rank sees it.
         names = set().union(*together(self._ranks, "list", lambda: list_files(path)))
         shares = self._by_master("deal", lambda: deal_files(path, names, num_shares=self._ranks.num_ranks))
         summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.place], fsync=self._fsync))
@@ -163,7 +164,7 @@ class AtomicDirectory:
     def atomic_symlink(
         self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
-        """Do what ``symlink_latest`` does: the name that it had at first.
+        """Call ``symlink_latest``; this is its original name.
 
         Args:
             checkpoint_directory: As in ``symlink_latest``.
@@ -172,38 +173,38 @@ class AtomicDirectory:
         self.symlink_latest(checkpoint_directory, metadata=metadata)
 
     def abort(self, checkpoint_directory: str | os.PathLike[str]) -> None:
-        """Give up a prepared directory and delete it; called in the place of ``symlink_latest``.
+        """Give up a prepared directory and delete it; called instead of ``symlink_latest``.
 
-        One rank is enough: those that call ``symlink_latest`` then raise, and nothing is committed.
+        One rank is enough: the ranks that call ``symlink_latest`` then raise, and nothing is committed.
 
         Args:
-            checkpoint_directory: What ``prepare_checkpoint_directory`` returned.
+            checkpoint_directory: The path that ``prepare_checkpoint_directory`` returned.
 
         Raises:
             ValueError: If it was not prepared, or is complete.
-            CheckpointError: If another rank fails, or does not answer.
+            CheckpointError: If another rank fails or does not answer.
         """
         path = self._path_of(checkpoint_directory)
         self._end(path, metadata={}, completes=False)
 
     def latest(self) -> str | None:
-        """Find the newest checkpoint that verifies; called by all ranks.
+        """Return the newest checkpoint that verifies; called by all ranks.
 
-        Damaged ones that are newer are set aside under another name, and the link is put on the one that is returned.
+        Damaged ones that are newer are set aside under another name, and the link is set to the returned one.
 
         Returns:
-            The absolute path; None where there has never been a checkpoint.
+            The absolute path, or None if no checkpoint was ever written.
 
         Raises:
-            NoValidCheckpointError: If there are checkpoints, but none that can be taken.
+            NoValidCheckpointError: If there are checkpoints, but none is usable.
             OSError: If something can't be read for a reason that is not damage.
-            CheckpointError: If another rank fails, or does not answer.
+            CheckpointError: If another rank fails or does not answer.
         """
         path = self._by_master("latest", self._series.recover)
         return None if path is None else str(self._here(path))
 
     def history(self) -> list[str]:
-        """List the checkpoints, oldest first, as this rank sees the disk; they are not verified.
+        """List the checkpoints, oldest first, as this rank sees the disk, without verifying them.
 
         Returns:
             Absolute paths.
@@ -213,13 +214,13 @@ class AtomicDirectory:
         return [str(entry.path) for entry in self._series.committed()]
 
     def is_checkpoint_directory(self, path_str: str | os.PathLike[str]) -> str | None:
-        """Tell whether a path is an existing directory with a name of this series, complete or not.
+        """Return the number of an existing directory with a name of this series, complete or not.
 
         Args:
             path_str: Any path.
 
         Returns:
-            The number in its name, with ``_force`` after it if it is kept for ever; None if it is none.
+            The number in its name, with ``_force`` after it if it is kept forever; None for any other path.
         """
         return self._series.suffix(Path(path_str).name) if os.path.isdir(path_str) else None
 
@@ -246,7 +247,7 @@ class AtomicDirectory:
 
     def _path_of(self, checkpoint_directory: str | os.PathLike[str]) -> Path:
         path = Path(os.path.abspath(checkpoint_directory))
-        is_below = path.parent.is_dir() and os.path.samefile(path.parent, self.output_directory)  # perhaps by a link
+        is_below = path.parent.is_dir() and os.path.samefile(path.parent, self.output_directory)  # maybe through a link
         return self._here(path) if is_below else path
 
     def _here(self, path: Path) -> Path:
@@ -259,7 +260,7 @@ class AtomicDirectory:
         return self._series.begin(forced=forced)
 
     def _wait_for(self, path: Path) -> None:
-        # On a network file system a directory that another node has made may be seen late.
+        # On a network file system, a directory that another node created may appear late.
         deadline, pause_seconds = time.monotonic() + self._timeout.total_seconds(), 0.01
         while not (path / MANIFEST_NAME).exists():
             if time.monotonic() > deadline:
@@ -272,7 +273,7 @@ class AtomicDirectory:
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     def _end(self, path: Path, *, metadata: dict[str, Any], completes: bool) -> None:
-        """Meet the other ranks at the end of a checkpoint, those that complete it and those that give it up."""
+        """Synchronize the ranks at the end of a checkpoint, both those that complete it and those that abort it."""
 
         def check() -> tuple[str, bool]:
             check_metadata(metadata)

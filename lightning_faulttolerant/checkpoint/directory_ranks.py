@@ -17,46 +17,46 @@ _Result = TypeVar("_Result")
 
 
 class Ranks(Protocol):
-    """Those who take part, in one order that is the same on each."""
+    """The participating ranks, in the same order on each."""
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     @property
     def place(self) -> int:
-        """This one's place among them, from 0."""
+        """This rank's place among them, from 0."""
 
     def gather(self, step: str, value: Any) -> list[Any]:
-        """Tell the others, who are at the same step, and learn from each, in order."""
+        """Send a value to the other ranks at the same step, and return all values in order."""
 
     def label(self, place: int) -> str:
-        """Name a rank in a message."""
+        """Return a rank's name for messages."""
 
 
 @final
 @dataclass(frozen=True)
 class Alone:
-    """A rank that asks nobody."""
+    """A rank that does not communicate."""
 
     num_ranks: int = 1
     place: int = 0
 
     def gather(self, step: str, value: Any) -> list[Any]:
-        """Return the own value."""
+        """Return the rank's own value."""
         return [value]
 
     def label(self, place: int) -> str:
-        """Name the process."""
+        """Return the process's name for messages."""
         return "this process"
 
 
 @final
 class Grouped:
-    """The ranks of a process group; made by all of them at the same time.
+    """The ranks of a process group; created by all of them at the same time.
 
     Args:
-        group: Of ``torch.distributed``; None for the default group.
+        group: A ``torch.distributed`` group; None for the default group.
         timeout: How long one step may wait for the slowest rank.
     """
 
@@ -70,7 +70,7 @@ class Grouped:
         self.place = self._channel.place
 
     def gather(self, step: str, value: Any) -> list[Any]:
-        """Tell the others, who are at the same step, and learn from each, in order.
+        """Send a value to the other ranks at the same step, and return all values in order.
 
         Raises:
             RanksLostError: If a rank has died, does not answer in time, or is at another step.
@@ -81,7 +81,7 @@ class Grouped:
             raise _lost(error) from error
 
     def label(self, place: int) -> str:
-        """Name a rank by its number in the default group."""
+        """Return a rank's name, by its number in the default group."""
         return f"rank {self._ranks[place]}"
 
 
@@ -94,11 +94,11 @@ def _lost(error: RanksLostError) -> RanksLostError:
 
 
 def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, int]:
-    """Find out who takes part.
+    """Return the ranks that participate.
 
     Args:
         strategy: ``"sync_any"``, ``"sync_all"``, ``"async"`` or ``"mono"``.
-        group: Of ``torch.distributed``; None for the default group.
+        group: A ``torch.distributed`` group; None for the default group.
         timeout: How long one step may wait for the slowest rank.
 
     Returns:
@@ -106,7 +106,7 @@ def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, in
 
     Raises:
         ValueError: If there are several processes and no process group, or this rank is not in the group.
-        CheckpointError: If the others do not answer.
+        CheckpointError: If the other ranks do not answer.
     """
     is_grouped = dist.is_available() and dist.is_initialized()
     if group is not None and (not is_grouped or dist.get_rank(group) < 0):
@@ -131,21 +131,21 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
     """Do something on each rank and exchange the results; if it fails on one, every rank raises.
 
     Args:
-        ranks: Who takes part.
-        step: What is done; all must be at the same step.
-        work: What this rank does; the result must be picklable.
+        ranks: The participating ranks.
+        step: The name of the step; all ranks must be at the same one.
+        work: The work of this rank; the result must be picklable.
 
     Returns:
         The results of all, in order.
 
     Raises:
-        CheckpointError: If it failed on another rank. What it raises on this one is raised as it is.
+        CheckpointError: If it failed on another rank. An error of this rank's own work is raised unchanged.
     """
     own_error: Exception | None = None
     result, failure = None, ""
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - raised again below, when the others know
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         own_error, failure = error, f"{type(error).__name__}: {error}"
     try:
         answers = ranks.gather(step, (failure, result))
@@ -154,7 +154,7 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
             try:
                 raise own_error
             finally:
-                own_error = None  # its traceback leads to this frame: a cycle would keep the saver alive
+                own_error = None  # its traceback refers to this frame: a cycle would keep the saver alive
     failures = [f"{ranks.label(place)}: {text}" for place, (text, _) in enumerate(answers) if text]
     if failures:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The directories of one series on the disk: which are committed, which is the newest, what may be deleted.
+"""The directories of one series on the disk: which are committed, which is the newest, which may be deleted.
 
-The truth is the newest directory whose manifest verifies; the link and the file beside it are hints. Nothing is deleted
-but what was begun here and never committed, and what is too old once a newer one is committed.
+The truth is the newest directory whose manifest verifies. The link and the file beside it are hints. Only two kinds are
+deleted: directories begun here and never committed, and old ones once a newer one is committed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Entry:
     """A directory with a name of the series.
 
     Args:
-        path: Where it is.
-        number: From its name.
-        is_forced: Whether it is kept for ever.
+        path: The directory.
+        number: The number in its name.
+        is_forced: Whether it is kept forever.
     """
 
     path: Path
@@ -57,12 +57,12 @@ class Entry:
 
 @final
 class DirectorySeries:
-    """The directories of one name, seen by the one process that writes or chooses among them.
+    """The directories with one name prefix, seen by the one process that writes them or chooses among them.
 
     Args:
-        output_directory: Absolute; made if it is missing.
-        name: What the names of the directories begin with.
-        verify: Whether contents are read before a directory is trusted; else only presence and sizes are compared.
+        output_directory: Absolute; created if it is missing.
+        name: The prefix of the directories' names.
+        verify: Whether contents are read before a directory is trusted; otherwise only presence and sizes are compared.
         fsync: Whether to wait for the disk.
     """
 
@@ -85,10 +85,10 @@ class DirectorySeries:
         return None if match is None else match["number"] + (match["forced"] or "")
 
     def begin(self, *, forced: bool) -> Path:
-        """Make the next directory, marked as not committed.
+        """Create the next directory, marked as not committed.
 
         Args:
-            forced: Keep it for ever.
+            forced: Keep it forever.
         """
         make_directory(self.output_directory)
         states = list(self._states())
@@ -98,14 +98,14 @@ class DirectorySeries:
         numbers = [int(match["number"]) for match in self._matches(self._any_name)]
         number = 1 + max([*numbers, limit])
         path = self.output_directory / f"{self._name}_checkpoint_{number}{'_force' if forced else ''}"
-        # Under its name it has a manifest from the first moment: a directory without one is never ours.
+        # Under its final name it has a manifest from the first moment: a directory without one is never ours.
         temporary = self.output_directory / temporary_name(path.name)
         try:
             temporary.mkdir()
             save_manifest(temporary, Manifest(owner=this_process()), fsync=self._fsync)
             os.rename(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to see
+            with contextlib.suppress(OSError):  # the first error is the one to raise
                 self._delete(temporary)
             raise
         self._sync()
@@ -113,11 +113,11 @@ class DirectorySeries:
         return path
 
     def is_begun(self, path: Path) -> bool:
-        """Tell whether a directory may be committed: it was begun, by this process or in its sight, and not ended."""
+        """Return whether a directory may be committed: it was begun, here or visibly to this process, and not ended."""
         return path.is_dir() and (state_of(path) is State.BEGUN or str(path) in being_written)
 
     def finish(self, path: Path, *, keep_last: int) -> None:
-        """Make a directory that has just got its manifest the latest one, and delete those that are too many.
+        """Mark a directory that was just committed as the latest one, and delete the ones beyond ``keep_last``.
 
         Args:
             path: Committed.
@@ -132,14 +132,14 @@ class DirectorySeries:
         """Delete a directory that is not committed.
 
         Args:
-            path: May be gone already.
+            path: The directory; it may already be gone.
         """
         if path.is_dir() and state_of(path) is not State.COMMITTED:
             self._delete(path)
         being_written.pop(str(path), None)
 
     def committed(self) -> list[Entry]:
-        """List the directories that were committed, oldest first; none of them is read."""
+        """List the directories that were committed, oldest first, without reading them."""
         states = list(self._states())
         limit = self._foreign_limit(states)
         return [
@@ -149,13 +149,13 @@ class DirectorySeries:
         ]
 
     def recover(self) -> Path | None:
-        """Find the newest directory that verifies, set damaged newer ones aside, and let the link lead to it.
+        """Find the newest directory that verifies, set damaged newer ones aside, and set the link to it.
 
         Returns:
-            The directory; None where there has never been one.
+            The directory, or None if none was ever written.
 
         Raises:
-            NoValidCheckpointError: If there are directories, but none that can be taken.
+            NoValidCheckpointError: If there are directories, but none is usable.
             OSError: If something can't be read or written.
         """
         make_directory(self.output_directory)
@@ -187,7 +187,7 @@ class DirectorySeries:
     def _newest_valid(self, limit: int) -> Path | None:
         tried: set[Path] = set()
         unverified: Path | None = None
-        while True:  # a writer may commit a directory and delete the one that is being looked at
+        while True:  # a writer may commit a directory and delete the one that is being checked
             entries = [entry for entry in self.committed() if entry.path not in tried]
             if not entries:
                 break
@@ -216,8 +216,8 @@ class DirectorySeries:
             _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
 
     def _foreign_limit(self, states: list[tuple[Entry, State]]) -> int:
-        # By the rule of cycling_utils, what has a number above that of the link is incomplete. Where the link is lost,
-        # our own directories tell: what was incomplete when the first of them was begun was set aside.
+        # By the rule of cycling_utils, a directory with a number above the link's is incomplete. If the link is lost,
+        # our own directories show it: incomplete ones were set aside when the first of ours was begun.
         names = [_pointed_to(self.link), _pointed_to(self.pointer)]
         matches = [self._current_name.fullmatch(name) for name in names if name is not None]
         numbers = [int(match["number"]) for match in matches if match]
@@ -284,12 +284,12 @@ class DirectorySeries:
             if entry.number >= oldest_kept or entry.is_forced:
                 continue
             if entry in whole or state_of(entry.path) is State.FOREIGN:
-                # Half deleted it must look like one that was never committed.
+                # A half-deleted directory must look like one that was never committed.
                 save_manifest(entry.path, Manifest(owner=this_process()), fsync=self._fsync)
                 self._delete(entry.path)
 
     def _delete(self, path: Path) -> None:
-        # The manifest last: until then it says that the rest is not committed.
+        # The manifest goes last: until then it marks the rest as not committed.
         for folder, folders, names in walk(path):
             for name in names:
                 if Path(folder, name) != path / MANIFEST_NAME:
@@ -302,7 +302,7 @@ class DirectorySeries:
         self._sync()
 
     def _leads_beyond(self, path: Path) -> bool:
-        # A writer has continued since this directory was found: the link is right, and the directory perhaps deleted.
+        # A writer has continued since this directory was found: the link is right, and the directory may be deleted.
         linked = self._current_name.fullmatch(_pointed_to(self.link) or "")
         found = self._current_name.fullmatch(path.name)
         if linked is None or found is None or int(linked["number"]) <= int(found["number"]):
@@ -320,7 +320,7 @@ class DirectorySeries:
         atomic_write_bytes(f"{path.name}\n".encode(), self.pointer, fsync=self._fsync)
         temporary = self.output_directory / temporary_name(self.link.name)
         try:
-            # Absolute, so that os.readlink() alone is enough to open it, from wherever the process is.
+            # Absolute, so that the result of os.readlink() can be opened from any current directory.
             os.symlink(path, temporary, target_is_directory=True)
             os.replace(temporary, self.link)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What one directory of a series is, and whether somebody is still writing it."""
+"""The state of one directory of a series, and whether a process is still writing it."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.processes import is_alive
 
-# What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
+# The directories that this process began and did not end, by path. A series that is gone after an error writes no more.
 being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class State(Enum):
-    """What a directory is, by its manifest."""
+    """The state of a directory, by its manifest."""
 
-    COMMITTED = "committed"  # its manifest says so; whether it verifies is another question
+    COMMITTED = "committed"  # its manifest says so; it need not verify
     BEGUN = "begun"
     EMPTY = "empty"  # no manifest, no file
-    FOREIGN = "foreign"  # files, and no manifest: of other software, or of cycling_utils
+    FOREIGN = "foreign"  # files, and no manifest: written by other software, or by cycling_utils
 
 
 def state_of(path: Path) -> State:
-    """Tell what a directory is; one that is gone is empty.
+    """Return the state of a directory; a missing one is empty.
 
     Args:
-        path: Of a directory.
+        path: The directory.
 
     Raises:
-        OSError: If it can't be looked at.
+        OSError: If it can't be checked.
     """
     try:
         return State.COMMITTED if read_manifest(path).is_committed else State.BEGUN
     except CheckpointError:
-        return State.COMMITTED  # damaged, or of a newer version: verifying will say so
+        return State.COMMITTED  # damaged, or of a newer version: verifying reports it
     except (FileNotFoundError, NotADirectoryError):
         return State.FOREIGN if _has_files(path) else State.EMPTY
     except OSError as error:
@@ -55,7 +55,7 @@ def state_of(path: Path) -> State:
 def _has_files(path: Path) -> bool:
     try:
         return any(names for _, _, names in walk(path))
-    except FileNotFoundError:  # its writer deletes it
+    except FileNotFoundError:  # its writer is deleting it
         return False
 
 
@@ -63,7 +63,7 @@ def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one.
 
     Args:
-        path: Of a directory; links in it are not followed.
+        path: The directory; links in it are not followed.
 
     Raises:
         OSError: If a directory can't be listed.
@@ -76,10 +76,10 @@ def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def has_all_files(path: Path) -> bool:
-    """Tell whether the files that a manifest names are there, with their sizes; they are not read.
+    """Return whether the files that a manifest names exist with the right sizes, without reading them.
 
     Args:
-        path: Of a directory.
+        path: The directory.
     """
     try:
         verify_directory(path, contents=False)
@@ -89,27 +89,27 @@ def has_all_files(path: Path) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Tell whether the writer of a directory that is not committed is gone.
+    """Return whether the writer of an uncommitted directory is gone.
 
     Args:
-        path: Of a directory that was begun.
+        path: A directory that was begun.
     """
     try:
         owner = read_manifest(path).owner or {}
         paths = [os.path.join(folder, name) for folder, _, names in walk(path) for name in (".", *names)]
         last_change = max(os.lstat(changed).st_mtime for changed in paths)
-    except FileNotFoundError:  # its writer is at work, or another one removes it
+    except FileNotFoundError:  # its writer is at work, or another process is deleting it
         return False
     if owner.get("hostname") != _hostname() or owner.get("machine", "") != this_machine():
         return time.time() - last_change > ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
-    if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
+    if process_id == os.getpid():  # or an earlier process with the same id, as in containers
         return str(path) not in being_written
     return not (isinstance(process_id, int) and is_alive(process_id))
 
 
 def this_process() -> dict[str, str | int]:
-    """Name this process, as the owner of a directory."""
+    """Describe this process, as the owner of a directory."""
     return {"hostname": _hostname(), "machine": this_machine(), "process_id": os.getpid()}
 
 

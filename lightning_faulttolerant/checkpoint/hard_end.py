@@ -1,4 +1,4 @@
-"""The end of a process that nothing else can end: its main thread waits in a collective that nobody else comes to."""
+"""End a process that nothing else can end: its main thread waits in a collective that no other rank joins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def end_process(exit_code: int, why: str) -> None:
-    """End this process at once, from any thread, and say why on stderr."""
+    """End this process immediately, from any thread, and print the reason on stderr."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or "0"
     with contextlib.suppress(OSError):
         # Not sys.stderr: the main thread may hold its lock.

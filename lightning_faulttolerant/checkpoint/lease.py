@@ -1,6 +1,6 @@
-"""Let one process at a time write below a URL, where no file system can hold a lock for it.
+"""Let only one process at a time write below a URL, where no file system can provide a lock.
 
-The protocol, and what it can't do, is in docs/decisions/0015-remote-runs.md.
+The protocol and its limits are in docs/decisions/0015-remote-runs.md.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lightning_faulttolerant.processes import is_alive
 _logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""Who has not renewed for so long is taken for dead."""
+"""A holder that has not renewed for this time is taken for dead."""
 RENEWALS_PER_LEASE = 3
 _LOOKS_PER_LEASE = 30
 
-# Tokens with the process that has them: after a fork the child has a copy of the entry, but not the lock.
+# Tokens with the process that holds them: after a fork the child has a copy of the entry, but not the lock.
 _tokens: dict[str, int] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Holder:
-    """What the lock object says."""
+    """The content of the lock object."""
 
     hostname: str
     process_id: int
@@ -50,14 +50,15 @@ class _Holder:
 
 @final
 class RunLease:
-    """Keeps other processes out of a run's directory in an object store, as ``RunLock`` does in a local one.
+    """A lock that keeps other processes out of a run's directory in an object store, like a local ``RunLock``.
 
-    The lock is the object ``run.lock``. A thread renews it; one that is not renewed for ``lease_seconds`` may be taken
-    over. So a holder that was asleep may have lost it: ``check`` tells, and must be asked before anything is published.
+    The lock is the object ``run.lock``, and a thread renews it. Another process may take over a lock that was not
+    renewed for ``lease_seconds``, so a holder that was asleep may have lost it. Call ``check`` before anything is
+    published.
 
     Args:
         url: The directory of the run.
-        lease_seconds: For how long a holder that is silent is believed to be alive.
+        lease_seconds: How long a silent holder is believed to be alive.
     """
 
     def __init__(self, url: str, *, lease_seconds: float = LEASE_SECONDS) -> None:
@@ -75,11 +76,11 @@ class RunLease:
         return self._process_id == os.getpid()
 
     def acquire(self) -> None:
-        """Take the lock. Waits for as long as a lease lasts where it can't be told whether its holder is alive.
+        """Take the lock. Wait for the length of a lease if it is unknown whether its holder is alive.
 
         Raises:
             RunInUseError: If it is held.
-            OSError: If nothing can be written there.
+            OSError: If the URL can't be written.
         """
         us = _Holder(
             hostname=socket.gethostname(),
@@ -91,7 +92,7 @@ class RunLease:
         if found is None:
             try:
                 self._store.create(LOCK_NAME, us.encoded())
-            except FileExistsError:  # somebody was faster
+            except FileExistsError:  # another process was faster
                 self._wait_for_silence(self._store.read(LOCK_NAME) or b"")
                 self._store.replace(LOCK_NAME, us.encoded())
         else:
@@ -105,11 +106,11 @@ class RunLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Make sure that the lock is still ours.
+        """Raise unless this object still holds the lock.
 
         Raises:
-            RunInUseError: If another process has taken it over, or somebody has removed it.
-            OSError: If that can't be found out.
+            RunInUseError: If another process has taken it over, or it was removed.
+            OSError: If that can't be checked.
         """
         if not self.is_held:
             raise RunInUseError(
@@ -118,7 +119,7 @@ class RunLease:
         self._demand_token(self._held.token)
 
     def release(self) -> None:
-        """Give the lock back; does nothing where this object does not hold it, such as in a forked child."""
+        """Release the lock; does nothing if this object does not hold it, such as in a forked child."""
         if not self.is_held:
             return
         self._is_over.set()
@@ -180,7 +181,7 @@ class RunLease:
         while not is_over.wait(self._lease_seconds / RENEWALS_PER_LEASE):
             num_renewals += 1
             if not self._renew_once(num_renewals):
-                return  # lost: the next check says so
+                return  # lost: the next check reports it
 
     def _renew_once(self, num_renewals: int) -> bool:
         try:
@@ -203,7 +204,7 @@ def _decoded(content: bytes) -> _Holder | None:
 def _is_surely_dead(holder: _Holder) -> bool:
     if (holder.hostname, holder.machine) != (socket.gethostname(), this_machine()) or _is_ours(holder):
         return False
-    # Our own process id without a lock of ours: the number has been given again, as it is in a restarted container.
+    # Our own process id without a lock of ours: the number was given again, as in a restarted container.
     return holder.process_id == os.getpid() or not is_alive(holder.process_id)
 
 

@@ -1,6 +1,6 @@
-"""Let one process at a time write into the directory of a run.
+"""Let only one process at a time write into the directory of a run.
 
-Whoever dies, however it dies, holds the lock no longer.
+A process that dies, in whatever way, no longer holds the lock.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 
-# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it: so
-# this process must know what it holds, and never open such a file again. The value is the process id: after a fork the
-# child has a copy of the entry, but not the lock.
+# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it. So
+# this process must track what it holds, and never open such a file again. The value is the process id: after a fork
+# the child has a copy of the entry, but not the lock.
 _holders: dict[str, int] = {}
 _holders_lock = threading.Lock()
 
 
 @final
 class RunLock:
-    """Keeps other processes, and other ``RunLock`` objects of this one, out of a run's directory.
+    """A lock that keeps other processes, and other ``RunLock`` objects of this one, out of a run's directory.
 
-    The lock is ``run.lock`` in the directory, with the holder's host name and process id for the error message; it is
-    removed on release. Where the file system can't lock, a warning is logged and the run continues unprotected.
+    The lock is ``run.lock`` in the directory. It holds the host name and process id of the holder for the error
+    message, and is removed on release. If the file system can't lock, a warning is logged and the run continues
+    unprotected.
 
     Args:
-        directory: The directory of the run; made on ``acquire`` if it is missing.
+        directory: The directory of the run; created on ``acquire`` if it is missing.
 
     Example:
         >>> import tempfile
@@ -63,10 +64,10 @@ class RunLock:
         return self._process_id == os.getpid()
 
     def acquire(self) -> None:
-        """Take the lock, or fail at once; there is no waiting.
+        """Take the lock, or fail without waiting.
 
         Raises:
-            RunInUseError: If it is held, by another process or within this one.
+            RunInUseError: If another process, or another object in this process, holds it.
             OSError: If the directory can't be written.
         """
         make_directory(self.directory)
@@ -82,11 +83,11 @@ class RunLock:
         """Do nothing: the operating system keeps this lock for as long as the process lives, even while it sleeps."""
 
     def release(self) -> None:
-        """Give the lock back; does nothing where this object does not hold it, such as in a forked child."""
+        """Release the lock; does nothing if this object does not hold it, such as in a forked child."""
         if not self.is_held:
             return
         with _holders_lock:
-            # Removed while still locked: who waits at the old file sees that it is gone and takes the new one.
+            # Removed while still locked: a process waiting at the old file sees that it is gone and takes the new one.
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._key, LOCK_NAME))
             os.close(self._descriptor)
@@ -124,8 +125,8 @@ def _lock(descriptor: int, directory: Path) -> None:
         return
     try:
         # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
-        # that was killed with SIGKILL. A flock would be held on by them, and the restarted run be refused; a record
-        # lock belongs to the process that took it.
+        # that was killed with SIGKILL. They would keep holding a flock, and the restarted run would be refused. A
+        # record lock belongs to the process that took it.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -158,12 +159,12 @@ def _read_holder(descriptor: int) -> tuple[str, int | None]:
     try:
         holder = json.loads(os.read(descriptor, 4096))
         return str(holder["hostname"]), int(holder["process_id"])
-    except (ValueError, KeyError, TypeError):  # it has the lock, but has not written its name yet
+    except (ValueError, KeyError, TypeError):  # the process holds the lock, but has not written its name yet
         return "an unknown host", None
 
 
 def describe_holder(directory: Path | str, hostname: str, process_id: int | None) -> str:
-    """Say who is in a run's directory, why that matters and what to do."""
+    """Return a message that names the holder of a run's directory, and says why that matters and what to do."""
     who = f"process {process_id} on {hostname}" if process_id is not None else f"a process on {hostname}"
     if process_id == os.getpid() and hostname == socket.gethostname():
         who += " (this one)"

@@ -11,20 +11,20 @@ from lightning_faulttolerant.checkpoint.store import is_url, local_path
 
 
 class Lock(Protocol):
-    """Keeps other processes out of a run's directory."""
+    """A lock that keeps other processes out of a run's directory."""
 
     def acquire(self) -> None:
-        """Take it, or raise ``RunInUseError``."""
+        """Take the lock, or raise ``RunInUseError``."""
 
     def check(self) -> None:
         """Raise ``RunInUseError`` if another process has taken it over."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
 
 
 def open_lock(path: str | os.PathLike[str]) -> Lock:
-    """Return the lock of a directory, here or in an object store; it is not taken yet.
+    """Return the lock of a directory, local or in an object store; it is not taken yet.
 
     Args:
         path: A directory, or the URL of one.

@@ -1,6 +1,6 @@
-"""What a directory of files consists of: names, sizes and CRC32, in one file that is written last and commits it all.
+"""The manifest of a directory: names, sizes and CRC32 of its files, in one file that is written last and commits it.
 
-A manifest protects itself by a checksum, and names no file outside its directory.
+A manifest protects itself with a checksum, and names no file outside its directory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HEX_DIGITS = frozenset("0123456789abcdef")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """What a manifest says of one file.
+    """The entry of one file in a manifest.
 
     Args:
-        size_bytes: Its length.
+        size_bytes: The file's length.
         crc32: Of the whole content, 0 to 2**32 - 1.
     """
 
@@ -42,12 +42,12 @@ class FileEntry:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What is in the manifest of a directory.
+    """The content of a directory's manifest.
 
     Args:
-        files: By their paths relative to the directory, with ``/`` between the parts.
+        files: The entries by their paths relative to the directory, with ``/`` between the parts.
         metadata: The user's, of plain values.
-        owner: Who is writing the directory; None where it is committed.
+        owner: The process that is writing the directory; None if it is committed.
     """
 
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class Manifest:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the directory is complete: all that it names was on the disk before the manifest was."""
+        """Whether the directory is complete: all files that it names were on the disk before the manifest was."""
         return self.owner is None
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Demand that metadata read back from a manifest exactly as they were given.
+    """Raise unless metadata reads back from a manifest exactly as it was given.
 
     Args:
         metadata: Dicts with names, lists, strings, finite numbers, booleans and None.
 
     Raises:
-        TypeError: If something else is in it; its place is named.
+        TypeError: If it holds anything else; the message names the place.
         ValueError: If a number is not finite.
     """
     if type(metadata) is not dict:
@@ -94,15 +94,15 @@ def _check_plain(value: Any, *, place: str) -> None:
 
 
 def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsync: bool = True) -> None:
-    """Put a manifest into a directory, in the place of one that is there.
+    """Write a manifest into a directory, replacing an existing one.
 
     Args:
         directory: An existing local directory.
-        manifest: What to write.
+        manifest: The manifest to write.
         fsync: Wait until the manifest and its name are on the disk.
 
     Raises:
-        OSError: If it can't be written; the old one is still there.
+        OSError: If it can't be written; the old one still exists.
     """
     content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     if manifest.owner is not None:
@@ -118,7 +118,7 @@ def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsyn
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a directory and check the manifest, not the files.
+    """Read the manifest of a directory and check it; the files are not checked.
 
     Args:
         directory: A directory, or the URL of one.
@@ -150,11 +150,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 class _BadManifest(Exception):  # noqa: N818 - never leaves this module
-    """What is wrong with the content of a manifest that is as it was written."""
+    """The problem in the content of a manifest that is as it was written."""
 
 
 def _encode(content: dict[str, Any]) -> bytes:
-    # One way to write each content: then comparing the text also finds changes that parse to the same.
+    # Each content has exactly one encoding: comparing the text then also finds changes that parse to the same content.
     body = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
     checksum = f"{zlib.crc32(body.encode()):08x}"
     return (json.dumps({**content, "checksum": checksum}, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

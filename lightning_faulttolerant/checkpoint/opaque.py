@@ -1,7 +1,7 @@
 """Objects that ``weights_only=True`` refuses, kept in a checkpoint as bytes, so that the file as a whole still loads.
 
-The bytes are all made by one pickler: what the objects share with each other, with the plain containers of the
-checkpoint, and with its tensors stays shared, as if ``torch.save`` had written all of it.
+One pickler makes all the bytes. What the objects share with each other, with the plain containers of the checkpoint,
+and with its tensors stays shared, as if ``torch.save`` had written everything.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _TENSOR, _PLACE = "tensor", "place"
 Path = tuple[Any, ...]
 Pool = dict[str, dict[str, Any]]
 
-# To be told that a class is refused, an object of it is written and loaded: once is enough.
+# A class is found to be refused by writing and loading an object of it: once is enough.
 _refused: set[type] = set()
 
 
 class Packed(NamedTuple):
-    """A checkpoint with texts in the place of what would not load, and what was there."""
+    """A checkpoint with texts in the place of objects that would not load, and these objects."""
 
     checkpoint: dict[str, Any]
     pool: Pool
-    """For each of them, by its place, its class, its bytes, and the tensors in it: texts, tensors, and lists only."""
+    """For each object, by its place: its class, its bytes, and its tensors. Only texts, tensors, and lists."""
     values: list[Any]
     """The objects, in the order of the pool."""
     failures: dict[str, str]
-    """By its place, why something can't be kept as bytes."""
+    """The reason why an object can't be kept as bytes, by its place."""
 
 
 def pack(checkpoint: Mapping[str, Any], *, leave: Collection[str] = ()) -> Packed:
-    """Keep what would not load with ``weights_only=True`` as bytes. What can't be pickled stays where it is.
+    """Keep objects that ``weights_only=True`` would not load as bytes. Objects that can't be pickled stay in place.
 
     Args:
-        checkpoint: Dicts, lists and tuples are walked, and copied where something in them is replaced.
-        leave: Keys that are not looked into.
+        checkpoint: Dicts, lists and tuples are walked, and copied if something in them is replaced.
+        leave: Keys that are not searched.
 
     Example:
         >>> from pathlib import Path
@@ -76,15 +76,15 @@ def pack(checkpoint: Mapping[str, Any], *, leave: Collection[str] = ()) -> Packe
 
 
 def unpack(checkpoint: dict[str, Any], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
-    """Put the objects back in their places. This unpickles, which runs any code: only what is trusted may come here.
+    """Put the objects back in their places. This unpickles, which may run any code: pass only trusted content.
 
     Args:
-        checkpoint: What `pack` has made, loaded again.
-        pool: That of it.
+        checkpoint: The checkpoint that `pack` returned, loaded again.
+        pool: Its pool.
         leave: Keys in which nothing is replaced.
 
     Raises:
-        CheckpointError: If an object can't be made again, with its place and its class.
+        CheckpointError: If an object can't be created again; the message names its place and its class.
     """
     unpickler = _Unpickler(pool, checkpoint)
     for place, entry in pool.items():
@@ -106,17 +106,17 @@ def classes_in(pool: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Search:
-    """Looks for what has to be kept as bytes.
+    """Searches for the objects that have to be kept as bytes.
 
     Args:
-        checkpoint: Where.
-        leave: Keys that are not looked into.
+        checkpoint: The checkpoint to search.
+        leave: Keys that are not searched.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], leave: Collection[str]) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.places: dict[int, Path] = {}
-        """Where each plain container is, by its identity."""
+        """The place of each plain container, by its identity."""
         for key, value in checkpoint.items():
             if key not in leave:
                 self._look(value, (key,))
@@ -134,11 +134,11 @@ class _Search:
 
 
 def _is_for_bytes(value: Any) -> bool:
-    """Return whether a value itself would not load, whatever is done to what lies further in."""
+    """Return whether a value itself would not load, whatever is done to the values further in."""
     kind = type(value)
     if is_surely_safe(value) or kind is list:
         return False
-    if kind is tuple:  # it can't be changed when it is loaded: it is kept as bytes with what it holds
+    if kind is tuple:  # it can't be changed on loading, so it is kept as bytes with its content
         return any(_is_for_bytes(child) for child in value)
     if kind is dict or kind is OrderedDict:
         attributes = vars(value) if kind is OrderedDict else {}  # a module's state_dict has one, "_metadata"
@@ -166,7 +166,7 @@ def _at(checkpoint: Any, path: Collection[Any]) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> Any:
-    """Return a copy of plain containers that are held together as the original's are; nothing else is copied."""
+    """Return a copy of plain containers that share each other like the originals; nothing else is copied."""
     kind = type(value)
     if kind not in CONTAINERS:
         return value
@@ -186,7 +186,7 @@ def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> An
 
 
 def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
-    """Return the bytes of objects; if there is one that has none, move it to `failures` and return ``None``."""
+    """Return the bytes of objects. If one has none, move it to `failures` and return ``None``."""
     pickler = _Pickler(places)
     pool: Pool = {}
     for path, value in found.items():
@@ -196,8 +196,8 @@ def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[
         except Exception as error:  # noqa: BLE001 - any class may raise anything when it is pickled
             failures[place] = f"{_class_of(value)}: {type(error).__name__}: {error}"
             del found[path]
-            return None  # the pickler remembers what it met in that object, and whose bytes are lost
-        while place in pool:  # the keys 1 and "1" are two
+            return None  # the pickler remembers what it met in that object, and those bytes are lost
+        while place in pool:  # the keys 1 and "1" differ
             place += "'"
         pool[place] = {"class": _class_of(value), "path": list(path), "pickle": blob_to_tensor(own), "tensors": tensors}
     return pool
@@ -209,7 +209,7 @@ def _class_of(value: Any) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects one after the other; of tensors and plain containers only says which they are."""
+    """Pickles objects one after the other; for tensors and plain containers, it writes only references."""
 
     def __init__(self, places: Mapping[int, Path]) -> None:
         self._buffer = io.BytesIO()
@@ -219,7 +219,7 @@ class _Pickler(pickle.Pickler):
         self._tensors: list[Tensor] = []
 
     def next(self, value: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the bytes of an object, and its tensors but for those of objects before it."""
+        """Return the bytes of an object, and its tensors except those of earlier objects."""
         begin, num_tensors = self._buffer.tell(), len(self._tensors)
         self.dump(value)
         return bytes(self._buffer.getbuffer()[begin:]), self._tensors[num_tensors:]
@@ -236,7 +236,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what `_Pickler` has written."""
+    """Loads the bytes that `_Pickler` has written."""
 
     def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(b"".join(tensor_to_blob(entry["pickle"]) for entry in pool.values())))
@@ -248,7 +248,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[which] if kind == _TENSOR else _at(self._checkpoint, which)
 
     def find_class(self, module: str, name: str) -> Any:
-        # In a process that multiprocessing has spawned the script has another name.
+        # In a process that multiprocessing has spawned, the script has another name.
         if module == "__mp_main__" and module not in sys.modules:
             module = "__main__"
         return super().find_class(module, name)

@@ -1,4 +1,4 @@
-"""What verifying a checkpoint has shown, where it has shown no damage."""
+"""The result of verifying a checkpoint without finding damage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Verification:
     """A checkpoint in which no damage was found; damage is raised as ``DamagedCheckpointError`` instead.
 
     Args:
-        path: As it was given.
-        has_checksums: Whether each byte was compared with a checksum. Without, only sizes and layout were looked at,
-            as far as the format has them.
-        reason: Why there are no checksums; empty where there are.
+        path: The path, as it was given.
+        has_checksums: Whether each byte was compared with a checksum. Otherwise only sizes and layout were checked, as
+            far as the format has them.
+        reason: Why there are no checksums; empty if there are.
         num_files: 1, or the number of files in the manifest of a directory.
         num_bytes: The size of these files.
-        extra_files: Files in a directory that its manifest does not name: put there later, and nothing is known of
-            them. A ``README`` is no damage.
+        extra_files: Files in a directory that its manifest does not name. They were put there later, and nothing is
+            known about them. A ``README`` is not damage.
 
     Example:
         >>> print(Verification(path="a.ckpt", has_checksums=True, num_bytes=1024))
@@ -45,11 +45,11 @@ class Verification:
 
 
 def describe_damage(path: str | os.PathLike[str], reason: str) -> str:
-    """Say that a checkpoint is damaged, why that matters and what to do.
+    """Return a message that a checkpoint is damaged, why that matters and what to do.
 
     Args:
-        path: Of a file or directory.
-        reason: To be put after a colon.
+        path: A file or directory.
+        reason: The damage, worded to follow a colon.
     """
     return (
         f"Checkpoint {os.fspath(path)} is damaged: {reason}. "

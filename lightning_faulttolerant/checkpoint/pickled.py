@@ -1,7 +1,7 @@
-"""Read a pickle without running any of it: what it would import, call or load becomes a description.
+"""Read a pickle without running any of it: a description replaces whatever it would import, call or load.
 
-Nothing is imported, called or constructed by name, so that a hostile file can do no more than be refused. Memory and
-time are bounded by `_MAX_OPERATIONS`; values of more than `_LONG_BYTES` are passed over unread.
+Nothing is imported, called or constructed by name, so a hostile file can do no more than be refused. Memory and
+time are bounded by `_MAX_OPERATIONS`; values of more than `_LONG_BYTES` are skipped unread.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _WINDOW_BYTES = 64 * 1024
 
 
 class UnreadablePickleError(ValueError):
-    """The bytes are no pickle."""
+    """The bytes are not a pickle."""
 
 
 class TooLargePickleError(Exception):
-    """It may be a pickle, but takes too long to be described."""
+    """The bytes may be a pickle, but describing it takes too long."""
 
 
 def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
-    """Return what a pickle holds: plain values as they are, all else as one of this module's descriptions.
+    """Return the content of a pickle: plain values as they are, everything else as a description of this module.
 
     Args:
         file: Open for reading, seekable.
-        begin: Where in it the pickle begins.
-        num_bytes: How long it is.
+        begin: The position of the pickle in the file.
+        num_bytes: The length of the pickle.
 
     Returns:
-        Dicts, lists, tuples, texts, numbers and descriptions. It may hold itself, and be nested without a limit.
+        Dicts, lists, tuples, texts, numbers and descriptions. It may contain itself, and be nested without a limit.
 
     Raises:
-        UnreadablePickleError: If it is no pickle.
+        UnreadablePickleError: If it is not a pickle.
         TooLargePickleError: If it has more than 10 million operations.
         OSError: If the file can't be read.
 
@@ -67,11 +67,11 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
 
 
 class _Window:
-    """Reads a part of a file through a buffer, and passes over what nobody wants."""
+    """Reads a part of a file through a buffer, and skips unneeded bytes."""
 
     def __init__(self, file: IO[bytes], *, begin: int, end: int) -> None:
         self._file = file
-        self._next = begin  # where the buffer ends in the file
+        self._next = begin  # the end of the buffer in the file
         self._end = end
         self._buffer = b""
         self._at = 0
@@ -116,7 +116,7 @@ class _Window:
 
 
 class _Machine:
-    """What the operations of a pickle work on."""
+    """The state that the operations of a pickle work on."""
 
     def __init__(self, source: _Window) -> None:
         self.source = source
@@ -151,7 +151,7 @@ _Operation = Callable[[_Machine], None]
 
 def _push(value: Callable[[_Machine], Any]) -> _Operation:
     def operation(machine: _Machine) -> None:
-        made = value(machine)  # first: it may put another stack in the place of this one
+        made = value(machine)  # first: it may replace this stack by another one
         machine.stack.append(made)
 
     return operation
@@ -179,7 +179,7 @@ def _long(layout: str) -> _Operation:
 
 def _int_line(machine: _Machine) -> Any:
     line = machine.source.line()
-    return line == b"01" if line in (b"00", b"01") else int(line)  # so protocol 0 writes a bool
+    return line == b"01" if line in (b"00", b"01") else int(line)  # protocol 0 writes a bool like this
 
 
 def _get(layout: str) -> _Operation:
@@ -308,7 +308,7 @@ def _object(machine: _Machine) -> None:
 def _build(machine: _Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
-    if isinstance(target, Made):  # a dict may have attributes too, as a module's state_dict has: nobody wants them
+    if isinstance(target, Made):  # a dict may have attributes too, like a module's state_dict: ignored
         target.state = (target.state, state)
 
 

@@ -1,7 +1,7 @@
 """Keep the autosaves of one run: name them, find the newest that verifies, delete the old ones.
 
-Once a first save has returned, there is at each moment an autosave that verified when it was written; a file that this
-module did not write is never touched.
+After the first save has returned, an autosave that verified when it was written always exists. This module never
+touches a file that it did not write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Content = TypeVar("_Content")
 
 
 def _is_still_ours() -> None:
-    """Hold nothing against a save: the default of who keeps others out in a way that can't be lost."""
+    """Accept every save: the default for callers that keep other processes out by a lock that can't be lost."""
 
 
 @final
@@ -46,11 +46,11 @@ def _is_still_ours() -> None:
 class AutosaveSeries:
     """The autosaves in one directory or below one URL, numbered in the order of saving.
 
-    Each is a file, or, in a local directory, a directory that others write their shards into. One process at a time may
-    write (``open_lock``), but for the shards.
+    Each autosave is a file. In a local directory, it can also be a directory that other code writes shards into. Only
+    one process at a time may write (``open_lock``), except for the shards.
 
     Args:
-        directory: A path or a URL; made at the first save.
+        directory: A path or a URL; created at the first save.
         keep_last: How many to keep, at least 1. With 2, a file that goes bad on the disk costs one interval.
         check: Called before anything is published or deleted; raises if the directory is no longer ours.
 
@@ -69,9 +69,9 @@ class AutosaveSeries:
     check: Callable[[], None] = field(default=_is_still_ours, kw_only=True)
     store: Store = field(init=False, repr=False, compare=False)
     _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
-    """Those that verified in this process."""
+    """The autosaves that verified in this process."""
     num_bytes: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """How large the one is that was written last in this process, by its path."""
+    """The size of the autosave that this process wrote last, by its path."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -79,23 +79,23 @@ class AutosaveSeries:
         object.__setattr__(self, "store", open_store(self.directory))
 
     def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> str:
-        """Write an autosave, verify it, and only then delete those that are too many.
+        """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
-        A local one is read back; a remote one is compared with the size and the checksum that its store tells.
+        A local one is read back. A remote one is compared with the size and the checksum that its store reports.
 
         Args:
-            checkpoint: What ``torch.save`` can write.
+            checkpoint: A dict that ``torch.save`` can write.
             epoch: The epoch that the run is in, from 0.
-            batch: How many batches of the epoch are done.
-            global_step: How many optimizer steps are done; for messages.
+            batch: The number of finished batches in the epoch.
+            global_step: The number of finished optimizer steps; for messages.
 
         Returns:
             The path or URL of the new file.
 
         Raises:
-            OSError: If the file can't be written; the autosaves so far are still there.
-            DamagedCheckpointError: If it doesn't verify; it is set aside, the autosaves so far are still there.
-            RunInUseError: If another process has taken the directory over; nothing was changed.
+            OSError: If the file can't be written; the existing autosaves are kept.
+            DamagedCheckpointError: If it doesn't verify. It is set aside, and the existing autosaves are kept.
+            RunInUseError: If another process has taken over the directory; nothing was changed.
         """
         listing = self.store.listing()
         name = self._next_name(listing, epoch=epoch, batch=batch)
@@ -117,17 +117,17 @@ class AutosaveSeries:
         return path
 
     def begin_directory(self, *, epoch: int, batch: int) -> str:
-        """Make an empty directory for the shards of an autosave; it is none before `commit_directory`.
+        """Create an empty directory for the shards of an autosave; it becomes an autosave with `commit_directory`.
 
         Args:
             epoch: As in `save`.
             batch: As in `save`.
 
         Returns:
-            Its path, which `commit_directory` or `drop_directory` ends.
+            Its path. End it with `commit_directory` or `drop_directory`.
 
         Raises:
-            OSError: If it can't be made.
+            OSError: If it can't be created.
             CheckpointError: If the series is below a URL.
         """
         if is_url(self.directory):
@@ -141,19 +141,20 @@ class AutosaveSeries:
         )
 
     def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
-        """Make an autosave of a directory whose shards are written, and only then delete those that are too many.
+        """Turn a complete directory of shards into an autosave, and only then delete those beyond ``keep_last``.
 
         Args:
-            directory: What `begin_directory` has returned.
-            files: Sizes and checksums of all files in it, as ``sum_files`` has read them.
+            directory: The path that `begin_directory` returned.
+            files: Sizes and checksums of all files in it, from ``sum_files``.
 
         Returns:
-            The path of the autosave, which is a new one.
+            The path of the new autosave.
 
         Raises:
-            OSError: If it can't be committed; the autosaves so far are still there.
-            DamagedCheckpointError: If what is not in shards is missing or doesn't verify; likewise.
-            RunInUseError: If another process has taken the directory over; nothing was changed.
+            OSError: If it can't be committed; the existing autosaves are kept.
+            DamagedCheckpointError: If the file outside the shards is missing or doesn't verify; the existing autosaves
+                are kept.
+            RunInUseError: If another process has taken over the directory; nothing was changed.
         """
         name = autosave_directory.target_of(directory)
         self.check()
@@ -164,10 +165,10 @@ class AutosaveSeries:
         return self.store.path(name)
 
     def drop_directory(self, directory: str) -> None:
-        """Delete a directory that `begin_directory` has made and that is to become no autosave.
+        """Delete a directory that `begin_directory` created and that does not become an autosave.
 
         Args:
-            directory: Its path; it may be gone.
+            directory: Its path; it may already be gone.
         """
         with contextlib.suppress(FileNotFoundError):
             self.store.delete(os.path.basename(directory))
@@ -178,10 +179,10 @@ class AutosaveSeries:
         return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
 
     def newest(self) -> str | None:
-        """Find the newest autosave that verifies; damaged ones that are newer are set aside under another name.
+        """Return the newest autosave that verifies; damaged ones that are newer are set aside under another name.
 
         Returns:
-            Its path or URL, or None where there has never been one.
+            Its path or URL, or None if no autosave was ever written.
 
         Raises:
             NoValidCheckpointError: If there are autosaves, but all are damaged.
@@ -191,22 +192,22 @@ class AutosaveSeries:
         return None if found is None else found[0]
 
     def load_newest(self) -> tuple[str, dict[str, Any]] | None:
-        """Load the newest autosave that verifies, from one reading of it; damaged ones that are newer are set aside.
+        """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
 
         Returns:
-            Its path or URL and its content (of a directory, what is not in shards), or None where there has never been
-            one.
+            Its path or URL and its content (for a directory, the part outside the shards), or None if no autosave was
+            ever written.
 
         Raises:
             NoValidCheckpointError: If there are autosaves, but all are damaged.
-            UnsafeCheckpointError: If the newest sound one holds an object that ``weights_only=True`` refuses. So would
-                those before it: none of them is tried.
+            UnsafeCheckpointError: If the newest sound one holds an object that ``weights_only=True`` refuses. The older
+                ones would hold it too, so none of them is tried.
             OSError: If a file can't be read for a reason that is not damage.
         """
         return self._first_sound(load_path)
 
     def paths(self) -> list[str]:
-        """List the autosaves that were not set aside.
+        """List the autosaves that are not set aside.
 
         Returns:
             Their paths or URLs, oldest first.
@@ -217,10 +218,10 @@ class AutosaveSeries:
         """Move all autosaves into a subdirectory, so that the next run starts without them.
 
         Args:
-            label: Why; letters, digits and ``_.=+-``, it becomes a part of the directory's name.
+            label: The reason. Letters, digits and ``_.=+-``: it becomes part of the directory's name.
 
         Returns:
-            The subdirectory; None where there is nothing to move.
+            The subdirectory, or None if there is nothing to move.
 
         Raises:
             OSError: If a file can't be moved.
@@ -240,7 +241,7 @@ class AutosaveSeries:
         return self.store.path(folder)
 
     def remove_all(self) -> None:
-        """Delete all that this series has written, set aside or left over, then the directory if nothing else is in it.
+        """Delete every file that this series wrote, set aside or left over, and the directory if nothing else is in it.
 
         Raises:
             OSError: If a file can't be deleted.
@@ -267,16 +268,16 @@ class AutosaveSeries:
                 num_kept += self._is_sound(name)
             else:
                 self._sound.discard(name)
-                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
                     self.store.delete(name)
 
     def _is_sound(self, name: str) -> bool:
-        # Each was verified when it was written, but those of earlier processes may have gone bad since, or been cut.
+        # Each was verified when it was written. Those of earlier processes may have gone bad or been cut since.
         if name not in self._sound:
             try:
                 verify_autosave(self.store.path(name))
             except DamagedCheckpointError as damage:
-                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
                     _logger.warning("%s It was set aside as %s.", damage, self._set_damaged_aside(name))
                 return False
             self._sound.add(name)
@@ -324,7 +325,7 @@ class AutosaveSeries:
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
         names = [*listing.files, *listing.folders]
-        # Directories of our own too: those that could not be deleted, or whose save has failed.
+        # This process's own directories too: those that could not be deleted, and those of failed saves.
         own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
         surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
         for name, target in (*leftovers(names, other_hosts=True), *own.items()):
@@ -338,7 +339,7 @@ class AutosaveSeries:
 
 
 def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
-    # What is read comes from memory, whether the disk has it already or not: the two need not wait for one another.
+    # The read comes from memory, whether or not the disk has the data yet. So the read and the flush can overlap.
     with flushed_meanwhile(file):
         try:
             verify_file(file.name)
@@ -361,7 +362,7 @@ def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list
 
 
 def _is_empty(folder: str) -> bool:
-    """Return whether nothing is in a directory: none that was committed here, or one that somebody is deleting."""
+    """Return whether a directory is empty: not committed here, or just being deleted by another process."""
     try:
         return not os.listdir(folder)
     except FileNotFoundError:
@@ -369,7 +370,7 @@ def _is_empty(folder: str) -> bool:
 
 
 def _in_order_of_leaving(store: Store, listing: Listing) -> list[str]:
-    # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
+    # If interrupted, it must leave the newest in place, and never only damaged ones: the next start would refuse.
     return _autosaves(store, listing, damaged=True) + _autosaves(store, listing)
 
 

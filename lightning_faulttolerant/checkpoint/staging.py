@@ -1,4 +1,4 @@
-"""Copy a checkpoint into memory of its own, so that it can be written while the original changes."""
+"""Copy a checkpoint into separate memory, so that it can be written while the original changes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NO_DEEPCOPY = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spar
 
 
 class _Layout(NamedTuple):
-    """What two tensors must have in common for one to take the other's memory."""
+    """The properties that two tensors must share for one to take the other's memory."""
 
     dtype: torch.dtype
     num_bytes: int
-    """Of the storage, of which the tensor may be a part."""
+    """The size of the storage; the tensor may be a part of it."""
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -33,11 +33,11 @@ class _Layout(NamedTuple):
 
 @final
 class Staging:
-    """Copies checkpoints one after the other, into the same memory where their tensors have the same sizes.
+    """Memory for copies of checkpoints, one after the other; it is reused if their tensors have the same sizes.
 
     Memory that is used for the first time costs a page fault every 4 KiB, which takes longer than the copy itself.
-    Storages that tensors share are copied once, and the copies share the copy. What lies on a GPU is copied into
-    page-locked memory, all of it at once.
+    Storages that tensors share are copied once, and the copies share the copy. Tensors on a GPU are copied into
+    page-locked memory, with one wait for all of them.
 
     Example:
         >>> staging = Staging()
@@ -53,7 +53,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, checkpoint: Any) -> Any:
-        """Return a copy that shares nothing with the original. It takes the memory of the copy before, which is lost.
+        """Return a copy that shares nothing with the original. It takes the memory of the previous copy, which is lost.
 
         Args:
             checkpoint: Dicts, lists and tuples of tensors and plain values; other objects are copied by ``deepcopy``.
@@ -63,7 +63,7 @@ class Staging:
         for tensor in _tensors(checkpoint):
             if id(tensor) not in memo:
                 memo[id(tensor)] = copied.tensor(tensor, memo)
-        # Tensors within other objects share storages with those outside, as torch's own __deepcopy__ lets them.
+        # Tensors within other objects share storages with those outside, which torch's own __deepcopy__ supports.
         memo["torch"] = dict(copied.storages)
         whole = _copy(checkpoint, memo)
         copied.wait()
@@ -71,7 +71,7 @@ class Staging:
         return whole
 
     def reserve(self, checkpoint: Any) -> Callable[[], None]:
-        """Return what makes the memory for copies of a checkpoint like this one; it may be called in another thread.
+        """Return a function that allocates the memory for copies of a similar checkpoint; any thread may call it.
 
         Args:
             checkpoint: Only the sizes in it are kept.
@@ -90,19 +90,19 @@ class Staging:
                     torch.empty(0, dtype=torch.uint8, device="cpu").set_(new.untyped_storage()).fill_(0)
                     self._free.setdefault(layout, []).append(new)
             except (RuntimeError, MemoryError) as error:
-                # Nothing is lost by it. If there is too little memory for the copy too, that will say so.
+                # Nothing is lost. If there is too little memory for the copy too, the copy reports it.
                 self._free = {}
                 _logger.debug("No memory could be reserved for copies: %s", error)
 
         return reserve
 
     def clear(self) -> None:
-        """Give the memory back, once what was copied into it is not used any more."""
+        """Release the memory, once the last copy is not used any more."""
         self._free = {}
 
 
 class _Copied:
-    """What of one checkpoint is copied already."""
+    """The parts of one checkpoint that are already copied."""
 
     def __init__(self, free: dict[_Layout, list[Tensor]]) -> None:
         self._free = free
@@ -128,7 +128,7 @@ class _Copied:
     def _plain(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         layout = _layout(tensor, storage)
-        number = storage._cdata  # by which torch.save, too, tells one storage from another
+        number = storage._cdata  # torch.save, too, tells storages apart by it
         known = self.storages.get(number)
         if known is not None:
             return _view(known, layout)
@@ -150,7 +150,7 @@ class _Copied:
 
 
 def _copy(value: Any, memo: dict[Any, Any]) -> Any:
-    """Do what ``deepcopy`` does, in a third of the time where there is nothing but what a checkpoint consists of."""
+    """Copy like ``deepcopy``, but in a third of the time for the usual types in a checkpoint."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -188,14 +188,14 @@ def _view(memory: torch.UntypedStorage, layout: _Layout) -> Tensor:
 
 
 def _with_attributes(new: Tensor, original: Tensor, memo: dict[Any, Any]) -> Tensor:
-    if original.__dict__:  # torch.save writes them, too
+    if original.__dict__:  # torch.save writes them too
         new = new if type(new) is nn.Parameter else new.detach().requires_grad_(original.requires_grad)
         vars(new).update(copy.deepcopy(original.__dict__, memo))
     return new
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is nothing but a storage with offset, sizes and strides."""
+    """Return whether a tensor is only a storage with offset, sizes and strides."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return False
     return not (tensor.is_conj() or tensor.is_neg())
@@ -206,7 +206,7 @@ def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     kind = type(value)
     if kind in _PLAIN_TENSORS:
         yield value
-    elif kind in _CONTAINERS and id(value) not in seen:  # shared, or a list that holds itself
+    elif kind in _CONTAINERS and id(value) not in seen:  # shared, or a list that contains itself
         seen.add(id(value))
         for child in value.values() if isinstance(value, dict) else value:
             yield from _tensors(child, seen)

@@ -1,7 +1,7 @@
-"""Files by path or URL: which store a path belongs to, and what every store can do.
+"""Files by path or URL: the store that a path belongs to, and the operations of every store.
 
-A path without a scheme, and one with ``file://``, is local; anything else with ``://`` is opened through fsspec, which
-is imported only then.
+A path without a scheme, or with ``file://``, is local. Anything else with ``://`` is opened through fsspec, which is
+imported only then.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import IO, Protocol
 from lightning_faulttolerant.checkpoint.stores import local
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 
-# At least two letters, so that a drive of Windows is none. "simplecache::s3://" is a chain of fsspec's.
+# At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
 _LOCAL_SCHEMES = ("file", "local")
 
 
 class Store(Protocol):
-    """A directory, here or in an object store. ``name`` is that of a file in it, or ``folder/name``."""
+    """A directory, local or in an object store. A ``name`` is that of a file in it, or ``folder/name``."""
 
     @property
     def url(self) -> str:
-        """The directory as the user wrote it, absolute where it is local."""
+        """The directory as the user wrote it; absolute if it is local."""
 
     def path(self, name: str) -> str:
-        """Return the whole path or URL of a file in it."""
+        """Return the full path or URL of a file in it."""
 
     def names(self) -> list[str]:
-        """List the files and folders directly in it, sorted, never from a cache; empty where there is none such."""
+        """List the files and folders directly in it, sorted, never from a cache; empty if it does not exist."""
 
     def listing(self) -> Listing:
-        """List the same, files and folders apart."""
+        """List the files and folders separately."""
 
     def writer(self, name: str, *, fsync: bool = True) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for writing that is published whole when the block ends, and never if it raises."""
+        """Open a file for writing that is published whole when the block ends, and never if the block raises."""
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
@@ -52,14 +52,14 @@ class Store(Protocol):
         """Return a directory within this one; it need not exist."""
 
     def remove_if_empty(self) -> None:
-        """Remove the directory, where the store has such a thing and nothing is in it."""
+        """Remove the directory if the store has directories and this one is empty."""
 
     def abort_uploads(self) -> None:
-        """Drop what killed writers have sent and not published; only for who holds the lock of the directory."""
+        """Drop the unpublished data of killed writers; only for the holder of the directory's lock."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    r"""Tell whether a path names a file of another file system than this machine's.
+    r"""Return whether a path names a file outside this machine's file system.
 
     Args:
         path: A path, or a URL that fsspec understands.
@@ -93,7 +93,7 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Split a path or URL into its directory and the name in it.
 
     Args:
-        path: Of a file.
+        path: A file.
 
     Example:
         >>> split_path("s3://bucket/run/a.ckpt"), split_path("a.ckpt")
@@ -106,13 +106,13 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
-    """Open a directory of this machine or of an object store; it need not exist.
+    """Open a local directory or one in an object store; it need not exist.
 
     Args:
         path: A directory, or a URL of one.
 
     Returns:
-        The store; nothing is read or made yet.
+        The store; nothing is read or created yet.
 
     Raises:
         CheckpointError: If the package for this kind of URL is not installed.
@@ -121,11 +121,11 @@ def open_store(path: str | os.PathLike[str]) -> Store:
 
 
 def open_file(path: str | os.PathLike[str], *, whole: bool = False) -> IO[bytes]:
-    """Open a file for reading, seekable; of a URL only what is read is transferred.
+    """Open a file for reading, seekable; from a URL, only the parts that are read are transferred.
 
     Args:
-        path: Of a file, here or remote.
-        whole: All of it will be read: of a URL, more comes with each request.
+        path: A file, local or remote.
+        whole: All of it will be read: from a URL, each request transfers more.
 
     Raises:
         OSError: If there is no such file, or it can't be read.
@@ -138,10 +138,10 @@ def open_file(path: str | os.PathLike[str], *, whole: bool = False) -> IO[bytes]
 
 
 def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> AbstractContextManager[IO[bytes]]:
-    """Open a file for writing that is published whole when the block ends, and never if it raises.
+    """Open a file for writing that is published whole when the block ends, and never if the block raises.
 
     Args:
-        path: Of a file, here or remote.
+        path: A file, local or remote.
         fsync: Wait until the bytes are on the disk; an object store has them when the block has ended.
     """
     if not is_url(path):
@@ -154,7 +154,7 @@ def local_copy(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a whole file for reading once: the local file itself, or a temporary copy of a remote one.
 
     Args:
-        path: Of a file, here or remote. The copy lies in ``$TMPDIR``, without a name, and is gone when it is closed.
+        path: A file, local or remote. The copy is in ``$TMPDIR``, without a name, and is gone when it is closed.
 
     Raises:
         OSError: If there is no such file, or it can't be read.

@@ -1,6 +1,6 @@
-"""Say what a checkpoint holds, without loading it: of the file, only its directory and its pickle are read.
+"""Summarize a checkpoint without loading it: only the file's directory and its pickle are read.
 
-No tensor's values are read and nothing of the pickle is run, so that this is fast on large files and safe on any.
+No tensor values are read and the pickle is not run. So this is fast on large files and safe on any file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _64_BIT = 1 << 63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of something there is.
+    """The size of some content.
 
     Args:
-        num_bytes: Of tensors as in the file, each of their storages once; of texts; 8 for a number.
-        num_tensors: How many tensors.
-        num_values: How many values they have together.
+        num_bytes: For tensors, as in the file, each storage once; for texts, their length; for a number, 8.
+        num_tensors: The number of tensors.
+        num_values: The number of values in all of them together.
     """
 
     num_bytes: int
@@ -42,12 +42,12 @@ class Size:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
-        content: As `describe_pickle` gives it.
-        num_bytes: How long the file is.
-        num_bytes_read: How much of it was read for this.
+        content: The result of `describe_pickle`.
+        num_bytes: The length of the file.
+        num_bytes_read: The number of bytes that were read for this.
     """
 
     content: Any
@@ -57,7 +57,7 @@ class Summary:
     """Length of each record of tensor values in the file, by its key."""
 
     def size_of(self, *values: Any) -> Size:
-        """Return how much there is in parts of the content, shared storages counted once."""
+        """Return the size of parts of the content; shared storages count once."""
         found = [value for value in walk(values) if not isinstance(value, (dict, list, tuple, Made))]
         tensors = [value for value in found if isinstance(value, TensorInfo)]
         storages = {info.storage.key: info.storage for info in tensors}
@@ -71,19 +71,19 @@ class Summary:
 
 
 def read_summary(file: IO[bytes], *, name: str) -> Summary:
-    """Read what a ``torch.save`` file holds.
+    """Read the summary of a ``torch.save`` file.
 
     Args:
-        file: Open for reading, seekable; of a URL only the ranges that are read are transferred.
-        name: What to call it in errors.
+        file: Open for reading, seekable; from a URL only the ranges that are read are transferred.
+        name: The file's name for errors.
 
     Returns:
         The summary.
 
     Raises:
         DamagedCheckpointError: If it is not a ``torch.save`` file, or its directory or pickle is damaged.
-        CheckpointError: If nothing can be said of it without loading it: it is in torch's format from before 1.6, or
-            its pickle has more than 10 million operations.
+        CheckpointError: If it can't be summarized without loading it: it is in torch's format from before 1.6, or its
+            pickle has more than 10 million operations.
         OSError: If it can't be read.
 
     Example:
@@ -121,7 +121,7 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
 
 
 class _Counted:
-    """Passes on what is asked of a file, and counts the bytes that are read."""
+    """Forwards calls to a file, and counts the bytes that are read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -133,7 +133,7 @@ class _Counted:
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the system would call it an error of the disk
+        if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the operating system would report a disk error
             raise ValueError(f"it says that something stands at byte {offset}")
         return self._file.seek(offset, whence)
 
@@ -164,10 +164,10 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
 
 
 def walk(values: Iterable[Any]) -> Iterable[Any]:
-    """Return what is in nested values, each container once, however deep and whether or not they hold themselves.
+    """Yield the content of nested values, each container once, at any depth, even if they contain themselves.
 
     Args:
-        values: Of a described checkpoint.
+        values: From a described checkpoint.
     """
     left, seen = list(values), set()
     while left:

@@ -1,6 +1,6 @@
-"""Whether somebody else could have written a file: the rule that SSH applies to its keys.
+"""Check whether another user could have written a file: the rule that SSH applies to its keys.
 
-What is looked up on the way to the file belongs to this user or to root, and nobody else can write to it.
+Every part of the path to the file belongs to this user or to root, and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_LINKS = 40
 
 
 def why_not_trusted(path: str | os.PathLike[str]) -> str | None:
-    """Return who else could have written what is at a path, or ``None`` if only this user and root could.
+    """Return who else could have written the file at a path, or ``None`` if only this user and root could.
 
-    As for SSH, what lies above the home directory is taken as it is. A directory above the file that others may write
-    to is allowed if it is sticky, as ``/tmp`` is: there nobody can replace what is another's.
+    As in SSH, directories above the home directory are trusted. A directory above the file that others may write to is
+    allowed if it is sticky, like ``/tmp``: there, users can't replace each other's files.
 
     Args:
-        path: A file or directory that is there, or a URL.
+        path: An existing file or directory, or a URL.
 
     Example:
         >>> import tempfile
@@ -55,7 +55,7 @@ def why_not_trusted(path: str | os.PathLike[str]) -> str | None:
 
 
 def _looked_up(path: str) -> Iterator[str]:
-    """Yield all that is looked up on the way to an absolute path, each without a link in what leads to it."""
+    """Yield each part that is looked up on the way to an absolute path, without links in its parents."""
     place, todo, num_links = "/", path.split("/"), 0
     yield place
     while todo:
@@ -79,7 +79,7 @@ def _looked_up(path: str) -> Iterator[str]:
 
 
 def _why_open(place: str, *, may_be_sticky: bool) -> str | None:
-    """Return what lets others change a file, a directory or a link."""
+    """Return why other users can change a file, a directory or a link."""
     status = os.lstat(place)
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to {_user_name(status.st_uid)}"
@@ -95,7 +95,7 @@ def _why_open(place: str, *, may_be_sticky: bool) -> str | None:
 
 
 def _is_out_of_reach(place: str) -> bool:
-    """Return whether it lies in a directory that nobody else can enter, whatever is allowed below."""
+    """Return whether it is in a directory that no other user can enter, whatever is allowed below."""
     while place != "/":
         place = os.path.dirname(place)
         status = os.lstat(place)
@@ -109,7 +109,7 @@ def _is_inside(path: str, directory: str) -> bool:
 
 
 def _has_access_list(place: str) -> bool:
-    """Return whether users and groups have rights of their own there: the mode's are then those of all of them."""
+    """Return whether users and groups have separate rights there: the mode's group rights then combine all of them."""
     try:
         return bool(os.getxattr(place, _ACCESS_LIST))
     except OSError:
@@ -118,7 +118,7 @@ def _has_access_list(place: str) -> bool:
 
 @functools.cache
 def _is_users_alone(group_id: int) -> bool:
-    """Return whether a group is the one that many systems make for each user, with an umask of 002."""
+    """Return whether a group is the private one that many systems create for each user, with an umask of 002."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
     except KeyError:  # in a container a user may have a number and no name

@@ -1,6 +1,6 @@
-"""Tell whether the bytes of a checkpoint are those that were written, and whether its content loads safely.
+"""Check whether the bytes of a checkpoint are those that were written, and whether its content loads safely.
 
-The two are kept apart: damage is a reason to take an older file, a refusal to unpickle would meet every file alike.
+The two checks are separate. Damage is a reason to take an older file; a refusal to unpickle would hit every file alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHECKSUMS_OFF = "all its CRC32 are 0, as torch.save leaves them after torch.ser
 _LEGACY = "it is in torch's format from before 1.6, which is no zip file and has none"
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError)
-# What torch.load raises for content that is cut or garbled.
+# The errors that torch.load raises for cut or garbled content.
 _LOAD_ERRORS = (EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 _SAFE_LEAVES = (type(None), bool, float, str)
@@ -48,7 +48,7 @@ def verify_path(path: str | os.PathLike[str]) -> Verification:
         path: A file written by ``torch.save``, a directory with a manifest, or the URL of either.
 
     Returns:
-        Whether it was verified by checksums, or was written without.
+        Whether it was verified by checksums or was written without them.
 
     Raises:
         DamagedCheckpointError: If something is missing, truncated or changed, or a directory was never committed.
@@ -63,16 +63,16 @@ def verify_path(path: str | os.PathLike[str]) -> Verification:
 def verify_file(path: str | os.PathLike[str]) -> Verification:
     """Read a checkpoint file once and compare all that can be compared; nothing is unpickled.
 
-    The memory needed does not depend on the size of the file: it is 8 MiB, of a URL some 40 MiB.
+    The memory needed does not depend on the file's size. It is 8 MiB, or about 40 MiB for a URL.
 
     Args:
         path: A file written by ``torch.save``, or the URL of one.
 
     Returns:
-        Whether it was verified by checksums, or was written without.
+        Whether it was verified by checksums or was written without them.
 
     Raises:
-        DamagedCheckpointError: If the file is missing, truncated or no ``torch.save`` file, or a byte of it changed.
+        DamagedCheckpointError: If the file is missing, truncated, changed, or not a ``torch.save`` file.
         OSError: If it can't be read for a reason that is not damage, such as a missing permission.
         CheckpointError: If the package for this kind of URL is not installed.
     """
@@ -81,27 +81,27 @@ def verify_file(path: str | os.PathLike[str]) -> Verification:
 
 
 def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True) -> dict[str, Any]:
-    """Verify a checkpoint and load it, with ``weights_only=True`` unless the caller says otherwise.
+    """Verify a checkpoint and load it, by default with ``weights_only=True``.
 
-    A file that was written without checksums is loaded, and a warning says once that it could not be verified.
+    A file that was written without checksums is loaded, with one warning that it could not be verified.
 
     Args:
-        path: A file written by ``torch.save``, or the URL of one; that is transferred once.
+        path: A file written by ``torch.save``, or the URL of one; the URL is transferred once.
         map_location: As in ``torch.load``.
-        weights_only: As in ``torch.load``; without it a file may run any code.
+        weights_only: As in ``torch.load``; if False, a file may run any code.
 
     Returns:
         The content.
 
     Raises:
-        DamagedCheckpointError: If the file is missing, truncated or no ``torch.save`` file, or a byte of it changed.
+        DamagedCheckpointError: If the file is missing, truncated, changed, or not a ``torch.save`` file.
         UnsafeCheckpointError: If the file holds an object that ``weights_only=True`` refuses.
-        CheckpointError: If the content is not a dict; if a file without checksums does not load, for then nobody can
-            tell damage from a file that never was right.
+        CheckpointError: If the content is not a dict, or if a file without checksums does not load. In the second case,
+            damage can't be told from a file that was never right.
     """
     with contextlib.ExitStack() as stack:
-        # One open file for both steps: the bytes that are loaded are the ones that were verified, even if another
-        # process puts a new file at the path in between.
+        # One open file for both steps: the loaded bytes are the verified ones, even if another process puts a new file
+        # at the path in between.
         with _damage_named(path):
             file = stack.enter_context(local_copy(path))
             verification = _verify(path, file)
@@ -117,17 +117,17 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
 
 
 def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> dict[str, Any]:
-    """Verify an autosave and load it; of a directory, verify all of it, and load what is not in shards.
+    """Verify an autosave and load it; for a directory, verify all of it, and load the part outside the shards.
 
     Args:
         path: A file written by ``torch.save``, the URL of one, or a local directory with a manifest.
-        verify_shards: Read the shards of a directory too: another rank may have done so.
+        verify_shards: Read the shards of a directory too; not needed if another rank has done so.
 
     Returns:
-        The content; of a directory without the shards.
+        The content; for a directory, without the shards.
 
     Raises:
-        DamagedCheckpointError: As ``load_file``; if a file of a directory is missing or was changed.
+        DamagedCheckpointError: As ``load_file``; also if a file of a directory is missing or was changed.
         UnsafeCheckpointError: As ``load_file``.
         CheckpointError: As ``load_file``.
     """
@@ -146,7 +146,7 @@ def verify_autosave(path: str | os.PathLike[str]) -> Verification:
         path: As in `load_path`.
 
     Raises:
-        DamagedCheckpointError: As ``verify_file``; if a directory was never committed.
+        DamagedCheckpointError: As ``verify_file``; also if a directory was never committed.
         OSError: As ``verify_file``.
     """
     if is_url(path) or not os.path.isdir(local_path(path)):
@@ -155,12 +155,12 @@ def verify_autosave(path: str | os.PathLike[str]) -> Verification:
 
 
 def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:
-    """Find what in a nested dict would not load again with ``weights_only=True``.
+    """List the places in a nested dict that would not load again with ``weights_only=True``.
 
-    Plain tensors are not written for this, so that the memory needed does not depend on the size of a model.
+    Plain tensors are not written for this check, so the memory needed does not depend on the size of the model.
 
     Args:
-        checkpoint: Dicts, lists and tuples are walked, all else is tested as it is.
+        checkpoint: Dicts, lists and tuples are walked; any other value is tested as a whole.
 
     Returns:
         The places in the order of the walk, each like ``callbacks/MyCallback/config``.
@@ -174,8 +174,8 @@ def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:
 
 
 def _verify_url(url: str) -> Verification:
-    # An object store has no directories. The name of one can't be opened, or (s3fs) opens as a file without a byte:
-    # what is no checkpoint by its own name may still have a manifest below it.
+    # An object store has no directories. A directory's name can't be opened, or (s3fs) opens as a file without a byte.
+    # So a name that is not a checkpoint itself may still have a manifest below it.
     try:
         return verify_file(url)
     except DamagedCheckpointError:
@@ -239,7 +239,7 @@ def _walk(value: Any, *, place: str, seen: set[int]) -> Iterator[str]:
         if not loads_safely(value):
             yield place
         return
-    if id(value) in seen:  # shared, or a list that holds itself
+    if id(value) in seen:  # shared, or a list that contains itself
         return
     seen.add(id(value))
     for name, child in _children(value):
@@ -254,21 +254,21 @@ def _children(container: Any) -> Iterator[tuple[str, Any]]:
             yield str(key), child
     else:
         yield from ((str(index), child) for index, child in enumerate(container))
-    # A module's state_dict is an OrderedDict with an attribute, "_metadata", that is saved too.
+    # A module's state_dict is an OrderedDict. Its attribute "_metadata" is saved too.
     yield from getattr(container, "__dict__", {}).items()
 
 
 def is_surely_safe(value: Any) -> bool:
-    """Return whether a value loads with ``weights_only=True`` whatever it holds; False where that has to be tested."""
+    """Return whether a value surely loads with ``weights_only=True``; False if that has to be tested."""
     kind = type(value)
     if kind in PLAIN_TENSORS:
-        return not value.__dict__  # attributes of a tensor are saved with it: they have to be tested
+        return not value.__dict__  # attributes of a tensor are saved with it and have to be tested
     # torch writes b"" and very large integers in a way that it does not read: they have to be tested too.
     return kind in _SAFE_LEAVES or (kind is bytes and value != b"") or (kind is int and value.bit_length() < 64)
 
 
 def loads_safely(value: Any) -> bool:
-    """Return whether a value loads again with ``weights_only=True``, found out by writing and loading it."""
+    """Return whether a value loads again with ``weights_only=True``, by writing and loading it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

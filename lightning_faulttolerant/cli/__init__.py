@@ -1,4 +1,4 @@
-"""The command line ``lightning-faulttolerant``: look at checkpoints, verify and prune them, without loading torch."""
+"""The command line ``lightning-faulttolerant``: list, verify and prune checkpoints without loading torch."""
 
 from __future__ import annotations
 

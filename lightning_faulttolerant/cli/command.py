@@ -1,4 +1,4 @@
-"""The command line as a whole: which commands there are, and how each ends."""
+"""The entry point of the command line: the table of commands and their exit statuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERROR = 2
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
-# Each with its module, which is loaded only when it is asked for: no command waits for what another one needs.
+# A command's module is loaded only when that command is requested, so no command waits for another one's imports.
 _COMMANDS = {
     "list": ("listing", "list the unfinished runs, or the checkpoints below a directory, verified or damaged"),
     "inspect": ("inspection", "show what is in a checkpoint, without loading it"),
@@ -35,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments without the program's name; those of the process if not given.
+        argv: Arguments without the program's name; defaults to the arguments of the process.
 
     Returns:
-        The exit status: 0 done, 1 as each command says, 2 wrong usage or something that can't be read, 130 interrupted,
-        141 nobody reads the output any more.
+        The exit status: 0 for success, 1 as each command documents, 2 for wrong usage or unreadable input, 130 if
+        interrupted, 141 if the reader of the output has gone away.
     """
     EARLY.give_back()  # nothing is trained here
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # no name of a file is worth a traceback
+            stream.reconfigure(errors="backslashreplace")  # an odd file name must not cause a traceback
     try:
         words = sys.argv[1:] if argv is None else list(argv)
         arguments = _parser(words).parse_args(words)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would report the same again.
+        # The interpreter flushes once more at exit and would report the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _ShowVersion(argparse.Action):
-    """Looks the version up when it is asked for: that takes longer than everything else here."""
+    """An option that looks up the version only when requested: the lookup takes longer than everything else here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(metadata.version(_PROGRAM))
@@ -74,13 +74,13 @@ class _ShowVersion(argparse.Action):
 
 
 def _asked_for(words: Sequence[str]) -> str | None:
-    """Return the name of the command: the first word that is no option, since none before it takes a value."""
+    """Return the name of the command: the first word that is not an option, since no option before it takes a value."""
     first = next((word for word in words if not word.startswith("-")), None)
     return first if first in _COMMANDS else None
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return what knows all commands by name, and what the one that is asked for takes."""
+    """Return a parser that lists all commands and declares the arguments of the requested one."""
     asked_for = _asked_for(words)
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,

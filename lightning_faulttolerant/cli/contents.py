@@ -1,4 +1,4 @@
-"""What ``inspect`` says of a checkpoint, as plain values."""
+"""The contents of a checkpoint as plain values, for ``inspect``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_faulttolerant.cli.plain import plain
 
 BLOBS = "blobs"
 _REFERENCE = "blob"
-# Shown under names of their own; the others only with their sizes.
+# These parts are shown under their own names; the others are shown only with their sizes.
 _SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behind", "surroundings", "fingerprint")
 _SIZED = ("ranks", "opaque", "pickled")
 
 
 def describe(summary: Summary, *, path: str) -> dict[str, Any]:
-    """Return all that is said of a checkpoint.
+    """Return the description of a checkpoint.
 
     Args:
-        summary: Of the file.
+        summary: Summary of the file.
         path: Its path or URL.
     """
     content, part = summary.content, part_of(summary.content)
@@ -67,14 +67,14 @@ def _pickled(summary: Summary, part: Mapping[Any, Any]) -> dict[str, dict[str, A
 
 
 def _lost(ranks: list[Any]) -> dict[str, str]:
-    """Return what training had changed and the checkpoint can't carry, each with the reason."""
+    """Return the changes made by training that the checkpoint can't carry, each with the reason."""
     place = ("objects", "lost")
     found = (lost for state in ranks for lost in (mapping(state, *place), own_mapping(state, *place)))
     return {str(plain(path)): str(plain(reason)) for lost in found for path, reason in lost.items()}
 
 
 def _rank(summary: Summary, state: Any) -> dict[str, int]:
-    """Return the size of each part of a rank's state, with the bytes that lie in the common pool."""
+    """Return the size of each part of a rank's state, including the bytes in the common pool."""
     lengths = mapping(state, BLOBS).get("lengths")
     lengths = lengths if isinstance(lengths, list) else []
     return {

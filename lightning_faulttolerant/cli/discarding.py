@@ -30,19 +30,19 @@ Exit status: 0 done, 1 the run is in use, or has no autosaves, 2 there is no suc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``discard`` takes.
+    """Declare the arguments of ``discard``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument("run_name", metavar="RUN", help="name of a run, its directory, or its URL")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Set the autosaves aside, and say where they are.
+    """Set the autosaves aside, and print where they are.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -73,7 +73,7 @@ def _set_aside(directory: str) -> list[str]:
     folders = fit_folders(store.listing().folders)
     if fit_number(os.path.basename(directory.rstrip("/"))) and not folders:
         raise CheckpointError(f"{directory} is the directory of one fit. Give that of the run, which is above it.")
-    # The last fit first: a process that is killed meanwhile leaves the first ones, which are continued from.
+    # The last fit comes first. If this process is killed, the first fits are left, and a run continues from those.
     series = [AutosaveSeries(store.path(name), keep_last=1) for name in reversed(folders)]
     aside = [path for one in series if (path := one.set_aside("discarded")) is not None]
     with contextlib.suppress(FileNotFoundError):

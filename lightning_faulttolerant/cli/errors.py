@@ -1,4 +1,4 @@
-"""What the command line says when it can't do what it was asked for, without a traceback."""
+"""Error messages of the command line for failed commands, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_faulttolerant.errors import FaultToleranceError
 
 @contextlib.contextmanager
 def remote_errors(path: str) -> Iterator[None]:
-    """Make an ``OSError`` of whatever the package behind a URL may raise; local files have no others.
+    """Turn any error of the package behind a URL into an ``OSError``. Local files raise no others.
 
     Args:
         path: Path or URL that the block reads.
@@ -27,10 +27,10 @@ def remote_errors(path: str) -> Iterator[None]:
 
 
 def reason_of(error: OSError | FaultToleranceError) -> str:
-    """Return what went wrong, on one line and without the error's number.
+    """Return the reason for an error, on one line and without the error number.
 
     Args:
-        error: What was raised.
+        error: The error.
     """
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
@@ -40,9 +40,9 @@ def reason_of(error: OSError | FaultToleranceError) -> str:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether the disk could not give the bytes back, other than for a missing permission.
+    """Return whether the disk failed to return the bytes, for a reason other than a missing permission.
 
     Args:
-        error: Raised by a read.
+        error: An error raised by a read.
     """
     return error.errno == errno.EIO

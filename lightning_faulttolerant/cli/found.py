@@ -1,4 +1,4 @@
-"""Find the checkpoints below a directory or URL, and tell which of them are autosaves of ours, by their names."""
+"""Find the checkpoints below a directory or URL, and recognize our autosaves by their names."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SUPERSEDED = "superseded"
 CHECKPOINT = "checkpoint"
 DIRECTORY = "directory"
 
-# As AtomicDirectory renames them.
+# The names that AtomicDirectory gives to directories that it renames.
 _DIRECTORY_ASIDE = re.compile(r".+_checkpoint_\d+(_force)?\.(damaged|uncommitted)(-\d+)?")
 _SUFFIX = ".ckpt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFile:
-    """A checkpoint that was found; nothing of it has been read.
+    """A checkpoint that was found. Its contents have not been read.
 
     Args:
-        folder: The directory that it lies in, as a path or URL.
-        name: In that directory.
+        folder: The directory that contains it, as a path or URL.
+        name: Its name in that directory.
         num_bytes: Size of the file.
-        saved_at: Seconds since 1970, None where the store does not say.
+        saved_at: Time of the save in seconds since 1970; None if the store does not report it.
         is_link: Whether it is a symbolic link.
-        is_directory: Whether it is a directory with a manifest; the size is that of all files in it.
+        is_directory: Whether it is a directory with a manifest. Its size is then that of all its files.
     """
 
     folder: str
@@ -54,7 +54,7 @@ class FoundFile:
 
     @property
     def kind(self) -> str:
-        """What it is, as far as its name and directory say."""
+        """The kind of file, judged by its name and directory."""
         match = AUTOSAVE_NAME.fullmatch(self.name)
         if match is None and self.is_directory:
             return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
@@ -66,25 +66,25 @@ class FoundFile:
 
     @property
     def is_autosave(self) -> bool:
-        """Whether it has the name of an autosave, set aside or not: a file, or a directory of shards."""
+        """Whether it has the name of an autosave (a file or a directory of shards), set aside or not."""
         return AUTOSAVE_NAME.fullmatch(self.name) is not None
 
     @property
     def sequence(self) -> int:
-        """The number of an autosave in its series, 0 of any other file."""
+        """The number of an autosave in its series; 0 for any other file."""
         match = AUTOSAVE_NAME.fullmatch(self.name)
         return int(match["sequence"]) if match else 0
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """Epoch and batch in the name of an autosave."""
+        """The epoch and batch in the name of an autosave."""
         match = AUTOSAVE_NAME.fullmatch(self.name)
         return (int(match["epoch"]), int(match["batch"])) if match else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What is below a directory: files in the order of their folders and age, and what could not be looked at."""
+    """The files below a directory, sorted by folder and age, and the problems of reading it."""
 
     files: list[FoundFile] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -98,14 +98,14 @@ class Found:
 
 
 def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
-    """Open a file that is to be looked at, seekable.
+    """Open a checkpoint file for reading, seekable.
 
     Args:
         path: Path or URL.
-        whole: Whether all of it will be read, from its beginning to its end.
+        whole: Whether it will be read completely, from beginning to end.
 
     Raises:
-        OSError: If it can't be read, or is a device or a pipe: those have no end, or wait for somebody who writes.
+        OSError: If the file can't be read, or is a device or a pipe: those have no end, or wait for a writer.
     """
     if not is_url(path):
         mode = os.stat(local_path(path)).st_mode
@@ -117,7 +117,7 @@ def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
 
 
 def content_path(path: str) -> str:
-    """Return the file that says what is in a checkpoint: of a directory of shards the one with all that is in none.
+    """Return the file that describes a checkpoint. In a directory of shards, it holds everything outside the shards.
 
     Args:
         path: Path or URL.
@@ -129,7 +129,7 @@ def content_path(path: str) -> str:
 
 
 def is_superseded(folder: str) -> bool:
-    """Return whether a folder is one into which a series of autosaves was set aside.
+    """Return whether a folder holds a series of autosaves that was set aside.
 
     Args:
         folder: Path or URL.
@@ -138,15 +138,16 @@ def is_superseded(folder: str) -> bool:
 
 
 def find_checkpoints(directory: str) -> Found:
-    """Find all checkpoint files below a directory. Hidden directories and links to directories are passed over.
+    """Find all checkpoint files below a directory. Skip hidden directories and links to directories.
 
     Args:
         directory: Path or URL.
 
     Raises:
         NotADirectoryError: If it is a file.
-        FileNotFoundError: If there is no such local directory; an object store has none, nothing is found there.
-        OSError: If it can't be looked at.
+        FileNotFoundError: If the local directory does not exist. Object stores have no directories: the result is then
+            empty.
+        OSError: If it can't be read.
     """
     problems: list[str] = []
     files = list(_remote(directory) if is_url(directory) else _local(local_path(directory), problems))
@@ -157,10 +158,10 @@ def find_checkpoints(directory: str) -> Found:
 def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
     if not stat.S_ISDIR(os.stat(directory).st_mode):
         raise NotADirectoryError(f"{directory} is a file, not a directory")
-    os.scandir(directory).close()  # os.walk would find nothing where it may not look
+    os.scandir(directory).close()  # raises if access is denied; os.walk would find nothing and report no error
 
     def note(error: OSError) -> None:
-        # What a run that continues has deleted meanwhile is no problem; a link to nothing is one.
+        # A file that a continuing run has just deleted is not a problem. A broken link is one.
         if not isinstance(error, FileNotFoundError) or os.path.islink(error.filename):
             problems.append(str(error))
 
@@ -208,7 +209,7 @@ def _local_directory(folder: str) -> FoundFile:
 def _committed_at(folder: str) -> float:
     try:
         return os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime
-    except FileNotFoundError:  # somebody has taken it out
+    except FileNotFoundError:  # removed by another process
         return os.stat(folder).st_mtime
 
 
@@ -252,7 +253,7 @@ def _is_checkpoint(name: str) -> bool:
 
 
 def _saved_at(info: dict[str, Any]) -> float | None:
-    """Return the time in what a file system says of a file: each calls it by another name."""
+    """Return the time of a save from a file system's info. Each file system has its own name for the field."""
     for name in ("LastModified", "mtime", "updated", "modified", "last_modified", "created"):
         value = info.get(name)
         if isinstance(value, datetime.datetime):
@@ -268,5 +269,5 @@ def _saved_at(info: dict[str, Any]) -> float | None:
 
 
 def _natural(folder: str) -> list[tuple[int, str]]:
-    """Return a key that sorts fit-10 after fit-9."""
+    """Return a sort key that puts fit-10 after fit-9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", folder)]

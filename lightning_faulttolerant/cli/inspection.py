@@ -1,4 +1,4 @@
-"""``inspect``: what is in one checkpoint, readable, without loading it."""
+"""``inspect``: print the contents of one checkpoint in readable form, without loading it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _MAX_WIDTH = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``inspect`` takes.
+    """Declare the arguments of ``inspect``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument(
         "file", metavar="FILE", help="path or URL of a checkpoint; of a directory of shards, what is in none is shown"
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is in the checkpoint.
+    """Print the contents of the checkpoint.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -114,7 +114,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of what should be a list, and may be anything."""
+    """Return the items of a value that should be a list but may be anything."""
     if isinstance(value, list):
         return value
     return [] if value is None else [value]

@@ -1,4 +1,4 @@
-"""``list``: a table of unfinished runs, or of the checkpoints below a directory and whether each verifies."""
+"""``list``: print a table of unfinished runs, or of the checkpoints below a directory and whether each verifies."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class _Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``list`` takes.
+    """Declare the arguments of ``list``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument("directory", metavar="DIR", nargs="?", help="directory or URL")
     parser.add_argument("--no-verify", action="store_true", help="don't read the files whole")
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     folders = {}
     for folder, files in what.by_folder().items():
         of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
-        # A run that continues meanwhile deletes its old autosaves.
+        # A run that continues in the meantime deletes its old autosaves.
         folders[folder] = [row for row in of_folder if row.verdict.word != verdict.MISSING]
     rows = [row for of_folder in folders.values() for row in of_folder]
     if arguments.json:
@@ -192,7 +192,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
 
 
 def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
-    """Return what a checkpoint holds, and why it is not known where it isn't."""
+    """Return the contents of a checkpoint, or the reason why they are unknown."""
     try:
         with remote_errors(file.path), found.open_checkpoint(found.content_path(file.path)) as opened:
             return read_summary(opened, name=file.name).content, None

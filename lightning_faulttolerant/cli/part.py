@@ -1,4 +1,4 @@
-"""Read our part of a described checkpoint, which may hold anything: what is not as it should be counts as not there."""
+"""Read our part of a described checkpoint. It may hold anything: values of the wrong form count as missing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ KEY = "lightning_faulttolerant"
 
 
 def mapping(value: Any, *names: str) -> Mapping[Any, Any]:
-    """Return the mapping at a place in nested mappings, an empty one where there is none.
+    """Return the mapping at a place in nested mappings, or an empty one.
 
     Args:
-        value: Where to begin.
-        names: Keys on the way.
+        value: The outermost mapping.
+        names: Keys on the way to the place.
     """
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -21,22 +21,22 @@ def mapping(value: Any, *names: str) -> Mapping[Any, Any]:
 
 
 def own_mapping(rank: Any, *names: str) -> Mapping[Any, Any]:
-    """Return what another rank than the first holds at a place, without what is as in rank 0's (`state.differences`).
+    """Return what a rank other than rank 0 holds at a place, without values equal to rank 0's (`state.differences`).
 
     Args:
         rank: The state of that rank.
-        names: Keys on the way.
+        names: Keys on the way to the place.
     """
     for number, name in enumerate(names):
         rank = mapping(rank, "own").get(name)
-        if isinstance(rank, list):  # the whole is its own
+        if isinstance(rank, list):  # everything here is the rank's own
             return mapping(rank[0] if rank else None, *names[number + 1 :])
     own = mapping(rank, "own")
     return {key: value[0] for key, value in own.items() if isinstance(value, list) and value}
 
 
 def whole_number(value: Any) -> int | None:
-    """Return an integer of usual size, None for anything else.
+    """Return an integer of ordinary size, or None.
 
     Args:
         value: Anything.
@@ -45,7 +45,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def part_of(content: Any) -> Mapping[Any, Any] | None:
-    """Return our part of a checkpoint, None where it has none.
+    """Return our part of a checkpoint, or None if it has none.
 
     Args:
         content: The described checkpoint.
@@ -55,7 +55,7 @@ def part_of(content: Any) -> Mapping[Any, Any] | None:
 
 
 def step_of(content: Any) -> int | None:
-    """Return how many optimizer steps were done.
+    """Return the number of optimizer steps.
 
     Args:
         content: The described checkpoint.
@@ -65,7 +65,7 @@ def step_of(content: Any) -> int | None:
 
 
 def epoch_of(content: Any) -> int | None:
-    """Return the epoch that the run was in, from 0.
+    """Return the epoch of the run, from 0.
 
     Args:
         content: The described checkpoint.
@@ -75,7 +75,7 @@ def epoch_of(content: Any) -> int | None:
 
 
 def batch_of(content: Any) -> int | None:
-    """Return how many batches of the epoch were consumed; without our part, how many Lightning has counted as done.
+    """Return the number of consumed batches in the epoch; without our part, Lightning's count of finished batches.
 
     Args:
         content: The described checkpoint.
@@ -88,7 +88,7 @@ def batch_of(content: Any) -> int | None:
 
 
 def world_size_of(content: Any) -> int | None:
-    """Return how many ranks the run had, None where our part does not say.
+    """Return the number of ranks of the run; None if our part does not contain it.
 
     Args:
         content: The described checkpoint.

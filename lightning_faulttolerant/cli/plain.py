@@ -1,4 +1,4 @@
-"""Make JSON of what a checkpoint was described as, however large, deep or strange it is."""
+"""Convert the description of a checkpoint to JSON, however large, deep or strange it is."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LEFT_OUT = "..."
 
 
 def plain(value: Any) -> Any:
-    """Return a value as dicts with text keys, lists, texts, finite numbers, booleans and None.
+    """Return a value as dicts with string keys, lists, strings, finite numbers, booleans and None.
 
-    What is nested more than 24 deep, and what comes after the first 100,000 values, is left out.
+    Values nested more than 24 deep and values after the first 100,000 are left out.
 
     Args:
-        value: Of a described checkpoint.
+        value: A value of a described checkpoint.
 
     Example:
         >>> plain({1: (float("inf"), b"abc"), "seen": {True, }})
@@ -53,10 +53,10 @@ class _Plain:
 
 
 def one(value: Any) -> Any:
-    """Return a single value, or what to call it.
+    """Return a single value, or a description of it.
 
     Args:
-        value: Of a described checkpoint; no dict, list or tuple.
+        value: A value of a described checkpoint, other than a dict, list or tuple.
     """
     match value:
         case None | bool() | str():

@@ -1,4 +1,4 @@
-"""``prune``: delete old autosaves, and never the newest that verifies."""
+"""``prune``: delete old autosaves, but never the newest one that verifies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not
 
 @dataclass(kw_only=True, slots=True)
 class _Plan:
-    """What is to be done with one series of autosaves."""
+    """The plan for one series of autosaves."""
 
     kept: list[FoundFile] = field(default_factory=list)
     deleted: list[FoundFile] = field(default_factory=list)
@@ -42,10 +42,10 @@ class _Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``prune`` takes.
+    """Declare the arguments of ``prune``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument("directory", metavar="DIR", help="directory or URL: of a fit, a run, or many runs")
     parser.add_argument(
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Delete, and say what was deleted.
+    """Delete old autosaves, and print which ones were deleted.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     if not is_url(directory):
         path = local_path(directory)
-        directory = os.path.abspath(path) if path else ""  # a variable without a value is not where one stands
+        directory = os.path.abspath(path) if path else ""  # an empty variable must not mean the current directory
     status, freed, number = 0, 0, 0
     what = found.find_checkpoints(directory)
     for problem in what.problems:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(safe(reason_of(error)), file=sys.stderr)
             status = max(status, 1)
             continue
-        except (OSError, FaultToleranceError) as error:  # the other runs are pruned all the same
+        except (OSError, FaultToleranceError) as error:  # the other runs are still pruned
             print(safe(f"{run_directory}: not pruned to the end: {reason_of(error)}"), file=sys.stderr)
             status = 2
             continue
@@ -102,13 +102,13 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
     lock = open_lock(run_directory)
     lock.acquire()
     try:
-        # Looked at again: until the lock was taken, a run may have continued there.
+        # Search again: a run may have continued here before the lock was acquired.
         plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
         for plan in plans.values():
             for file in plan.deleted:
                 lock.check()
                 store = open_store(file.folder)
-                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                with contextlib.suppress(FileNotFoundError):  # deleted by another process
                     store.delete(file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
@@ -126,7 +126,7 @@ def _plans(what: found.Found, run_directory: str, arguments: argparse.Namespace)
 
 
 def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
-    """Decide over the autosaves of one series; `files` are in the order of saving."""
+    """Decide which autosaves of one series to delete. `files` are in the order of saving."""
     plan = _Plan()
     for file in reversed([file for file in files if file.kind == found.AUTOSAVE]):
         if len(plan.kept) == arguments.keep_last:
@@ -145,7 +145,7 @@ def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
 
 
 def _series(what: found.Found) -> dict[str, list[FoundFile]]:
-    """Return the autosaves of each series, with those that were superseded in it."""
+    """Return the autosaves of each series, including its superseded ones."""
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
         if file.is_autosave and not file.is_link and not (file.is_directory and is_url(file.folder)):
@@ -155,7 +155,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
 
 
 def _run_directory(folder: str) -> str:
-    """Return the directory that is locked while a run writes into `folder`."""
+    """Return the directory that a run locks while it writes into `folder`."""
     name = folder.rstrip("/").rpartition("/")[2]
     return _parent(folder) if fit_number(name) else folder
 

@@ -1,4 +1,4 @@
-"""The unfinished runs of a registry, for the commands that take a run by its name."""
+"""The unfinished runs of a registry, for commands that take the name of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnfinishedRun:
     """A run of the registry.
 
     Args:
-        entry: What the registry says of it.
+        entry: Its entry in the registry.
         newest: Its newest autosave.
     """
 
@@ -27,15 +27,15 @@ class UnfinishedRun:
 
 
 def registry_here() -> Registry:
-    """Return the registry of the runs that were started in this directory, or the one that the variable names."""
+    """Return the registry of the runs started in this directory, or the one that the environment variable names."""
     return registry_at(os.getcwd())
 
 
 def unfinished_runs(registry: Registry) -> Iterator[UnfinishedRun]:
-    """Yield the runs that have autosaves; those whose directory is gone have none.
+    """Yield the runs that have autosaves. A run without its directory has none.
 
     Args:
-        registry: In which they are.
+        registry: The registry with the runs.
     """
     for entry in registry.entries():
         try:
@@ -50,10 +50,10 @@ def directory_of_run(name: str) -> str:
     """Return the directory of a run.
 
     Args:
-        name: Its run id, as the registry has it, or its directory or URL.
+        name: The run id as in the registry, or the directory or URL of the run.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If no run has this name.
         CheckpointError: If several runs have this id.
     """
     if is_url(name):

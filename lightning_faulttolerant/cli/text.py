@@ -1,4 +1,4 @@
-"""Plain text for a terminal or a pipe: aligned tables, readable sizes and times, nothing that a terminal would obey."""
+"""Plain text for a terminal or a pipe: aligned tables, readable sizes and times, no terminal control characters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _GAP = "  "
 
 
 def safe(text: object) -> str:
-    r"""Return text in which every character that a terminal might obey, or can't show, is written as an escape.
+    r"""Return text with escapes in place of all characters that a terminal might obey or can't show.
 
     Args:
-        text: From a file, so possibly anything.
+        text: Text from a file, which may be anything.
 
     Example:
         >>> safe("a\x1b[31mb")
@@ -28,7 +28,7 @@ def size_text(num_bytes: int) -> str:
     """Return a size with three digits and a unit.
 
     Args:
-        num_bytes: From 0.
+        num_bytes: The size, from 0.
 
     Example:
         >>> size_text(999), size_text(28453), size_text(1_250_000_000)
@@ -43,10 +43,10 @@ def size_text(num_bytes: int) -> str:
 
 
 def moment_text(seconds: float | None) -> str:
-    """Return a time of the clock, in this machine's zone.
+    """Return a point in time as local time.
 
     Args:
-        seconds: Since 1970, or None where nobody knows.
+        seconds: Seconds since 1970, or None if unknown.
     """
     return "?" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
@@ -55,7 +55,7 @@ def moment_json(seconds: float | None) -> str | None:
     """Return a time as ISO 8601 in UTC.
 
     Args:
-        seconds: Since 1970, or None where nobody knows.
+        seconds: Seconds since 1970, or None if unknown.
     """
     if seconds is None:
         return None
@@ -65,13 +65,13 @@ def moment_json(seconds: float | None) -> str | None:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str], indent: int = 0) -> list[str]:
     """Return the lines of a table.
 
-    On a terminal the first column is shortened in the middle if the lines would be broken; into a pipe all is written.
+    On a terminal, the first column is shortened in the middle if the lines would wrap. A pipe gets the full text.
 
     Args:
         header: Names of the columns.
         rows: Their cells.
         right: The columns that are aligned to the right.
-        indent: How many spaces stand before each line.
+        indent: Number of spaces before each line.
     """
     cells = [list(header), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

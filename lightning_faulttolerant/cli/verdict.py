@@ -1,4 +1,4 @@
-"""Verify one checkpoint by its bytes, showing on a terminal how far it is. Nothing is unpickled."""
+"""Verify one checkpoint by its bytes, and show the progress on a terminal. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SHOWN_EVERY_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What verifying a checkpoint has shown.
+    """The result of verifying a checkpoint.
 
     Args:
         word: One of this module's words.
-        reason: Why, where it is not verified.
+        reason: Why it is not verified.
     """
 
     word: str
@@ -43,12 +43,12 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether each byte was compared with a checksum."""
+        """Whether every byte was compared with a checksum."""
         return self.word == VERIFIED
 
     @property
     def is_bad(self) -> bool:
-        """Whether something is known to be wrong."""
+        """Whether the checkpoint is known to be bad."""
         return self.word in (DAMAGED, MISSING, NOT_COMMITTED)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def verdict_of(path: str) -> Verdict:
-    """Read a whole checkpoint once and say whether it is as it was written.
+    """Read a whole checkpoint once, and return whether it is as it was written.
 
     Args:
         path: Path or URL of a file, or of a directory with a manifest.
@@ -107,7 +107,7 @@ def _verdict_of_file(file: IO[bytes]) -> Verdict:
 
 
 class _Shown:
-    """Passes on what is asked of a file; if it is large, a line of the terminal tells how much was read."""
+    """A file that passes reads on and, if it is large, shows the progress on a line of the terminal."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         self._file = file

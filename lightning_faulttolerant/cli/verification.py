@@ -1,4 +1,4 @@
-"""``verify``: whether checkpoints are as they were written, as an exit status for scripts."""
+"""``verify``: check whether checkpoints are as they were written, with an exit status for scripts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ checksums can't be verified: it counts as 0, with --strict as 1.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``verify`` takes.
+    """Declare the arguments of ``verify``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument("paths", metavar="PATH", nargs="+", help="file, directory or URL")
     parser.add_argument("--quiet", action="store_true", help="print only what is not verified")
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a line for each checkpoint.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -79,13 +79,13 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
             yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
         for file in files:
             checked = verdict_of(file.path)
-            # A run that continues meanwhile deletes its old autosaves, and has begun new directories.
+            # A run that continues in the meantime deletes its old autosaves and begins new directories.
             if checked.word not in (verdict.MISSING, verdict.NOT_COMMITTED):
                 yield file.path, checked
 
 
 def _is_at(file: FoundFile, path: str) -> bool:
-    """Return whether what was found below a path is what is at the path: a directory with a manifest."""
+    """Return whether a file found below a path is the path itself: a directory with a manifest."""
     if is_url(path):
         return file.is_directory and file.path == path.rstrip("/")
     return file.is_directory and os.path.abspath(file.path) == os.path.abspath(local_path(path))

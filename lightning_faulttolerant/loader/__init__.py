@@ -1,1 +1,1 @@
-"""A ``DataLoader`` that can say where it is and continue from there, worker randomness included. Knows torch only."""
+"""A ``DataLoader`` that reports its position and continues from it, including worker randomness. Knows torch only."""

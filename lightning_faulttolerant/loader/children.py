@@ -1,4 +1,4 @@
-"""Ending worker processes without the main process taking their end for a fault."""
+"""Ends worker processes without the main process treating their end as a fault."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 @contextlib.contextmanager
 def default_sigchld() -> Iterator[None]:
-    """Let children die unnoticed."""
+    """Ignore the deaths of child processes."""
     try:
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except (ValueError, AttributeError):  # not the main thread, or no such signal here
+    except (ValueError, AttributeError):  # not the main thread, or the signal doesn't exist on this platform
         handler = None
     try:
         yield
@@ -25,12 +25,12 @@ def default_sigchld() -> Iterator[None]:
 
 
 def end_children(process_ids: Sequence[int], *, timeout_seconds: float) -> None:
-    """End those children of these process ids that are still there: those that don't end within the time are killed."""
+    """End those children of these process ids that still exist; kill those that don't exit in time."""
     children = {child.pid: child for child in multiprocessing.active_children()}
     found = [children[process_id] for process_id in process_ids if process_id in children]
     if not found:
         return
-    # torch's handler of SIGCHLD raises in the main process when a worker is killed.
+    # torch's SIGCHLD handler raises in the main process when a worker is killed.
     with default_sigchld():
         for child in found:
             child.terminate()

@@ -1,7 +1,7 @@
-"""The rest of an epoch, dealt in its order to ranks that are not as many as when it began.
+"""The rest of an epoch, dealt in its order to another number of ranks than the one that began it.
 
-The order of an epoch is one permutation of the data set, of which each rank takes every n-th index. So what all ranks
-together have consumed is the beginning of it, however many they were, and the rest is dealt in the same way.
+The order of an epoch is one permutation of the data set, of which each rank takes every n-th index. The samples that
+all ranks together have consumed are therefore its beginning, for any number of ranks. The rest is dealt the same way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class GlobalOrder:
     """The order in which all ranks together consume the samples of one epoch.
 
     Args:
-        length: How many samples the data set has.
-        shuffles: Whether they are permuted.
-        seed: Of the permutation.
-        generator: The state of the generator that it is drawn from, where that is not one seeded by `seed`.
-        epoch: Which, where the permutation is not drawn but computed from it and the seed.
+        length: The number of samples in the data set.
+        shuffles: Whether the samples are permuted.
+        seed: The seed of the permutation.
+        generator: The state of the generator that draws the permutation, unless `seed` seeds it.
+        epoch: The epoch, if the permutation is computed from it and the seed instead of drawn.
     """
 
     length: int
@@ -41,7 +41,7 @@ class GlobalOrder:
     epoch: int | None = None
 
     def at(self, begin: int, end: int, step: int) -> Iterator[int]:
-        """Yield the indices at every `step`-th position from `begin` on before `end`, from the beginning again."""
+        """Yield the index at every `step`-th position from `begin` before `end`; wrap around at the end."""
         if begin >= end:
             return
         if self.epoch is None:
@@ -55,7 +55,7 @@ class GlobalOrder:
             yield from computed.at(positions).tolist()
 
     def indices(self) -> Tensor:
-        """Return the indices, each once."""
+        """Return the indices in this order, each once."""
         if not self.shuffles:
             return torch.arange(self.length)
         generator = seeded(self.seed)
@@ -66,15 +66,15 @@ class GlobalOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """How the samples of an order come to one rank, in batches.
+    """How the samples of an order are distributed to one rank, in batches.
 
     Args:
-        rank: Which.
-        num_ranks: Of how many.
-        batch_size: How many samples a batch has; ``None`` where indices come one by one.
+        rank: The rank.
+        num_ranks: The number of ranks.
+        batch_size: The number of samples in a batch; ``None`` if indices come one by one.
         drop_last: Whether a last batch that is not full is left out.
-        cuts: Whether samples that are too few to give each rank one more are left out, rather than filled up from the
-            beginning of the order.
+        cuts: Whether leftover samples, too few to give each rank one more, are left out. Otherwise they are filled up
+            from the beginning of the order.
     """
 
     rank: int
@@ -85,11 +85,11 @@ class Share:
 
     @property
     def samples_at_once(self) -> int:
-        """How many samples all ranks consume with one batch each."""
+        """The number of samples that all ranks consume with one batch each."""
         return (self.batch_size or 1) * self.num_ranks
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches of `num_samples` in all come to a rank."""
+        """Return the number of batches per rank for `num_samples` in all."""
         own = num_samples // self.num_ranks if self.cuts else -(-num_samples // self.num_ranks)
         size = self.batch_size or 1
         return own // size if self.drop_last else -(-own // size)
@@ -97,13 +97,13 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deal:
-    """What comes to one rank of an epoch whose first samples others have consumed.
+    """One rank's part of an epoch whose first samples are already consumed.
 
     Args:
-        order: The epoch's.
-        begin: How many samples of it were consumed before.
-        end: Where it ends: all of its samples, or fewer where batches are limited.
-        share: This rank's.
+        order: The order of the epoch.
+        begin: The number of samples already consumed.
+        end: The end of the epoch: all of its samples, or fewer if batches are limited.
+        share: The share of this rank.
     """
 
     order: GlobalOrder
@@ -113,16 +113,16 @@ class Deal:
 
     @property
     def num_batches(self) -> int:
-        """How many batches come to each rank."""
+        """The number of batches for each rank."""
         return self.share.num_batches(self.end - self.begin)
 
     @property
     def first_batch(self) -> int:
-        """Which batch of the epoch the first of them is, had these ranks run all of it."""
+        """The index that the first of these batches would have if these ranks had run the whole epoch."""
         return self.share.num_batches(self.order.length) - self.num_batches
 
     def consumed_before(self, batch: int) -> int:
-        """Return how many samples all ranks have consumed before batch `batch` of the epoch."""
+        """Return the number of samples that all ranks have consumed before batch `batch` of the epoch."""
         return min(self.end, self.begin + (batch - self.first_batch) * self.share.samples_at_once)
 
     def batches(self, *, skip: int = 0) -> Iterator[Any]:
@@ -139,7 +139,7 @@ class Deal:
                 yield batch
 
     def _own(self, num_own: int, skip: int) -> Iterator[int]:
-        """Yield this rank's indices after the first `skip`; one that is missing is from the beginning of the order."""
+        """Yield this rank's indices after the first `skip`. A missing one comes from the beginning of the order."""
         num_ranks, first = self.share.num_ranks, self.begin + self.share.rank
         whole = max(0, -(-(self.end - first) // num_ranks))  # those before the end
         yield from self.order.at(first + skip * num_ranks, first + min(whole, num_own) * num_ranks, num_ranks)
@@ -148,18 +148,18 @@ class Deal:
             yield from self.order.at(place, place + 1, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain dicts."""
+        """Return the deal as plain dicts."""
         return asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Deal:
-        """Return that of which `state_dict` gave `state`."""
+        """Return the deal that `state` describes."""
         order, share = GlobalOrder(**state["order"]), Share(**state["share"])
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
 def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
-    """Return how `sampler`, one of torch's own or of ours, comes to its rank; ``None`` where that is not known."""
+    """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
     is_dealt = type(inner) is DistributedSampler or _is_dealt(inner)
@@ -178,7 +178,7 @@ def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
 
 
 def _is_dealt(sampler: Any) -> bool:
-    """Return whether `sampler` is one of ours that deals samples and has its epoch from the beginning."""
+    """Return whether `sampler` is one of this package's that deals samples and has its epoch from the beginning."""
     return is_interruptible(sampler) and sampler.kind == "distributed" and not sampler.deal().begin
 
 
@@ -192,13 +192,13 @@ def _is_one_pass(sampler: Any) -> bool:
 
 
 def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:
-    """Return the order of an epoch that `sampler`, for which there is a `share_of`, began.
+    """Return the order of an epoch that `sampler` began. `share_of` must return a share for the sampler.
 
     Args:
         sampler: The sampler.
-        epoch: Which epoch it was set to, if it has one.
+        epoch: The epoch that it was set to, if it has one.
         generator: The state of torch's generator, or of the sampler's own, right before it drew.
-        is_own_generator: Whether it is the latter.
+        is_own_generator: Whether the generator is the sampler's own.
     """
     inner: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
     if is_interruptible(inner):
@@ -210,7 +210,7 @@ def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_genera
     if type(inner) is DistributedSampler:
         seed = inner.seed + (inner.epoch if epoch is None else epoch)
         return GlobalOrder(
-            length=len(inner.dataset),  # type: ignore[arg-type]  # it is sized: it asked too
+            length=len(inner.dataset),  # type: ignore[arg-type]  # it is sized: the sampler itself calls len
             shuffles=inner.shuffle,
             seed=seed,
         )
@@ -221,6 +221,6 @@ def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_genera
         return GlobalOrder(length=length, shuffles=True, generator=generator)
     drawn = torch.Generator()
     drawn.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-    # As torch's RandomSampler draws the seed of its own generator.
+    # torch's RandomSampler draws the seed of its own generator this way.
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn).item())
     return GlobalOrder(length=length, shuffles=True, seed=seed)

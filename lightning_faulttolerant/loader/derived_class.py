@@ -1,4 +1,4 @@
-"""The class that a user's own loader is given for a fit: like its own, with iterators that are followed."""
+"""The class that a user's loader gets for a fit: like its own, with iterators that are followed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ REPLAYED = "is_replayed_by_fault_tolerance"
 def class_of(
     user_class: Any, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]], **attributes: Any
 ) -> type:
-    """Return a class like `user_class`, with some more attributes, whose iterators are made by `iterate`."""
+    """Return a class like `user_class` with additional attributes. `iterate` creates its iterators."""
 
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it becomes a method
-        return iterate(lambda: user_class.__iter__(self))  # not `iter` of it: it may be the loader itself
+        return iterate(lambda: user_class.__iter__(self))  # not `iter` of it: that may be the loader itself
 
-    # No slots of its own: only so may an object change to it and back.
+    # Adds no slots: otherwise an object could not change to this class and back.
     namespace = {"__iter__": __iter__, "__slots__": (), "__module__": user_class.__module__, **attributes}
     return type(user_class.__name__, (user_class,), {**namespace, "__doc__": user_class.__doc__})
 
 
 def swap(loader: Any, other: type) -> None:
-    """Give `loader` another class, also where its own refuses to have attributes set.
+    """Give `loader` another class, even if its own refuses attribute assignment.
 
     Raises:
-        TypeError: If an object of its class can't get another one.
+        TypeError: If an object of its class can't change its class.
     """
     object.__setattr__(loader, "__class__", other)

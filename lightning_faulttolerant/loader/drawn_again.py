@@ -1,4 +1,4 @@
-"""The samples of an iterable data set that are drawn again and dropped, with a digest of them all."""
+"""The samples of an iterable data set that are drawn again and dropped, with a digest of all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class DrawnAgain:
     """Counts samples that are drawn again.
 
     Args:
-        samples: Gives them; it is not asked for an iterator, which would begin again where a data set is its own.
+        samples: The iterator. `iter` is not called on it: a data set that is its own iterator would begin again.
     """
 
     def __init__(self, samples: Iterator[Any]) -> None:
@@ -20,7 +20,7 @@ class DrawnAgain:
         self.num_drawn, self.digest = 0, 0
 
     def draw_up_to(self, number: int) -> None:
-        """Draw samples until there were so many, or no more come."""
+        """Draw samples until this number is reached, or no more come."""
         while self.num_drawn < number:
             try:
                 sample = next(self._samples)

@@ -1,8 +1,8 @@
-"""A sampler's draws in the middle of an epoch: started again, it gives the same indices though others drew in between.
+"""A sampler's draws in the middle of an epoch: started again, it yields the same indices although others drew too.
 
-A sampler that draws from a generator which the training draws from too gives other indices when it is started again and
-run through. So the state of such a generator is kept for each batch before which somebody else had moved it, as the
-difference from the one kept before: most draws change a few bytes of thousands.
+A sampler may draw from a generator that the training also draws from. Started again and run through, it then yields
+other indices. So the state of that generator is kept for each batch before which other code had moved it. It is kept as
+the difference from the previous one: most draws change a few bytes of thousands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ States = Mapping[str, bytes]
 
 
 class DrawLog:
-    """States of generators in which a sampler drew, by batch."""
+    """States of the generators that a sampler drew from, by batch."""
 
     def __init__(self, packed: bytes = b"") -> None:
         self._entries = [packed] if packed else []
@@ -40,7 +40,7 @@ class DrawLog:
             self._kept.update(states)
 
     def note(self, batch: int, before: States, after: States) -> None:
-        """Note the states before and after the sampler gave `batch`."""
+        """Note the states before and after the sampler yielded `batch`."""
         for name, state in before.items():
             if after.get(name) == state:
                 continue
@@ -55,7 +55,7 @@ class DrawLog:
         self._kept[name] = state
 
     def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """Yield each batch with the states to put back before the sampler gives it, in order."""
+        """Yield each batch with the states to restore before the sampler yields it, in order."""
         data = b"".join(self._entries)
         kept: dict[str, bytes] = {}
         found: tuple[int, dict[str, bytes]] | None = None
@@ -91,18 +91,18 @@ class DrawLog:
 
 
 def draws_only_at_its_start(sampler: Any) -> bool:
-    """Return whether torch's code shows that `sampler` draws nothing in the middle of an epoch that others draw too."""
+    """Return whether torch's code shows that `sampler` makes no mid-epoch draws from a generator that others use."""
     if type(sampler) is BatchSampler:
         return draws_only_at_its_start(sampler.sampler)
     if type(sampler) is RandomSampler:
-        # Its own generator, or one pass that is drawn at once.
+        # It has its own generator, or makes one pass whose order is drawn at the start.
         one_pass = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
         return sampler.generator is None or one_pass
     return type(sampler) in _DRAW_ONCE or is_interruptible(sampler)
 
 
 def generators_of(sampler: Any) -> list[Any]:
-    """Return the generators that `sampler`, one of torch's own, was given, and those of the samplers inside it."""
+    """Return the generators that `sampler`, one of torch's, and the samplers inside it were given."""
     own = getattr(sampler, "generator", None)
     inner = getattr(sampler, "sampler", None)
     return ([] if own is None else [own]) + ([] if inner is None else generators_of(inner))

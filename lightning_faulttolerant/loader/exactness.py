@@ -1,4 +1,4 @@
-"""Which loaders can be resumed exactly, why others can't, and what is done about what can't."""
+"""Which loaders can be resumed exactly, why others can't, and what happens when something can't be exact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
-    """Raise if `strict`; else add `reason` to `not_exact` and say it, once.
+    """Raise if `strict`; otherwise add `reason` to `not_exact` and log it once.
 
-    A worker does not say it: the main process does, which reads what its workers have to say.
+    A worker does not log it. The main process reads the reasons of its workers, and logs them.
 
     Raises:
         NotExactError: If `strict`.
@@ -35,7 +35,7 @@ def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
 
 
 def lacks_generators(paths: list[str]) -> str:
-    """Return the reason why a state with generators that are not there any more can't be continued from."""
+    """Return the reason why a state can't be continued from if some of its generators no longer exist."""
     return (
         f"there is no generator to restore the state of {', '.join(paths)} into. What is drawn from it would differ"
         " from the uninterrupted run. Let its object make it before it is first used; or pass strict=False."
@@ -43,9 +43,9 @@ def lacks_generators(paths: list[str]) -> str:
 
 
 def needs_no_position(loader: object) -> bool:
-    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
+    """Return whether whole runs over `loader` can be repeated exactly, although a position in it can't be resumed.
 
-    So it is where every run begins again, in this process or in workers made for it.
+    This holds if every run begins at the start again, in this process or in new workers.
     """
     if not isinstance(loader, DataLoader):
         return True
@@ -64,7 +64,7 @@ def why_not_exact(loader: object) -> str | None:
 
 
 def why_not_drawn_again(loader: DataLoader[Any]) -> str | None:
-    """Return why `loader`, made again, would not give the same batches again, or ``None`` if it would."""
+    """Return why `loader`, created again, would not yield the same batches again, or ``None`` if it would."""
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
     if (reason := why_foreign_not_followed(loader) or why_drawn_by_the_clock(loader.dataset)) is not None:

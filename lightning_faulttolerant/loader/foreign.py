@@ -1,8 +1,8 @@
-"""Streaming data sets of other libraries, told by their names: MosaicML Streaming and LitData need not be installed.
+"""Streaming data sets of other libraries, recognized by name: MosaicML Streaming and LitData need not be installed.
 
-Each counts its epochs itself, and begins another one with each iteration. The count is kept here, so that an iteration
-is begun again as the epoch that it was; the samples that were consumed of it are drawn and dropped in the workers, and
-the random states are ours. Their own states hold no random states, and are left unused.
+Each counts its epochs itself, and begins another one with each iteration. The count is kept here, so an iteration
+begins again as the same epoch. Its consumed samples are drawn and dropped in the workers. The random states are saved
+by this package. The libraries' own states hold no random states, and are not used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def library_of(dataset: object) -> str | None:
 
 
 def is_loader_of(user_class: type) -> bool:
-    """Return whether a class of loaders is one of theirs, or derived from it."""
+    """Return whether a class of loaders belongs to one of these libraries, or is derived from one that does."""
     return _found(user_class, _LOADERS) is not None
 
 
@@ -42,7 +42,7 @@ def _found(kind: type, names: Mapping[tuple[str, str], str]) -> str | None:
 
 
 def why_not_followed(loader: Any) -> str | None:
-    """Return why a loader of theirs, or over data sets of theirs, can't be followed, or ``None`` if it can."""
+    """Return why a loader of these libraries, or over their data sets, can't be followed, or ``None`` if it can."""
     dataset = loader.dataset
     if library_of(dataset) is not None:
         return None
@@ -68,10 +68,10 @@ def _items(value: Any) -> list[Any]:
 
 
 class ForeignEpochs:
-    """The count of epochs of one loader's data set, if that is one of theirs.
+    """The count of epochs of one loader's data set, if it belongs to one of these libraries.
 
     Args:
-        loader: The user's.
+        loader: The user's loader.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -82,29 +82,29 @@ class ForeignEpochs:
         self._begun: int | None = None
 
     def follow(self, copy: Any) -> None:
-        """Count with the copy of the loader that is followed; it is not held, so that no cycle keeps its workers."""
+        """Count with the followed copy of the loader. It is not referenced, so no cycle keeps its workers alive."""
         self._copy = weakref.ref(copy)
 
     def begin(self) -> None:
-        """Note which epoch the iteration is that is being made now."""
+        """Note the epoch of the iteration that is being created."""
         if self.library is not None:
-            # LitData's loader counts it before; MosaicML's data set counts when its workers begin.
+            # LitData's loader counts before this point; MosaicML's data set counts when its workers begin.
             self._begun = self._next() - self._counts_itself
 
     def take_back(self) -> None:
-        """Let an iteration that was asked for, and is not made, be the next one again."""
+        """Let an iteration that was requested but not created be the next one again."""
         if self._counts_itself:
             self._loader.current_epoch -= 1
 
     def state_dict(self, *, in_iteration: bool) -> dict[str, Any]:
-        """Return which epoch is under way, or comes next."""
+        """Return the current epoch, or the next one."""
         if self.library is None:
             return {}
         epoch = self._begun if in_iteration else self._next()
         return {"library": self.library, "epoch": epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration be that epoch."""
+        """Let the next iteration be the epoch in `state`."""
         if self.library is None or state.get("library") != self.library:
             return
         if self.library == MOSAIC:

@@ -1,4 +1,4 @@
-"""What is to be known of data sets of Hugging Face's, told by their names: the library need not be installed."""
+"""Support for data sets of Hugging Face, recognized by name: the library need not be installed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _LOOKED_AT = 100  # of the attributes or items of one object
 
 
 def is_hugging_face(value: Any) -> bool:
-    """Return whether `value` is an object of theirs."""
+    """Return whether `value` is an object of Hugging Face's library."""
     return type(value).__module__.startswith("datasets.")
 
 
 def refills_its_buffer(value: Any, depth: int = 3) -> bool:
-    """Return whether `value` is a stream of Hugging Face's or passes one on: its state lacks its shuffle buffer."""
+    """Return whether `value` is or forwards a Hugging Face stream: the stream's state lacks its shuffle buffer."""
     if is_hugging_face(value):
         return True
     if isinstance(value, Mapping):
@@ -25,13 +25,13 @@ def refills_its_buffer(value: Any, depth: int = 3) -> bool:
 
 
 def drawn_orders(dataset: Any) -> dict[str, Sequence[Any]]:
-    """Return the orders of one of their data sets, which `shuffle` without a seed draws at once."""
+    """Return the orders of one of their data sets. `shuffle` without a seed draws them immediately."""
     indices = getattr(dataset, "_indices", None)
     if indices is not None:
         return {"indices": _Column(indices.column(0))}
     found: dict[str, Sequence[Any]] = {}
     source, depth = getattr(dataset, "_ex_iterable", None), 0
-    while source is not None:  # one wraps another: a buffer, a map, and at last what reads the shards
+    while source is not None:  # one wraps another: a buffer, a map, and finally the reader of the shards
         for name, value in (getattr(source, "kwargs", None) or {}).items():
             if isinstance(value, (list, tuple)) and " at 0x" not in str(value[:1]):
                 found[f"source {depth} {name}"] = [_shard(item) for item in value]
@@ -40,7 +40,7 @@ def drawn_orders(dataset: Any) -> dict[str, Sequence[Any]]:
 
 
 def _shard(item: Any) -> Any:
-    # Shards of a table look alike from outside; their first rows, read without the data set's code, don't.
+    # Shards of a table look alike from outside. Their first rows differ, and reading them runs no data set code.
     table = getattr(item, "_data", None)
     return item if table is None else table.slice(0, 1).to_pydict()
 

@@ -1,7 +1,7 @@
-"""A running digest of index batches: it says whether a sampler has given the same ones again, all of them.
+"""A running digest of index batches: it shows whether a sampler has yielded exactly the same ones again.
 
-Whole numbers are what most samplers give, and cost about 20 ns each. Objects are digested by what pickle would store of
-them, cuts of lhotse by their ids, starts, and durations. What has no content to compare, such as a lambda, is named.
+Most samplers yield integers, at about 20 ns each. Objects are digested by the content that pickle would store, cuts of
+lhotse by their ids, starts, and durations. Objects without content to compare, such as a lambda, are reported by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_faulttolerant.state.blobs import tensor_to_blob
 
 Digest = tuple[int, int]
-"""A checksum of the values, and a hash of how many of them each batch had."""
+"""A checksum of the values, and a hash of the number of values in each batch."""
 
 START: Digest = (0, 0)
 """The digest of no batches."""
@@ -29,20 +29,20 @@ _LOCAL = "<"  # in the names of lambdas, and of functions that functions define
 
 
 def updated(digest: Digest, batch: object, not_compared: set[str]) -> Digest:
-    """Return the digest of the batches so far and `batch`; it is the same in each process.
+    """Return the digest of the batches so far and `batch`. It is the same in each process.
 
     Args:
-        digest: That of the batches so far.
-        batch: What the sampler gave: indices, or anything else.
-        not_compared: Gets the names of what `batch` holds and the digest can't tell from another of its kind.
+        digest: The digest of the batches so far.
+        batch: The value that the sampler yielded: indices, or anything else.
+        not_compared: Receives the names of objects in `batch` that the digest can't tell from others of their kind.
     """
     values, sizes = digest
     numbers: Any = batch if type(batch) is list else (batch,) if type(batch) is int else None
     if numbers is not None:
-        size = len(numbers) + 2 if type(batch) is list else 1  # a number alone is no list of one
+        size = len(numbers) + 2 if type(batch) is list else 1  # a single number is not a list of one
         try:
             return crc32(array("q", numbers), values), (sizes * 1_000_003 + size) % _MODULUS
-        except (TypeError, OverflowError):  # others than whole numbers, or too large for 8 bytes
+        except (TypeError, OverflowError):  # not integers, or too large for 8 bytes
             pass
     parts = _Parts(not_compared)
     for part in parts.of(batch):
@@ -51,7 +51,7 @@ def updated(digest: Digest, batch: object, not_compared: set[str]) -> Digest:
 
 
 class _Parts:
-    """Takes one batch apart into bytes that say what it is."""
+    """Splits one batch into bytes that identify it."""
 
     def __init__(self, not_compared: set[str]) -> None:
         self._not_compared = not_compared
@@ -108,7 +108,7 @@ class _Parts:
     def _of_pickled(self, value: object) -> Iterator[bytes]:
         try:
             made = value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001 - the user's code, or what can't be pickled: a lock, a generator
+        except Exception:  # noqa: BLE001 - the user's code, or an object that can't be pickled: a lock, a generator
             self._not_compared.add(type(value).__qualname__)
             return
         if isinstance(made, str):  # the name of a global

@@ -1,4 +1,4 @@
-"""The iterator over a sampler that a loader draws from: it passes on what the sampler gives, and counts."""
+"""The iterator over a sampler that a loader draws from: it passes the sampler's batches on, and counts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 
 
 class Side(Protocol):
-    """What an iterator draws through."""
+    """The interface that an iterator draws through."""
 
     record: IndexRecord
     seeds: SampleSeeds | None
@@ -22,14 +22,14 @@ class Side(Protocol):
     is_batched: bool
 
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
-        """Return the iterator to draw from, called right before the first index is drawn."""
+        """Return the iterator to draw from. It is called right before the first index is drawn."""
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch."""
 
 
 class IndexIterator(Iterator[Any]):
-    """Passes on what the sampler gives, and counts."""
+    """Passes on the sampler's batches, and counts them."""
 
     def __init__(self, side: Side, indices: Iterator[Any] | None) -> None:
         self._side = side
@@ -45,7 +45,7 @@ class IndexIterator(Iterator[Any]):
             self._indices = self._side.open(self._indices)
 
     def draw_ahead(self) -> None:
-        """Draw the next batch now, if there is one; it is handed out when it is asked for."""
+        """Draw the next batch now, if one exists. It is handed out when it is requested."""
         with contextlib.suppress(StopIteration):
             self._ahead.append(self._draw())
 

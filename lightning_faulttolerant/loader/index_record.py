@@ -1,4 +1,4 @@
-"""Where one iteration over an index sampler is, as plain values, and what follows from it for the next one."""
+"""The position of one iteration over an index sampler, as plain values, and the plan for the next one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Moment:
     rng: Mapping[str, bytes]
     held: Mapping[str, bytes]
     sampler_epochs: list[Any]
-    """Of each sampler that is told its epoch: which it is; of one of ours all that it keeps of its place."""
+    """The epoch of each sampler that has ``set_epoch``. For this package's samplers, their whole position."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """What had changed on the objects of the sampler, or of the workers that were made."""
+    """The changes on the objects of the sampler, or of the workers that were created."""
 
     def states(self) -> dict[str, bytes]:
         """Return all states by name."""
@@ -32,14 +32,14 @@ class Moment:
 
     @classmethod
     def from_states(cls, states: Mapping[str, bytes]) -> Moment:
-        """Return a moment of which only `states` are known."""
+        """Return a moment with only `states` known."""
         held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
         rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
         return cls(rng=rng, held=held, sampler_epochs=[])
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any] | None) -> Moment | None:
-        """Return the moment of which `state_dict` gave `state`, or ``None`` for ``None``: there was none yet."""
+        """Return the moment that `state` describes, or ``None`` for ``None``: it had not come yet."""
         return None if state is None else cls(**state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,13 +50,13 @@ class Moment:
 
 @dataclass(kw_only=True, slots=True)
 class IndexRecord:
-    """Where one iteration over the index sampler is.
+    """The position of one iteration over the index sampler.
 
-    ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
-    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out, ``digests``
-    that of all batches before them and that of all up to each; ``not_compared`` names what these can't tell. Where
-    samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
-    ``order`` and ``share`` say what all ranks together consume, where that is known; ``deal``, if other ranks began.
+    ``birth`` is when its workers were created, ``start`` when the sampler was started, and ``first`` right before its
+    first index was drawn: between the two, torch draws the workers' seed. ``recent`` holds the last batches handed out.
+    ``digests`` holds the digest of all batches before those, and of all up to each. ``not_compared`` names what they
+    can't compare. If each sample is seeded, ``epoch`` counts the earlier iterations, ``num_samples`` the samples handed
+    out. ``order`` and ``share`` say what all ranks consume, if known; ``deal`` is set if other ranks began.
     """
 
     first_batch: int = 0
@@ -75,7 +75,7 @@ class IndexRecord:
     deal: Deal | None = None
 
     def go_to(self, plan: IndexPlan) -> None:
-        """Count from the position of a plan on."""
+        """Count on from the position of a plan."""
         self.handed_out, self.num_samples = plan.position, plan.num_samples
         self.digests = deque(plan.digest_at_position, maxlen=self.digests.maxlen)
         self.not_compared = set(plan.not_compared)
@@ -83,9 +83,9 @@ class IndexRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlan:
-    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers.
+    """How to resume the next iteration: from batch `position`, or, without `start`, only with its workers.
 
-    With a ``deal`` the batches are those of it rather than the sampler's.
+    With a ``deal``, the batches come from the deal and not from the sampler.
     """
 
     birth: Moment | None
@@ -108,26 +108,26 @@ class IndexPlan:
 
     @property
     def digest_at_position(self) -> tuple[Digest, ...]:
-        """That of all before `position`, if there is one."""
+        """The digest of all batches before `position`, if known."""
         return self.digests[len(self.digests) - 1 - (self.handed_out - self.position) :][:1]
 
     @property
     def objects(self) -> list[Mapping[str, Any]]:
-        """What had changed on the loader's objects at each of its moments."""
+        """The changes on the loader's objects at each of its moments."""
         return [moment.objects for moment in (self.birth, self.start, self.first) if moment is not None]
 
 
 def plan_from_state(
     state: Mapping[str, Any], position: int, *, draws_again: bool = False, is_batched: bool | None = None
 ) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave.
+    """Return the plan to resume at batch `position` from a state of `record_state`.
 
     Args:
         state: The record.
         position: The batch to continue with.
-        draws_again: Whether the sampler is to draw the batches after it again, as it does without workers: there it
-            draws each right before its samples, from the same random states.
-        is_batched: Where samples are counted: whether an index batch holds the indices of several.
+        draws_again: Whether the sampler draws the batches after it again. It does so without workers: each is then
+            drawn right before its samples, from the same random states.
+        is_batched: If samples are counted: whether an index batch holds the indices of several samples.
     """
     handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
     digests = [(values, sizes) for values, sizes in state.get("digests", ())]
@@ -154,17 +154,17 @@ def plan_from_state(
 
 
 def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
-    """Return the plan for a new iteration whose workers are to continue from where they were."""
+    """Return the plan for a new iteration in which the workers continue from their positions."""
     return IndexPlan(birth=Moment.from_state_dict(state["birth"]))
 
 
 def moments_state(**moments: Moment | None) -> dict[str, Any]:
-    """Return moments by their names as plain dicts; ``None`` where there is none yet."""
+    """Return moments by name as plain dicts; ``None`` for a moment that has not come yet."""
     return {name: None if moment is None else moment.state_dict() for name, moment in moments.items()}
 
 
 def record_state(record: IndexRecord) -> dict[str, Any]:
-    """Return a record as plain dicts, lists and tensors."""
+    """Return a record as plain dicts, lists, and tensors."""
     return {
         **moments_state(birth=record.birth, start=record.start, first=record.first),
         "handed_out": record.handed_out,

@@ -1,8 +1,8 @@
-"""A sampler is brought to its position: what it has given before is drawn again, and has to be the same.
+"""Brings a sampler to its position: the batches that it has yielded are drawn again, and must be the same.
 
-All of it is compared, by a running digest, so that a sampler whose last batches happen to be the same is found out. A
-sampler that is skipped without a walk over its batches is held to what its order follows from: the state of the
-generator, or seed and epoch, and its length. Its last batches are compared as well.
+A running digest compares all of them, so a sampler is also detected if only its last batches happen to be the same. A
+sampler that is skipped without a walk over its batches is checked by the inputs of its order: the generator's state, or
+seed and epoch, and its length. Its last batches are compared as well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_faulttolerant.loader.skipping import rest_of
 
 
 class Replay:
-    """Draws again what a sampler has given.
+    """Draws the batches of a sampler again.
 
     Args:
-        sampler: The loader's own.
-        plan: Where it is to be.
+        sampler: The loader's sampler.
+        plan: The position to reach.
     """
 
     def __init__(self, sampler: Any, plan: IndexPlan) -> None:
@@ -32,9 +32,9 @@ class Replay:
         self._plan = plan
         self._num_known = plan.handed_out - len(plan.recent)
         self.is_same = True
-        """Whether the sampler has given what it gave before."""
+        """Whether the sampler has yielded the same as before."""
         self.not_compared: set[str] = set()
-        """What the batches hold that can't be told from another of its kind."""
+        """The names of objects in the batches that can't be told from others of their kind."""
 
     def skipped(self) -> Iterator[Any] | None:
         """Return the batches after the position, or ``None`` if the sampler has to be run through."""
@@ -44,7 +44,7 @@ class Replay:
         indices = rest_of(self._sampler, num_known - 1)
         if indices is None:
             return None
-        next(indices, None)  # what it draws when it begins, it draws now, even where nothing is given again
+        next(indices, None)  # draw now what it draws at its beginning, even if nothing is yielded again
         again = list(islice(indices, len(plan.recent)))
         return self._rest(again, indices) if self._is_recent(again) else None
 
@@ -53,9 +53,9 @@ class Replay:
 
         Args:
             indices: The sampler's iterator.
-            restore: Puts random states back to those of a moment.
+            restore: Restores the random states of a moment.
         """
-        indices = map(next, repeat(indices))  # asked for its iterator, a sampler that is its own begins again
+        indices = map(next, repeat(indices))  # `iter` would restart a sampler that is its own iterator
         again: deque[Any] = deque(maxlen=len(self._plan.recent))
         digest, num_drawn = START, 0
         for batch in self._drawn(indices, restore):

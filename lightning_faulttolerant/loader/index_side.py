@@ -1,8 +1,8 @@
-"""What happens in the main process: the index sampler is passed through, and where it is can be said and resumed.
+"""The main process's side of a loader: it passes the index sampler through, and reports and resumes its position.
 
-A sampler's order follows from the random states in which it is started. They are recorded when an epoch's iteration
-begins; to resume, they are put back, the sampler is started again and its first batches are skipped by index alone.
-Batches that were handed out to workers but not consumed are kept as they are and handed out again.
+A sampler's order follows from the random states at its start. They are recorded when an epoch's iteration begins. To
+resume, they are restored, the sampler is started again, and its first batches are skipped by index alone. Batches that
+were handed out to workers but not consumed are kept unchanged and handed out again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class IndexSide:
     """Stands in for the index sampler of a loader (its ``batch_sampler``, or its ``sampler`` without batching).
 
     Args:
-        sampler: The loader's own; every attribute is looked up on it.
+        sampler: The loader's sampler. Every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
-        has_workers: Whether the loader has workers, which are made from the random states that they find.
-        is_endless: Whether it is torch's for an iterable data set, which gives no indices.
-        seeds: Where samples are seeded one by one: what their seeds follow from.
+        has_workers: Whether the loader has workers. They start from the random states of their creation.
+        is_endless: Whether the sampler is torch's for an iterable data set, which yields no indices.
+        seeds: The source of the seeds, if each sample is seeded.
         is_batched: Whether an index batch holds the indices of several samples.
-        streamed: What says how the samples of a streaming data set come to ranks.
-        objects: What iterating changes on the loader's objects.
+        streamed: Describes how the samples of a streaming data set are distributed to ranks.
+        objects: Tracks what iterating changes on the loader's objects.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class IndexSide:
 
     @property
     def own_sampler(self) -> Any:
-        """The loader's own."""
+        """The loader's sampler."""
         return self._sampler
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]  # a sampler without a length raises the TypeError expected
 
     def current_share(self) -> Share | None:
-        """Return how the samples come to this rank, or ``None`` if that is not known."""
+        """Return how the samples are distributed to this rank, or ``None`` if that is not known."""
         if self.streamed is not None:
             return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
         return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
 
     def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
-        """Get ready for the next iteration."""
+        """Prepare the next iteration."""
         self._plan = plan
         if new_workers:
             self._birth = None
@@ -119,9 +119,9 @@ class IndexSide:
 
     @contextlib.contextmanager
     def opened_before(self) -> Iterator[None]:
-        """Start the sampler and draw its first batch now; torch's own draws meanwhile leave the generators as they are.
+        """Start the sampler and draw its first batch now. torch's draws inside the block don't advance the generators.
 
-        So the order doesn't depend on when torch draws, which differs with the number of workers.
+        The order then doesn't depend on when torch draws, which differs with the number of workers.
         """
         self._iterator = IndexIterator(self, None)
         self._iterator.open()
@@ -145,9 +145,9 @@ class IndexSide:
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
                 " followed. Let it call super().__iter__()."
             )
-        # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
+        # torch starts the sampler twice when it creates workers: the first call marks the workers' birth, the last one
         # starts the iterator that is used.
-        # All of it where the workers are made again: their birth takes the place of what is found here for a while.
+        # With a plan, take the whole moment: the birth of the new workers replaces the states found here for a while.
         now = self._start_moment() if self._plan is None else self.moment()
         if self._birth is None and self._has_workers:
             self._birth = replace(self.moment(), objects=self._objects_of_workers(now))
@@ -162,12 +162,12 @@ class IndexSide:
 
     def _started(self) -> Iterator[Any]:
         if self._plan is not None and not self.may_draw:
-            return iter(())  # it is started again in `open`; a list of millions of indices is not made twice
+            return iter(())  # `open` starts the sampler again; a list of millions of indices is not built twice
         return iter(self._sampler)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Let an iterator that is made meanwhile draw from the sampler itself, unnoticed."""
+        """Let an iterator created in this block draw from the sampler directly, without being recorded."""
         self._is_aside = True
         try:
             yield
@@ -175,31 +175,31 @@ class IndexSide:
             self._is_aside = False
 
     def ensure_open(self) -> None:
-        """Bring the iterator to its position now rather than when the first index is drawn."""
+        """Bring the iterator to its position now, not when the first index is drawn."""
         self._is_begun = False
         if self._iterator is not None:
             self._iterator.open()
 
     def moment(self) -> Moment:
-        """Return the random states of this instant."""
+        """Return the current random states."""
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
 
     def _start_moment(self, before: Moment | None = None) -> Moment:
-        """Return those states of this instant that the sampler may draw from when it is started.
+        """Return those current states that the sampler may draw from when it starts.
 
         Args:
-            before: A moment since when only torch's own code ran, which changes no objects.
+            before: An earlier moment. Only torch's own code ran since then, and it changes no objects.
         """
         objects = self._objects.of_start() if self._objects is not None and before is None else {}
         objects = objects if before is None else dict(before.objects)
         if self.may_draw:
             return replace(self.moment(), objects=objects)
-        # torch's own samplers draw from torch's generator or from one that they were given.
+        # torch's own samplers draw from torch's generator or from one passed to them.
         held = self._held.state_dict(of=generators_of(self._sampler))
         return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
 
     def _objects_of_workers(self, now: Moment) -> Mapping[str, Any]:
-        """Return what had changed on what workers copy, of a moment that may know it already."""
+        """Return the changes on the objects that workers copy. `now` may contain them already."""
         if self._objects is None:
             return {}
         return self._objects.of_workers() if self._plan is not None or self.is_endless else of_workers_in(now.objects)
@@ -208,15 +208,15 @@ class IndexSide:
         return epochs_of(self._samplers_with_epoch())
 
     def own_progress(self) -> list[Any]:
-        """Return what samplers of ours keep of their places: a user may count in them himself."""
+        """Return the positions that this package's samplers keep: the user may advance them."""
         return [s.progress_state() if is_interruptible(s) else None for s in self._samplers_with_epoch()]
 
     def load_own_progress(self, states: Sequence[Any]) -> None:
-        """Put samplers of ours to the places that `own_progress` gave."""
+        """Set this package's samplers to the positions that `own_progress` returned."""
         put_epochs(self._samplers_with_epoch(), states)
 
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
-        """Return the iterator to draw from, called right before the first index is drawn."""
+        """Return the iterator to draw from. It is called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         if plan is not None and plan.deal is not None:
             return self._open_dealt(plan)
@@ -257,7 +257,7 @@ class IndexSide:
         if plan.start is None or plan.first is None:
             assert record.start is not None
             self._go_back_to(record.start)
-            self._is_first_due = True  # its first draw comes later, under the states that are put back meanwhile
+            self._is_first_due = True  # its first draw comes later, under the states restored here
             return iter(self._sampler)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.go_to(plan)
@@ -285,7 +285,7 @@ class IndexSide:
         return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
-        """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
+        """Draw the next batch, and record the states in which the sampler drew random numbers for it."""
         parked = self._parked
         if self._is_first_due and parked is None:
             self._is_first_due = False
@@ -331,14 +331,14 @@ class IndexSide:
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def restore(self, moment: Moment) -> list[str]:
-        """Put the random states back to those of `moment`; return the paths of generators that are not there."""
+        """Restore the random states of `moment`; return the paths of generators that are missing."""
         set_rng_state(moment.rng)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         put_epochs(self._samplers_with_epoch(), moment.sampler_epochs)
         return missing
 
     def _go_back_to(self, moment: Moment) -> None:
-        """Put the states back to those of a process that is gone, all of them."""
+        """Restore all the states of a process that is gone."""
         missing = self.restore(moment)
         if self._objects is not None:
             missing += self._objects.load(moment.objects)

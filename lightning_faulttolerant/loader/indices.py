@@ -1,6 +1,6 @@
-"""Index batches as what a checkpoint may hold, and back: same values, same types.
+"""Index batches in a form that a checkpoint may hold, and back: same values, same types.
 
-A batch with an object in it, such as a named tuple or a `CutSet` of lhotse, is not kept: the sampler draws it again.
+A batch with an object in it, such as a named tuple or lhotse's `CutSet`, is not kept: the sampler draws it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NotKept:
     """Stands for an index batch that a checkpoint can't hold.
 
     Args:
-        num_samples: How many items it has, if it is a list or a tuple.
+        num_samples: The number of its items, if it is a list or a tuple.
     """
 
     num_samples: int
@@ -37,7 +37,7 @@ def pack_indices(batches: list[Any]) -> list[Any]:
 
 
 def unpack_indices(packed: list[Any]) -> list[Any]:
-    """Return what `pack_indices` was given, with a `NotKept` for each batch that could not be kept."""
+    """Return the batches that were passed to `pack_indices`, with a `NotKept` for each that could not be kept."""
     return [_unpack(item) for item in packed]
 
 
@@ -49,7 +49,7 @@ def _pack_or_leave(batch: Any) -> Any:
 
 
 class _HoldsObjectError(Exception):
-    """A batch has something in it that is neither a plain value nor made of them."""
+    """A batch contains a value that is neither plain nor composed of plain values."""
 
 
 def _pack(value: Any) -> Any:

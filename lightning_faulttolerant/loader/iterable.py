@@ -1,13 +1,13 @@
-"""An iterable data set that can say how far its iteration is, and be brought there again.
+"""An iterable data set that reports the position of its iteration, and can be brought back to it.
 
-Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
-the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
+If the iterator or the data set has its own state, that state is used. Otherwise the iteration begins again from the
+random states of its beginning, and the samples already drawn are drawn again and dropped, without collating them.
 
-What its objects were when the iteration was begun is restored first. A data set that keeps a state elsewhere is
-refused: the samples that are drawn again are others, or, where none is drawn again (between two iterations of a
-worker, and before the first sample), an attribute has another value after the first sample than it had in the iteration
-before. The latter sees whole numbers and short texts only, of the data set and of the data sets and samplers that it
-holds, and only from the second iteration of a process on.
+The state that its objects had when the iteration began is restored first. A data set that keeps a state elsewhere is
+refused, for one of two reasons. Either the samples that are drawn again differ. Or no sample is drawn again (between
+two iterations of a worker, and before the first sample), and an attribute has another value after the first sample
+than it had in the iteration before. The second check sees only integers and short strings, those of the data set and
+of the data sets and samplers that it holds, and only from the second iteration of a process on.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Position = dict[str, Any]
 
 @dataclass(kw_only=True, slots=True)
 class IterableRecord:
-    """How far one iteration over an iterable data set is.
+    """The position of one iteration over an iterable data set.
 
-    ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
-    by the number of batches fetched. ``remembered`` is what its data set kept in attributes after its first sample; as
-    long as there is none, after that of the iteration before. ``objects`` is what had changed on its data set's
-    objects when it was begun, or when it ended.
+    ``start`` is the moment when it began, ``first`` the moment right before its first sample was drawn. ``positions``
+    holds the last positions, by the number of batches fetched. ``remembered`` holds the attributes that its data set
+    kept after its first sample. Until then, it holds those of the previous iteration. ``objects`` holds the changes on
+    its data set's objects when it began or ended.
     """
 
     way: str = _REPLAY
@@ -70,7 +70,7 @@ class IterableRecord:
     positions: deque[tuple[int, Position]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
 
     def position(self) -> Position:
-        """Return where the iteration is."""
+        """Return the position of the iteration."""
         return {
             **moments_state(start=self.start, first=self.first),
             "way": self.way,
@@ -84,10 +84,10 @@ class IterableRecord:
         }
 
     def position_after(self, num_batches: int) -> Position:
-        """Return where the iteration was after `num_batches`.
+        """Return the position of the iteration after `num_batches`.
 
         Raises:
-            NotExactError: If that is not known any more.
+            NotExactError: If the position is no longer known.
         """
         for count, position in reversed(self.positions):
             if count == num_batches:
@@ -102,7 +102,7 @@ class IterableSide(IterableDataset[Any]):
     """Stands in for an iterable data set on the loader that is followed.
 
     Args:
-        dataset: The user's; every attribute is looked up on it, and set on it.
+        dataset: The user's data set. Every attribute is looked up and set on it.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -144,13 +144,13 @@ class IterableSide(IterableDataset[Any]):
         return _rebuilt, (self.user_dataset, self.strict)
 
     def begin(self, plan: Position | None) -> IterableRecord:
-        """Get ready for the next iteration in this process, resumed at `plan`."""
+        """Prepare the next iteration in this process, resumed at `plan`."""
         self._plan, self._is_begun = plan, True
         self.record = IterableRecord(remembered=self.record.remembered)
         return self.record
 
     def begin_in_worker(self, plan: Position | None) -> None:
-        """Let all iterations from here on be followed, the first of them resumed at `plan`."""
+        """Follow all iterations from now on, the first of them resumed at `plan`."""
         self._plan, self._in_worker = plan, True
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,7 +172,7 @@ class IterableSide(IterableDataset[Any]):
         if plan is not None and self._in_worker and not plan["samples"] and not plan["ended"]:
             if plan["way"] == _DATASET:
                 self.user_dataset.load_state_dict(plan["state"])
-            plan = None  # its beginning is in the random states that this worker has now
+            plan = None  # this worker's current random states are those of its beginning
         samples = self._begun_anew() if plan is None else self._resumed(plan)
         self.record.positions.append((self.record.num_batches, self.record.position()))
         return samples
@@ -272,12 +272,12 @@ class IterableSide(IterableDataset[Any]):
         if record.num_samples == 1:
             self._remember(record)
         record.num_left += 1
-        if record.way == _REPLAY:  # now: training may change a sample that it has been given
+        if record.way == _REPLAY:  # digest it now: training may change a sample that it receives
             record.digest = sample_digest(sample, record.digest)
         return sample
 
     def _put_back(self) -> None:
-        """Let the trained module be as it is now, once the samples that followed from what it was are drawn."""
+        """Restore the trained module as it is now, after drawing the samples that depended on its earlier state."""
         owed, self._owed = self._owed, []
         for state in owed:
             self._load(state)
@@ -303,7 +303,7 @@ class IterableSide(IterableDataset[Any]):
         )
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-        """Collate a batch as the user's function does, after noting that all its samples are drawn."""
+        """Note that all samples of a batch are drawn, then collate it with the user's function."""
         record, self._drawing = self._drawing, None
         if record is not None:
             self._note_batch(record)
@@ -323,13 +323,13 @@ class IterableSide(IterableDataset[Any]):
             record.batch_begun = None
 
     def between(self) -> Position | None:
-        """Return what the next iteration has to know about those before it."""
+        """Return what the next iteration must know about the previous ones."""
         position = between(self.record.position())
         return position and {**position, "objects": self._objects.between()}
 
     @property
     def user_epoch(self) -> int | None:
-        """The epoch that the data set was told by ``set_epoch``."""
+        """The epoch that was passed to the data set's ``set_epoch``."""
         epoch = getattr(self.user_dataset, "epoch", None)
         return epoch if isinstance(epoch, int) and callable(getattr(self.user_dataset, "set_epoch", None)) else None
 
@@ -338,7 +338,7 @@ class IterableSide(IterableDataset[Any]):
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=[self.user_epoch])
 
     def _moment_of_start(self) -> Moment:
-        """Return the states from which an iteration is begun again, those of the data set's objects among them."""
+        """Return the states from which an iteration can begin again, including those of the data set's objects."""
         return replace(self._moment(), objects=self._objects.at_start())
 
     def _restore(self, moment: Moment) -> None:
@@ -351,7 +351,7 @@ class IterableSide(IterableDataset[Any]):
             self.go_to_epoch(epoch)
 
     def go_to_epoch(self, epoch: int | None) -> None:
-        """Tell the data set its epoch, if it was told one before."""
+        """Set the data set's epoch, if one was set before."""
         if epoch is not None:
             self.user_dataset.set_epoch(epoch)
 
@@ -369,7 +369,7 @@ class _Samples(Iterator[Any]):
 
 
 def between(position: Position | None) -> Position | None:
-    """Return what of `position` an iteration after the one that it belongs to has to know."""
+    """Return the part of `position` that the following iteration must know."""
     if position is None or (position["way"] != _DATASET and position["remembered"] is None):  # nothing was ever drawn
         return None
     state = position["state"] if position["way"] == _DATASET else None

@@ -1,7 +1,7 @@
-"""One run over a loader: what it was begun with, and how many of its batches have come out.
+"""One run over a loader: the states it began with, and the number of batches it has yielded.
 
-A loader may be run over again before the trainer has used the last batches of the run before (a short loader that is
-cycled, beside a loader without a length), so what belongs to one run is kept together.
+A loader may be run over again before the trainer has used the last batches of the previous run. An example is a short
+loader that is cycled beside a loader without a length. Everything that belongs to one run is therefore kept together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerState, unpack_worker_state
 
-_KEPT_STATES = 4  # the trainer is at most one batch behind what has come out
+_KEPT_STATES = 4  # the trainer is at most one batch behind the batches yielded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,14 +27,14 @@ class Iteration:
     """One run over a loader.
 
     Args:
-        record: Where its index sampler is.
+        record: The position of its index sampler.
         ring: Where its workers leave their states.
         fetched_before: How many batches each worker had fetched when it began.
-        resumed_states: What its workers were given to continue from.
-        num_out: How many batches have come out since the epoch's beginning, those before a resume included.
-        iterable: Where its iterable data set is, in this process.
-        number: The how-manieth of its workers it is.
-        dataset: Its data set in this process, if that keeps a state which is to be known.
+        resumed_states: The states that its workers continue from.
+        num_out: How many batches it has yielded since the epoch's beginning, including those before a resume.
+        iterable: The position of its iterable data set in this process.
+        number: Its number among the iterations of the same workers.
+        dataset: Its data set in this process, if that keeps a state to be saved.
     """
 
     record: IndexRecord
@@ -51,7 +51,7 @@ class Iteration:
         self._note()
 
     def count(self) -> None:
-        """Count a batch that has come out."""
+        """Count a batch that was yielded."""
         self.num_out += 1
         self._note()
 
@@ -60,18 +60,18 @@ class Iteration:
             self.dataset_states.append((self.num_out, state_of(self.dataset)))
 
     def dataset_state_after(self, num_batches: int) -> Any:
-        """Return the state of `dataset` after the first `num_batches`, one of the last that have come out."""
+        """Return the state of `dataset` after the first `num_batches`, which must be among the last yielded."""
         return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
 
 class CountedBatches(Iterator[Any]):
-    """Passes on what torch's iterator gives, and counts it.
+    """Passes on the batches of torch's iterator, and counts them.
 
     Args:
-        batches: What torch gives.
-        iteration: What is to know their number.
-        before_first: Called right before the first batch is asked for.
-        not_exact: Gets what workers that were given something to continue from say against it.
+        batches: torch's iterator.
+        iteration: The run that counts the batches.
+        before_first: Called right before the first batch is requested.
+        not_exact: Collects the reasons why resumed workers can't continue exactly.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CountedBatches(Iterator[Any]):
         self._iteration = iteration
         self._before_first: Callable[[], None] | None = before_first
         self._not_exact = not_exact
-        # Every worker has begun, and said what it has to say, once each has been asked for a batch and has answered.
+        # Once each worker has been asked for a batch and has answered, all have begun and reported their reasons.
         self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
 
     def __next__(self) -> Any:
@@ -119,22 +119,22 @@ class CountedBatches(Iterator[Any]):
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 
     def drop(self, num_batches: int) -> None:
-        """Take the first batches out unseen: they were used before the resume."""
+        """Take and discard the first batches: they were used before the resume."""
         for _ in range(num_batches):
             self._next()
 
 
 def starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
-    """Return whether workers that have fetched so many batches need no state to begin from."""
-    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
+    """Return whether workers that have fetched this many batches need no state to start from."""
+    # Workers that have not fetched yet are created again from the same random states, and seed themselves the same.
     return not any(counts) and iteration.resumed_states is None
 
 
 def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    """Return the state of each worker after so many of its batches.
+    """Return the state of each worker after the given number of its batches.
 
     Raises:
-        NotExactError: If one is not there.
+        NotExactError: If a state is missing.
     """
     assert iteration.ring is not None
     if not any(counts) and iteration.resumed_states is not None:

@@ -1,6 +1,6 @@
-"""A state of plain values, tensors, and bytes in the form that JSON can hold, and back.
+"""A state of plain values, tensors, and bytes in a form that JSON can hold, and back.
 
-What JSON has no way for is a dict of one key that says what it is. The bytes are one text, under the key `POOL`.
+A value that JSON can't hold becomes a dict with one key that names its kind. All bytes are one text, under `POOL`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TENSOR, _TUPLE, _PAIRS = "<tensor>", "<tuple>", "<pairs>"
 
 
 def to_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state` that ``json.dumps`` takes, and that ``torch.load(weights_only=True)`` takes, too."""
+    """Return a copy of `state` that ``json.dumps`` and ``torch.load(weights_only=True)`` accept."""
     packed = pack_blobs({name: _encoded(part) for name, part in state.items()})
     data = base64.b64encode(tensor_to_blob(packed[POOL]["data"])).decode("ascii")
     return {**packed, POOL: {**packed[POOL], "data": data}}
 
 
 def from_json(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of which `to_json` gave `packed`, or, in an older version, `pack_blobs`."""
+    """Return the state behind `packed`, which `to_json` returned, or, in an older version, `pack_blobs`."""
     data = packed[POOL]["data"]
     if isinstance(data, str):
         packed = {**packed, POOL: {**packed[POOL], "data": blob_to_tensor(base64.b64decode(data))}}

@@ -1,4 +1,4 @@
-"""What the iterations of a loader that is no ``DataLoader`` follow from: its own objects, and iterators in them."""
+"""What the iterations of a loader that is not a ``DataLoader`` depend on: its objects, and iterators in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABL
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of
 
 _LOADER, _GLOBALS = "loader", "globals"
-# Queues, pools and processes: what lies in them, or runs there, is part of the next batches.
+# Queues, pools, and processes: the data in them, and the work that runs there, is part of the next batches.
 _RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
 
 
@@ -37,21 +37,21 @@ _RULES = Rules(
     goes_by_attributes=goes_by_attributes,
     left_out=_left_out,
 )
-_NO_PART = (nn.Module, nn.Parameter, torch.optim.Optimizer, DataLoader)  # of what a loader reads in globals
-_NEAR = replace(_RULES, max_items=1_000)  # nobody keeps iterators among so many items
+_NO_PART = (nn.Module, nn.Parameter, torch.optim.Optimizer, DataLoader)  # not part of what a loader reads in globals
+_NEAR = replace(_RULES, max_items=1_000)  # no iterators are kept among this many items
 
 
 class LiveObjects:
     """The objects of one loader.
 
     Args:
-        loader: The user's.
-        older: Those of others, whose baselines are older: the sanity check may have changed what they share since.
+        loader: The user's loader.
+        older: The objects of other loaders, with older baselines: the sanity check may have changed shared ones since.
     """
 
     def __init__(self, loader: Any, *, older: Iterable[LiveObjects] = ()) -> None:
         self._loader = loader
-        self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another one has another baseline
+        self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another loader has another baseline
         self._state = ObjectState(self._roots(), _RULES)
         self._globals = self._globals_around(loader)
         self._older = list(older)
@@ -78,18 +78,18 @@ class LiveObjects:
         return roots
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has changed since this was made; an empty dict if nothing has."""
+        """Return the changes since this object was created; an empty dict if there are none."""
         self._state.add(self._roots())
         return _if_any(self._state.state_dict())
 
     def at_start(self) -> dict[str, Any]:
-        """Return the same, and what has changed on the globals of the user's modules, which an iteration may read."""
+        """Return the same, with the changes on the globals of the user's modules, which an iteration may read."""
         around = _if_any(self._globals.state_dict())
         return {**self.state_dict(), **({_GLOBALS: around} if around else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore what `state_dict` returned, unless all is so already; return what could not be."""
-        if _GLOBALS in state:  # what is not there any more shows in the batches, if they follow from it
+        """Restore a state of `state_dict`, unless nothing differs; return what could not be restored."""
+        if _GLOBALS in state:  # a global that is missing now shows in the batches, if they depend on it
             self._globals.load_state_dict(state[_GLOBALS])
         if NODES not in state:
             return []
@@ -98,21 +98,21 @@ class LiveObjects:
         return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
 
     def begin_load(self, *states: Mapping[str, Any]) -> None:
-        """Get ready for `states` to be loaded: what has been loaded for others is what it was when this was made."""
+        """Prepare to load `states`: shared objects that other loaders have loaded are reset to earlier values."""
         shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
         for other in self._older:
             other.unload(shared)
         self._before = [self._state.values_of(state) for state in states if NODES in state]
 
     def unload(self, ids: Collection[int]) -> None:
-        """Let those of its objects that have one of these ``id`` be what they were before `begin_load`."""
+        """Reset those of its objects with an ``id`` in `ids` to their values before `begin_load`."""
         things = self._state.things_of(lambda value: True)
         for state in self._before:
             nodes = {path: content for path, content in state[NODES].items() if id(things.get(path)) in ids}
             self._state.load_state_dict({**state, NODES: nodes})
 
     def globals_kept(self, *states: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Let what is loaded of globals meanwhile, from some of `at_start`, be as it is now again."""
+        """Restore the current values of globals after the block. The block may load them from these `states`."""
         return kept_as_now(self._globals, [state[_GLOBALS] for state in states if _GLOBALS in state])
 
     def live(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class LiveObjects:
 
 
 def torch_loaders_in(loader: Any) -> dict[str, DataLoader[Any]]:
-    """Return the torch loaders that `loader` holds, or is, and those that these hold, by path."""
+    """Return the torch loaders that `loader` is or holds, and those that these hold, by path."""
     found: dict[str, DataLoader[Any]] = {}
     queue = [(_LOADER, loader)]
     while queue:
@@ -163,6 +163,6 @@ def _if_any(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(state: Mapping[str, Any]) -> Any:
-    """Return what tells apart what changed on objects, without what could not be carried."""
+    """Return a value that distinguishes the changes on objects, without the parts that could not be carried."""
     around = state.get(_GLOBALS, {})
     return digests_of({name: [state.get(name), around.get(name)] for name in (NODES, TABLE)})

@@ -1,7 +1,7 @@
-"""What an iteration changes on a loader's own objects: on its samplers, and on what its workers copy.
+"""What an iteration changes on a loader's own objects: on its samplers, and on the objects that its workers copy.
 
-A sampler is started again from what its objects were when it was started. Workers are made again from what there was
-when they were made.
+A sampler is started again from the state that its objects had at its start. Workers are created again from the state at
+their creation.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COPIED = ("dataset", "collate_fn", "worker_init_fn")
 
 
 def is_iterated(value: Any) -> bool:
-    """Return whether `value` is an iterable data set with a state of its own: where it is, its iteration says."""
+    """Return whether `value` is an iterable data set with its own state: its iteration reports its position."""
     return isinstance(value, IterableDataset) and has_state_methods(value)
 
 
 def goes_by_attributes(value: Any) -> bool:
-    """Return whether `value` is a data set or a sampler: its ``state_dict``, if it has one, tells a position."""
+    """Return whether `value` is a data set or a sampler: its ``state_dict``, if it has one, reports a position."""
     return isinstance(value, (Dataset, Sampler))
 
 
@@ -44,7 +44,7 @@ def _is_no_part(value: Any) -> bool:
 
 
 COPIES_RULES = Rules(is_live=_is_no_part, goes_by_attributes=goes_by_attributes, left_out=_left_out, drops_saved=True)
-"""Of what workers copy: modules are no part of it, and of loaders only what a user's class adds to torch's."""
+"""Rules for objects that workers copy: they exclude modules, and include of loaders only a user class's additions."""
 _FED_RULES = Rules(
     is_live=lambda value: isinstance(value, DataLoader),
     goes_by_attributes=goes_by_attributes,
@@ -56,11 +56,11 @@ _FED_RULES = Rules(
 class DatasetObjects:
     """The objects of an iterable data set.
 
-    If it draws from a module that is trained, as an environment's samples follow from a policy, that is one of them,
-    weights and all: when its samples are drawn again, they are drawn under the weights of then.
+    A data set may draw from a trained module, as an environment's samples depend on a policy. The module is then
+    one of the objects, with its weights: samples that are drawn again use the weights of their time.
 
     Args:
-        dataset: The user's.
+        dataset: The user's data set.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -69,23 +69,23 @@ class DatasetObjects:
         self.is_fed = bool(self._state.things_of(_is_trained))
         if self.is_fed:
             self._state = ObjectState(roots, _FED_RULES)
-            self._state.carry_tensors()  # others restore these too, so that no baseline is that of the first start
+            self._state.carry_tensors()  # other code restores these too, so no baseline is that of the first start
 
     def at_start(self) -> dict[str, Any]:
-        """Return what an iteration that is begun follows from; an empty dict if nothing has changed."""
+        """Return the state that a new iteration depends on; an empty dict if nothing has changed."""
         state = self._state.state_dict()
         return state if state[NODES] or state[LOST] else {}
 
     def between(self) -> dict[str, Any] | None:
-        """Return what the next iteration follows from; ``None`` if that is part of the trained module's state."""
+        """Return the state that the next iteration depends on; ``None`` if it is part of the trained module's state."""
         return None if self.is_fed else self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore what one of these returned; return a line for each thing that could not be."""
+        """Restore a state of `at_start` or `between`; return a line for each thing that could not be restored."""
         return self._state.load_state_dict(state)
 
     def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what puts back, after `states` were loaded, what training uses now; nothing if that is theirs."""
+        """Return the current values to restore after `states` are loaded; nothing if no module is trained."""
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
 
 
@@ -95,7 +95,7 @@ def _is_trained(value: Any) -> bool:
 
 @contextmanager
 def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Let what is loaded of these states meanwhile be as it is now again."""
+    """Restore the current values after the block; the block may load `states`."""
     now = [objects.values_of(state) for state in states]
     try:
         yield
@@ -105,7 +105,7 @@ def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, Any]]) -> It
 
 
 def of_workers_in(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `LoaderObjects.of_workers` would have given, of what `of_start` did."""
+    """Return the part of a state of `LoaderObjects.of_start` that `LoaderObjects.of_workers` would have returned."""
     return {name: state for name, state in states.items() if name == _DATASET}
 
 
@@ -113,8 +113,8 @@ class LoaderObjects:
     """The objects of one loader.
 
     Args:
-        loader: The user's.
-        known: Those of the loader that was there before. What both have in common keeps its baseline.
+        loader: The user's loader.
+        known: The objects of the previous loader. Objects that both have in common keep their baseline.
     """
 
     def __init__(self, loader: DataLoader[Any], *, known: LoaderObjects | None = None) -> None:
@@ -127,7 +127,7 @@ class LoaderObjects:
         )
         self._dataset = loader.dataset
         self.owed_memory: Mapping[str, Any] = {}
-        """What `of_memory` returned, to be restored before workers are made."""
+        """The state of `of_memory` that must be restored before workers are created."""
         self._sampler = ObjectState({_SAMPLER: sampler}, rules)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
         if known is not None and known._dataset is loader.dataset:
@@ -139,31 +139,31 @@ class LoaderObjects:
             self._shared = ObjectState(self._copied.things_of(is_shared))
 
     def of_start(self) -> dict[str, Any]:
-        """Return what has changed on the sampler and on what it may look at."""
-        if isinstance(self._dataset, IterableDataset):  # its iteration says
+        """Return the changes on the sampler and on everything that it may read."""
+        if isinstance(self._dataset, IterableDataset):  # its iteration reports its position
             return {}
         states = {_SAMPLER: self._sampler.state_dict(), **self.of_workers()}
         return {name: state for name, state in states.items() if state[NODES] or state[LOST]}
 
     def of_workers(self) -> dict[str, Any]:
-        """Return what has changed on what workers copy when they are made."""
+        """Return the changes on the objects that workers copy at their creation."""
         state = self._copied.state_dict()
         return {_DATASET: state} if state[NODES] or state[LOST] else {}
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore what `of_start` or `of_workers` returned; return a line for each thing that could not be."""
+        """Restore a state of `of_start` or `of_workers`; return a line for each thing that could not be restored."""
         parts = {_SAMPLER: self._sampler, _DATASET: self._copied}
         return [line for name, state in states.items() for line in parts[name].load_state_dict(state)]
 
     def of_memory(self) -> dict[str, Any]:
-        """Return what has changed in memory that workers share with this process: it has no state but that of now."""
+        """Return the changes in memory that workers share with this process. It has only a current state."""
         return self._shared.state_dict() if len(self._shared) else {}
 
     @contextmanager
     def put_back(self, *moments: Mapping[str, Any]) -> Iterator[None]:
-        """Let what is restored of these meanwhile be as it is now again, except for the sampler's own objects.
+        """Restore the current values after the block, except those of the sampler. The block may load `moments`.
 
-        Memory that is still to be restored is: workers that are made meanwhile look at it at once.
+        Shared memory that is still to be restored is restored first: workers created in the block read it immediately.
         """
         if self.owed_memory:
             self._shared.load_state_dict(self.owed_memory)

@@ -1,4 +1,4 @@
-"""The attributes that a user's class of ``DataLoader`` adds to torch's."""
+"""The attributes that a user's ``DataLoader`` class adds to torch's."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ TORCHS = frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
 
 @functools.cache
 def names_of_makers(maker: type[DataLoader[Any]]) -> frozenset[str]:
-    """Return the attributes of a loader that are torch's, or torchdata's: every name that their methods use."""
+    """Return the attributes of a loader that are torch's or torchdata's: every name that their methods use."""
     methods = (value for base in maker.__mro__ for value in vars(base).values())
     return names_in_code(methods) | frozenset(dir(maker)) | TORCHS
 
 
 def names_of_others(kind: type[DataLoader[Any]]) -> frozenset[str]:
-    """Return the attributes of a loader that are not its user's."""
+    """Return the attributes of a loader that are not the user's."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith(("torch.", "torchdata."))]
     return names_of_makers(bases[0]) | names_in_libraries(kind)
 
 
 def has_own_class(loader: object) -> bool:
-    """Return whether a loader is of a class that is neither torch's nor torchdata's, and no copy that is followed."""
+    """Return whether a loader's class is neither torch's nor torchdata's, and the loader is not a followed copy."""
     if not isinstance(loader, DataLoader) or TRACKER in vars(loader):
         return False
     return not type(loader).__module__.startswith(("torch.", "torchdata."))
 
 
 def has_own_state(loader: object) -> bool:
-    """Return whether what a loader's class adds to torch's attributes is to be kept, as any object of the user's."""
+    """Return whether the attributes that a loader's class adds to torch's are kept, as any user object is."""
     return has_own_class(loader) and not has_state_methods(loader) and not hasattr(type(loader), REPLAYED)
 
 
@@ -49,8 +49,8 @@ def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, 
     """Return the methods of a class whose objects share their attributes with another object.
 
     Args:
-        names: Of the attributes that they have for themselves.
-        owner_of: Returns that object; ``None`` as long as there is none.
+        names: The names of attributes that are not shared.
+        owner_of: Returns the other object; ``None`` as long as none exists.
     """
 
     def owner_for(self: Any, name: str) -> Any:

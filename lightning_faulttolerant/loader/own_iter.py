@@ -1,7 +1,7 @@
-"""What a user's class of ``DataLoader`` does in an ``__iter__`` of its own.
+"""What a user's ``DataLoader`` class does in its own ``__iter__``.
 
-Where it is seen to do the same with each batch, whatever came before, a resume may begin in the middle of the torch
-loader's batches. All else (a thread that reads ahead, a count, an iterator that lives on) is followed by what it gives.
+If it visibly does the same with each batch, whatever came before, a resume may begin in the middle of the torch
+loader's batches. Anything else (a thread that reads ahead, a count, a persistent iterator) is followed by its batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 @functools.cache
 def takes_each_batch_alone(user_class: type[DataLoader[Any]]) -> bool:
-    """Return whether the batches of a class are those of torch's, each changed by itself or not at all."""
+    """Return whether the batches of a class are torch's, each changed on its own or not at all."""
     for base in user_class.__mro__:
         if base is DataLoader:
             return True
@@ -59,14 +59,14 @@ def _is_torchs(value: ast.expr | None) -> bool:
 
 
 def _forgets(definition: ast.FunctionDef, loop: ast.For) -> bool:
-    """Return whether nothing that a loop does with a batch follows from the batches before: one yield, in the end."""
+    """Return whether nothing that a loop does with a batch depends on earlier batches, with one yield at the end."""
     nodes = [node for statement in loop.body for node in ast.walk(statement)]
     yields = [node for node in nodes if isinstance(node, (ast.Yield, ast.YieldFrom))]
     last = loop.body[-1]
     is_yielded_last = isinstance(last, ast.Expr) and isinstance(last.value, ast.Yield) and yields == [last.value]
     if not is_yielded_last or any(isinstance(node, _UNCLEAR) for node in nodes):
         return False
-    # What it reads of itself are settings: a method, or a thing that can be called, may count.
+    # It may only read settings from itself: a method, or any callable, may count.
     names = {argument.arg for argument in definition.args.args}
     if any(isinstance(node, ast.Call) and _may_count(node, names) for node in nodes):
         return False
@@ -90,14 +90,14 @@ _UNCLEAR = (
 
 
 def _may_count(call: ast.Call, names: set[str]) -> bool:
-    """Return whether a call is of what `names` hold, or takes the next item of it."""
+    """Return whether a call is on something that `names` hold, or takes its next item."""
     takes_next = isinstance(call.func, ast.Name) and call.func.id == "next"
     parts = [call.func, *(call.args if takes_next else [])]
     return any(_names_of(part, ast.Load) & names for part in parts)
 
 
 def _keeps(node: ast.AST, names: set[str]) -> bool:
-    """Return whether something is stored that outlives the batch: in an attribute, or an item of what `names` hold."""
+    """Return whether it stores something that outlives the batch, in an attribute or in an item of `names`."""
     is_place = isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store)
     return is_place and (isinstance(node, ast.Attribute) or bool(_names_of(node, ast.Load) & names))
 

@@ -1,7 +1,7 @@
-"""A user's own loader, followed by the state that it keeps itself, and held to it.
+"""A user's loader, followed by the state that it keeps itself, and checked against its batches.
 
-That state is taken right before each fetch. To resume, the one from before the last batch that was used is put back and
-that batch is drawn again: it has to be the same one, so a state that lacks something is found out, not trusted.
+That state is taken right before each fetch. To resume, the state from before the last consumed batch is restored and
+that batch is drawn again. It must be the same batch: a state that lacks something is detected, not trusted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEPT_FETCHES = 4  # the trainer is at most one batch behind what was fetched
 
 
 def keeps_own_state(loader: object) -> bool:
-    """Return whether `loader` is an object of the user's that says where it is, in this process."""
+    """Return whether `loader` is a user's object that reports its own position in this process."""
     if isinstance(loader, DataLoader) and (keeps_own_position(loader) or is_resumable(loader) or loader.num_workers):
         return False
     return has_state_methods(loader)
@@ -60,7 +60,7 @@ class Fetch:
 
 @dataclass(kw_only=True, slots=True)
 class OwnIteration:
-    """One run over the loader: the instant before it was begun, and before each of its last fetches."""
+    """One run over the loader: the instant before it began, and the instants before each of its last fetches."""
 
     start: Fetch
     num_out: int = 0
@@ -68,11 +68,11 @@ class OwnIteration:
 
 
 class OwnLoader(WholeLoader):
-    """Follows a loader that keeps a state of its own through its iterations.
+    """Follows a loader that keeps its own state through its iterations.
 
     Args:
         loader: The user's loader; `why_state_is_no_use` must be ``None`` for it.
-        place: Which of the trainer's it is.
+        place: Which of the trainer's loaders it is.
     """
 
     def __init__(self, loader: Any, *, place: str = "") -> None:
@@ -85,11 +85,11 @@ class OwnLoader(WholeLoader):
         self.held = HeldGenerators({"loader": loader})
 
     def follow(self) -> None:
-        """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own."""
+        """Observe the loader's iterations. Until `leave`, its class is one derived from its own."""
         swap(self.loader, class_of(self._user_class, self.iterate))
 
     def leave(self) -> None:
-        """Give the loader its own class back."""
+        """Restore the loader's own class."""
         swap(self.loader, self._user_class)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -137,13 +137,13 @@ class OwnLoader(WholeLoader):
         """Return the position.
 
         Args:
-            consumed: How many batches of the iteration have been used; ``None`` between iterations.
-            iteration: Which; the one that is under way by default.
+            consumed: The number of consumed batches of the iteration; ``None`` between iterations.
+            iteration: The iteration; the current one by default.
 
         Raises:
-            NotExactError: If the loader's state of that position is not known any more.
+            NotExactError: If the loader's state at that position is no longer known.
         """
-        if self._plan is not None:  # resumed, and not iterated since: still where it was
+        if self._plan is not None:  # resumed, and not iterated since: the position is unchanged
             return copy.deepcopy(dict(self._plan))
         iteration = iteration or self.iteration
         if iteration is None or consumed is None:
@@ -166,7 +166,7 @@ class OwnLoader(WholeLoader):
         self._plan = copy.deepcopy(dict(state_dict))
 
     def replayed(self) -> list[Any]:
-        """Return nothing: its state carries it."""
+        """Return an empty list: the loader's state carries everything."""
         return []
 
     def _now(self) -> Fetch:
@@ -182,7 +182,7 @@ class OwnLoader(WholeLoader):
 
 
 class _Batches(Iterator[Any]):
-    """Passes on what the user's iterator gives, and notes each fetch."""
+    """Passes on the batches of the user's iterator, and notes each fetch."""
 
     def __init__(self, batches: Iterator[Any], tracker: OwnLoader, iteration: OwnIteration) -> None:
         self._batches = batches
@@ -190,7 +190,7 @@ class _Batches(Iterator[Any]):
         self._iteration = iteration
 
     def draw_again(self) -> int | None:
-        """Draw the batch that was used last; return its digest."""
+        """Draw the batch that was consumed last again; return its digest."""
         try:
             return sample_digest(next(self))
         except StopIteration:

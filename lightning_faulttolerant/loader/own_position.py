@@ -1,6 +1,6 @@
-"""torchdata's ``StatefulDataLoader``: followed like any other loader, and what it keeps of its place left unused.
+"""torchdata's ``StatefulDataLoader``: followed like any other loader. Its own state of the position is not used.
 
-Its own state has the order alone, not the random states of its workers, so two places would be restored.
+Its own state has the order only, without the random states of its workers. Two positions would be restored.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def why_not_followed(loader: DataLoader[Any]) -> str | None:
 
 
 def was_given_position(loader: DataLoader[Any]) -> bool:
-    """Return whether the next iteration over `loader` is to begin at a place that it was told before."""
+    """Return whether the next iteration over `loader` begins at a position that was loaded before."""
     return bool(vars(loader).get("next_iter_state"))
 
 
 def begins_anew(loader: DataLoader[Any]) -> bool:
-    """Return whether the next iteration makes an iterator, though `loader` still holds the last one."""
+    """Return whether the next iteration creates an iterator, although `loader` still holds the last one."""
     return keeps_own_position(loader) and not loader.persistent_workers
 
 
 def forget_own_position(followed: DataLoader[Any]) -> None:
-    """Let the copy that is followed begin as a new loader."""
+    """Let the followed copy begin as a new loader."""
     if keeps_own_position(followed):
         vars(followed).update(next_iter_state=None, _iterator=None)
 

@@ -1,6 +1,6 @@
-"""Loaders whose position the user's own objects keep, by ``state_dict`` of the loader, its data set or its samplers.
+"""Loaders with a position in user objects: the loader, its data set, or its samplers have a ``state_dict``.
 
-Nothing is wrapped or replayed here: what these objects say is taken, and given back to them.
+Nothing is wrapped or replayed here. The states of these objects are saved and loaded back into them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PARTS = ("dataset", "sampler", "batch_sampler")
 
 
 class OwnState:
-    """The objects of one loader that keep a state of their own.
+    """The objects of one loader that keep their own state.
 
     Args:
-        loader: Any iterable; a torch ``DataLoader`` may keep its state in its data set and its samplers too.
+        loader: Any iterable; a torch ``DataLoader`` may keep its state in its data set and its samplers, too.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -31,7 +31,7 @@ class OwnState:
         self._parts = {name: part for name, part in parts.items() if has_state_methods(part)}
 
     def why_not_exact(self) -> str | None:
-        """Return why the loader's position can't be told by its own objects, or ``None`` if it can."""
+        """Return why the loader's own objects can't report its position, or ``None`` if they can."""
         if not self._parts:
             return "neither it nor its data set, sampler or batch sampler has state_dict and load_state_dict"
         workers = getattr(self._loader, "num_workers", 0)
@@ -47,7 +47,7 @@ class OwnState:
         return {name: state_of(part) for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the states back; the next iteration continues from there, as far as the objects keep their word."""
+        """Load the states. The next iteration continues from there, if the objects do as they promise."""
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(copy.deepcopy(state[name]))

@@ -1,7 +1,7 @@
-"""The second mode of worker randomness: every generator is seeded before each sample, so nothing is to be captured.
+"""The second mode of worker randomness: every generator is seeded before each sample, so no state is captured.
 
-What a sample draws follows from (seed, loader, epoch, the sample's place in the epoch of all ranks) alone: it stays the
-same when the number of workers or ranks changes. ``collate_fn`` continues from the seeds of its last sample.
+The draws of a sample depend only on the seed, the loader, the epoch, and the sample's place in the epoch of all ranks.
+They don't change with the number of workers or ranks. ``collate_fn`` continues from the seeds of its last sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_faulttolerant.state.seeds import reseed
 _PLACE = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QQQQ")
 _MASK = 2**64 - 1
-_SPREAD = 0x9E3779B97F4A7C15  # an odd number whose bits are spread well
+_SPREAD = 0x9E3779B97F4A7C15  # an odd number with well-spread bits
 _MAX_TRIES = 4
 
 
@@ -45,10 +45,10 @@ def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SeededIndices:
-    """What is handed out in place of an index batch: also what the seeds of its samples follow from.
+    """Replaces an index batch, and adds the values that seed its samples.
 
-    ``place`` is the first sample's in the epoch, ``step`` how far on that of the next one is: as many as there are
-    ranks, of which each takes one in turn.
+    ``place`` is the first sample's place in the epoch. ``step`` is the distance to the next sample's place. It equals
+    the number of ranks, because the ranks take samples in turn.
     """
 
     seed: int
@@ -60,12 +60,12 @@ class SeededIndices:
 
 @dataclass(kw_only=True, slots=True)
 class SampleSeeds:
-    """What the seeds of a loader's samples follow from, besides their place.
+    """Everything that determines the seeds of a loader's samples, besides their place.
 
     Args:
-        seed: Of the whole run.
-        name: Of the loader: two loaders of one run draw different numbers.
-        num_begun: How many iterations over the loader were begun.
+        seed: The seed of the whole run.
+        name: The loader's name: two loaders of one run draw different numbers.
+        num_begun: The number of iterations that have begun over the loader.
     """
 
     seed: int
@@ -73,36 +73,36 @@ class SampleSeeds:
     num_begun: int = field(default=0)
 
     def begin(self, *, is_resumed: bool) -> int:
-        """Count an iteration that begins, but for one that continues; return how many were begun before it."""
+        """Count a new iteration, unless it continues one. Return the number of iterations begun before it."""
         if not is_resumed or not self.num_begun:
             self.num_begun += 1
         return self.num_begun - 1
 
     def of(self, batch: Any, *, epoch: int, place: int, step: int = 1) -> SeededIndices:
-        """Return `batch` with what its samples' seeds follow from."""
+        """Return `batch` with the values that seed its samples."""
         own = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
         return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch, step)
 
     def seed_workers(self, generator: torch.Generator | None) -> None:
-        """Let the seed that torch draws for new workers be the same each time, whenever they are made."""
+        """Let torch draw the same seed for new workers, no matter when they are created."""
         seed = self.of(None, epoch=0, place=0).seed
         torch.default_generator.manual_seed(seed)
         if generator is not None:
             generator.manual_seed(seed)
 
     def state_dict(self, *, num_begun: int | None = None) -> dict[str, int]:
-        """Return seed and count."""
+        """Return the seed and the count."""
         return {"seed": self.seed, "num_begun": self.num_begun if num_begun is None else num_begun}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from the seed and the count that `state_dict` returned."""
         self.seed, self.num_begun = state_dict["seed"], state_dict["num_begun"]
 
 
 class LoaderSeeds:
-    """The seeds of all loaders of a run, by place: they continue where a loader is made again.
+    """The seeds of all loaders of a run, by place. They continue if a loader is created again.
 
-    The run's seed is that of ``seed_everything``, else the one with which torch was started: nothing is drawn.
+    The run's seed is that of ``seed_everything``, else the one that torch started with. Nothing is drawn.
     """
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class LoaderSeeds:
         self._seeds: dict[str, SampleSeeds] = {}
 
     def of(self, place: str) -> SampleSeeds:
-        """Return those of the loader at `place`."""
+        """Return the seeds of the loader at `place`."""
         return self._seeds.setdefault(place, SampleSeeds(seed=self.seed, name=place))
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
-        """Take the run's seed, and the counts, from the loaders' states by place."""
+        """Take the run's seed and the counts from the loaders' states, by place."""
         for place, state in states.items():
             if "per_sample" in state:
                 self.seed = state["per_sample"]["seed"]
@@ -125,13 +125,13 @@ class LoaderSeeds:
 
 
 class PerSampleDataset:
-    """Stands in for a loader's data set while torch makes an iterator, and for its ``collate_fn``.
+    """Stands in for a loader's data set while torch creates an iterator, and for its ``collate_fn``.
 
-    In the main process the generators are put back after each batch; a worker's are nobody else's.
+    The main process restores its generators after each batch. A worker's generators serve only the worker.
 
     Args:
-        dataset: The loader's own; every attribute is looked up on it.
-        collate_fn: The loader's own.
+        dataset: The loader's data set. Every attribute is looked up on it.
+        collate_fn: The loader's ``collate_fn``.
         is_batched: Whether an index batch holds the indices of several samples.
     """
 
@@ -149,7 +149,7 @@ class PerSampleDataset:
         return getattr(self._dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker looks for the generators of its own copy.
+        # A spawned worker searches its copy for generators.
         return {**vars(self), "_held": None, "_before": None}
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class PerSampleDataset:
 
     @contextlib.contextmanager
     def stand_in(self, loader: DataLoader[Any], *, collates: bool) -> Iterator[None]:
-        """Stand in `loader` while an iterator is made that keeps what it finds; its own attributes come back."""
+        """Replace the attributes of `loader` while an iterator is created that keeps them; restore them afterwards."""
         parts = vars(loader)
         own = {name: parts[name] for name in ("dataset", "collate_fn")}
         parts["dataset"] = self
@@ -179,7 +179,7 @@ class PerSampleDataset:
             parts.update(own)
 
     def init_worker(self) -> None:
-        """Let functions of the user's in this worker find their own data set."""
+        """Let user functions in this worker find their own data set."""
         object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
 
     def _fetch(self, batch: SeededIndices) -> Any:
@@ -205,7 +205,7 @@ class PerSampleDataset:
         for _ in range(_MAX_TRIES):
             seeded = seed_generators(batch.seed, batch.epoch, place, self._held)
             sample = self._dataset[index]
-            # An object may have made a generator just now, from a seed of its own: the sample is taken again.
+            # An object may have created a generator just now, with its own seed. Then take the sample again.
             if not self._has_more_than(seeded):
                 return sample
         raise NotExactError(
@@ -220,15 +220,15 @@ class PerSampleDataset:
         return len(self._held) > 0 and not self._held.generators().keys() <= set(seeded)
 
     def collate(self, samples: Any) -> Any:
-        """Collate a batch as the user's function does, after the seeds of its last sample."""
+        """Collate a batch with the user's function, after the seeds of its last sample."""
         batch = self._current
-        if batch is None or self._held is None:  # somebody else's iteration beside the one that is followed
+        if batch is None or self._held is None:  # another iteration beside the followed one
             return self._collate_fn(samples)
         self._current = None
         try:
             seeded = self._held.generators().keys()
             collated = self._collate_fn(samples)
-            # The function may have made a generator, and may have changed its samples: both are taken again.
+            # The function may have created a generator and changed its samples. Then take both again.
             return self._collate_fn(self._take(batch)) if self._has_more_than(seeded) else collated
         finally:
             self._put_back()
@@ -243,7 +243,7 @@ class PerSampleDataset:
 
 
 def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> Collection[str]:
-    """Seed the global generators and those of `held` for one sample; return the paths of the latter."""
+    """Seed the global generators and those of `held` for one sample; return the paths in `held`."""
     digest = hashlib.blake2b(_PLACE.pack(seed, epoch, place), digest_size=_SEEDS.size).digest()
     for_python, for_numpy, for_torch, for_held = _SEEDS.unpack(digest)
     random.seed(for_python)
@@ -255,7 +255,7 @@ def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> 
         return ()
     generators = held.generators()
     for name, generator in generators.items():
-        # By its path: another process may have found more of them, or fewer.
+        # Seeded by path: another process may have found more or fewer generators.
         _seed_generator(generator, for_held ^ zlib.crc32(name.encode()) * _SPREAD & _MASK)
     return generators.keys()
 
@@ -297,7 +297,7 @@ def _set_global_states(states: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _numpy_random() -> ModuleType | None:
-    # Imported now rather than by the sample that first draws from it, which could not be seeded any more.
+    # Import it now. If the first sample to draw from it imported it, that sample could not be seeded.
     try:
         return importlib.import_module("numpy.random")
     except ImportError:

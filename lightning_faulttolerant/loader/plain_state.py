@@ -1,4 +1,4 @@
-"""States that the user's own objects keep: by ``state_dict`` and ``load_state_dict``, of plain values and tensors."""
+"""States that user objects keep, through ``state_dict`` and ``load_state_dict``, of plain values and tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def has_state(value: Any) -> bool:
 
 
 def has_state_methods(value: Any) -> bool:
-    """Return whether `value` has the two methods, with the arguments that torch's protocol gives them."""
+    """Return whether `value` has both methods, with the arguments of torch's protocol."""
     methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
     return all(callable(method) for method in methods) and follow_protocol(*methods)
 
 
 def what_is_not_plain(value: Any, path: str = "") -> str | None:
-    """Return the place and the type of the first thing in a state that a checkpoint can't hold safely, or ``None``."""
+    """Return the place and the type of the first value in a state that a checkpoint can't hold safely, or ``None``."""
     if isinstance(value, Mapping):
         strange = [key for key in value if not isinstance(key, (str, int))]
         if strange:

@@ -1,4 +1,4 @@
-"""What an iterable data set keeps in plain attributes from one iteration to the next: a count of epochs, a place."""
+"""Plain attributes that an iterable data set keeps from one iteration to the next: an epoch count, a position."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DEPTH = 3
 
 
 def plain_values(dataset: Any) -> dict[str, int | str]:
-    """Return the whole numbers and short texts among the attributes of a data set, and of those that it holds, by path.
+    """Return the integers and short strings among the attributes of a data set, and of those that it holds, by path.
 
-    Fractions are more often a clock than a place. What was told by ``set_epoch`` is left out.
+    Floats are left out: they are more often a clock than a position. Values set by ``set_epoch`` are left out, too.
     """
     values: dict[str, int | str] = {}
-    if library_of(dataset) is not None:  # its epochs are kept
+    if library_of(dataset) is not None:  # its epochs are saved
         return values
     for name, value in _walk(dataset, "", _DEPTH):
         if len(values) == _MAX_VALUES:
@@ -32,7 +32,7 @@ def plain_values(dataset: Any) -> dict[str, int | str]:
 
 
 def changed(before: Values, now: Values) -> dict[str, int | str]:
-    """Return those of the values `now` that were not there, or others, `before`."""
+    """Return the values in `now` that `before` lacks or holds differently."""
     return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 

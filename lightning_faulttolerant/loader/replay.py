@@ -1,7 +1,7 @@
-"""Iterations that are resumed by a replay: begun again, and what was drawn of them is drawn again and dropped.
+"""Iterations resumed by a replay: each begins again, and the batches already drawn are drawn again and dropped.
 
-A chain is all that is drawn again: one iteration, or several where one follows from what those before it left behind.
-An iterator that lives on from one to the next can't be copied, so the chain begins where it was made.
+A chain is everything that is drawn again: one iteration, or several if one depends on what those before it left behind.
+An iterator that persists from one to the next can't be copied, so the chain begins where it was created.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _KEPT_DIGESTS = 8  # the trainer is at most one batch behind what was fetched
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """One iteration of a chain: its first step makes the iterator, each batch is one more, and so is its end.
+    """One iteration of a chain. Its first step creates the iterator. Each batch is a step, and so is the end.
 
-    ``num_before`` are the steps of the chain before it, ``objects`` what had changed on the loader's objects then.
-    ``first`` is the same right before its first batch, if that differs: a generator begins late.
-    ``digests`` are the last ones of all that the chain gave, by the number of batches of this iteration.
+    ``num_before`` is the number of steps before it in the chain. ``objects`` holds the changes on the loader's objects
+    at that time. ``first`` holds them right before its first batch, if they differ: a generator function starts late.
+    ``digests`` holds the last digests of all that the chain yielded, by the number of batches of this iteration.
     """
 
     num_before: int = 0
@@ -37,14 +37,14 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the chain has up to the last one of this iteration."""
+        """The number of steps in the chain up to the last one of this iteration."""
         return self.num_before + 1 + self.num_out + self.has_ended
 
     def digest_after(self, num_batches: int) -> int:
-        """Return the digest of all that the chain gave up to a batch of this iteration.
+        """Return the digest of all that the chain yielded up to a batch of this iteration.
 
         Raises:
-            NotExactError: If that is not known any more.
+            NotExactError: If the digest is no longer known.
         """
         for count, digest in self.digests:
             if count == num_batches:
@@ -57,11 +57,11 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Chain:
-    """Iterations one after the other.
+    """Iterations in sequence.
 
     Args:
-        start: The states from which the first of them was begun.
-        log: Where others drew from the generators in between, by step.
+        start: The states from which the first iteration began.
+        log: Where other code drew from the generators in between, by step.
         runs: The iterations.
     """
 
@@ -71,11 +71,11 @@ class Chain:
 
     @property
     def num_batches(self) -> int:
-        """How many batches it has given."""
+        """The number of batches it has yielded."""
         return sum(run.num_out for run in self.runs)
 
     def begin(self, objects: Mapping[str, Any]) -> Run:
-        """Note that an iteration is begun now."""
+        """Note that an iteration begins now."""
         last = self.runs[-1] if self.runs else None
         run = Run(num_before=0 if last is None else last.num_steps, objects=objects)
         run.digests.append((0, 0 if last is None else last.digests[-1][1]))
@@ -83,7 +83,7 @@ class Chain:
         return run
 
     def note_iterator(self, before: Moment, after: Moment) -> None:
-        """Note the moments before and after the last iteration's iterator was made."""
+        """Note the moments before and after the last iteration's iterator was created."""
         self.log.note(self.runs[-1].num_before, before.states(), after.states())
 
     def note(self, batch: Any, before: Moment, after: Moment) -> None:
@@ -93,7 +93,7 @@ class Chain:
         self._count(run, batch)
 
     def note_end(self, before: Moment, after: Moment) -> None:
-        """Note the end of the last iteration, and the moments before and after it was found."""
+        """Note the end of the last iteration, and the moments before and after the end was found."""
         run = self.runs[-1]
         if not run.has_ended:
             self.log.note(run.num_steps, before.states(), after.states())
@@ -104,11 +104,11 @@ class Chain:
         run.digests.append((run.num_out, sample_digest(batch, run.digests[-1][1])))
 
     def state_dict(self, run: Run, consumed: int | None) -> dict[str, Any]:
-        """Return what `play` needs to draw everything again up to a place.
+        """Return the state that `play` needs to draw everything again up to a position.
 
         Args:
             run: The last iteration that counts.
-            consumed: How many of its batches do; ``None`` for all of it, its end included.
+            consumed: The number of its batches that count; ``None`` for all of them and its end.
         """
         num_last, has_ended = (run.num_out, run.has_ended) if consumed is None else (consumed, False)
         before = self.runs[: self.runs.index(run)]
@@ -124,7 +124,7 @@ class Chain:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Chain:
-        """Return a chain of which nothing is drawn yet."""
+        """Return a chain that has drawn nothing yet."""
         return cls(start=Moment(**state["start"]), log=DrawLog(state["log"]))
 
     def play(
@@ -135,7 +135,7 @@ class Chain:
         restore: Callable[[Moment], None],
         load_objects: Callable[[Mapping[str, Any]], None],
     ) -> tuple[Iterator[Any], bool]:
-        """Draw again what `state_dict` told of; return the last iterator, and whether the same came of it."""
+        """Draw the batches of `state_dict` again; return the last iterator, and whether the result is the same."""
         noted = self.log.states()
         upcoming = next(noted, None)
 

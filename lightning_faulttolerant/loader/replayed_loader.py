@@ -1,4 +1,4 @@
-"""A loader that is no ``DataLoader`` and has no state: anything that can be iterated over, resumed by a replay."""
+"""A loader that is not a ``DataLoader`` and has no state: any iterable, resumed by a replay."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 
 
 def is_replayed(loader: object) -> bool:
-    """Return whether `loader` is followed by what it gives: it is none of torch's, or its class does more with them."""
+    """Return whether `loader` is followed by its batches: it is not torch's, or its class does more with them."""
     if not isinstance(loader, DataLoader):
         return True
-    return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
+    return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy says it is not Hashable
 
 
 def why_not_replayed(loader: Any) -> str | None:
-    """Return why `loader` can't be drawn from again, or ``None`` if it can, as far as one can tell before."""
+    """Return why `loader` can't be drawn from again, or ``None`` if it can, as far as that is known in advance."""
     for name, inner in torch_loaders_in(loader).items():
         reason = why_not_drawn_again(inner)
         if reason is not None:
@@ -38,9 +38,9 @@ class ReplayedLoader(WholeLoader):
     """Follows any iterable through its iterations.
 
     Args:
-        loader: The user's.
-        place: Which of the trainer's it is.
-        older: What follows the fit's other loaders that were there before.
+        loader: The user's loader.
+        place: Which of the trainer's loaders it is.
+        older: The objects that follow the fit's other loaders, created before.
     """
 
     def __init__(self, loader: Any, *, place: str = "", older: Iterable[WholeLoader] = ()) -> None:
@@ -53,7 +53,7 @@ class ReplayedLoader(WholeLoader):
 
     @property
     def strict(self) -> bool:
-        """Whether what can't be exact is an error."""
+        """Whether anything inexact is an error."""
         return self.replayer.strict
 
     @strict.setter
@@ -62,7 +62,7 @@ class ReplayedLoader(WholeLoader):
 
     @property
     def not_exact(self) -> list[str]:
-        """What is not exact."""
+        """The reasons why something is not exact."""
         return self.replayer.not_exact
 
     @not_exact.setter
@@ -71,7 +71,7 @@ class ReplayedLoader(WholeLoader):
 
     @property
     def iteration(self) -> ReplayedIteration | None:
-        """The iteration that was begun last."""
+        """The latest iteration."""
         return self.replayer.iteration
 
     @property
@@ -80,15 +80,15 @@ class ReplayedLoader(WholeLoader):
         return self.replayer.held
 
     def follow(self) -> None:
-        """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own.
+        """Observe the loader's iterations. Until `leave`, its class is one derived from its own.
 
-        Where its class doesn't allow it, or it is followed in another place already, `followed` stands in for it.
+        If its class doesn't allow that, or it is already followed in another place, `followed` stands in for it.
         """
         is_plain = isinstance(self.loader, torch.Tensor) or not hasattr(self._user_class, "__iter__")
         if not (is_plain or hasattr(type(self.loader), REPLAYED)):
             try:
                 swap(self.loader, class_of(self._user_class, self.iterate, **{REPLAYED: True}))
-            except TypeError:  # one of Python's own, or a class from which none can be derived
+            except TypeError:  # one of Python's classes, or a class that can't be derived from
                 pass
             else:
                 self._is_swapped = True
@@ -97,7 +97,7 @@ class ReplayedLoader(WholeLoader):
         self.followed = kind(self.loader, self.iterate, self._make_iterator)
 
     def leave(self) -> None:
-        """Give the loader its own class back."""
+        """Restore the loader's own class."""
         if self._is_swapped:
             swap(self.loader, self._user_class)
             self._is_swapped = False
@@ -119,7 +119,7 @@ class ReplayedLoader(WholeLoader):
         self.replayer.load_state_dict(state_dict, self._make_iterator)
 
     def replayed(self) -> list[Any]:
-        """Return the loader, and the iterators and the like in it, which a replay makes again."""
+        """Return the loader, and the iterators and similar objects in it, which a replay creates again."""
         return [self.loader, *self.replayer.live()]
 
 
@@ -151,5 +151,5 @@ class _SizedStandIn(_StandIn):
 
 
 def user_loader_behind(loader: Any) -> Any:
-    """Return the loader for which `loader` stands in, or `loader` itself."""
+    """Return the loader that `loader` stands in for, or `loader` itself."""
     return loader.user_loader if isinstance(loader, _StandIn) else loader

@@ -1,8 +1,8 @@
-"""Follows an iterable that has no state through its iterations, and brings another process to the same place.
+"""Follows an iterable that has no state through its iterations, and brings another process to the same position.
 
-Where a new iteration can be begun from what the loader's objects hold, only that one is drawn again; at its very
-beginning, where nothing of it could be compared, the one before it too. Where an iterator, a thread, or something that
-a checkpoint can't carry lives on in the loader, all is drawn again since it was made.
+If a new iteration can begin from the loader's objects, only that iteration is drawn again. Right at its beginning it
+has nothing to compare, so the one before it is drawn again, too. If an iterator, a thread, or something that a
+checkpoint can't carry persists in the loader, everything since its creation is drawn again.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedIteration:
-    """One iteration: its places in the chains that it is part of, the longest first."""
+    """One iteration: its places in the chains that it belongs to, the longest chain first."""
 
     places: tuple[tuple[Chain, Run], ...]
 
     @property
     def num_out(self) -> int:
-        """How many of its batches have come out."""
+        """The number of batches that it has yielded."""
         return self.places[0][1].num_out
 
     def place_to_compare(self, consumed: int | None) -> tuple[Chain, Run]:
-        """Return the shortest chain of which a batch can be compared after so many batches."""
+        """Return the shortest chain that has a batch to compare after this many batches."""
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
 
     def note_first(self, objects: Mapping[str, Any]) -> None:
-        """Note what has changed on the loader's objects right before the first batch."""
+        """Note the changes on the loader's objects right before the first batch."""
         for _, run in self.places:
             run.first = objects if digest_of(objects) != digest_of(run.objects) else {}
 
@@ -50,7 +50,7 @@ class ReplayedIteration:
             chain.note(batch, before, after)
 
     def note_end(self, before: Moment, after: Moment) -> None:
-        """Note its end, and the moments before and after it was found."""
+        """Note its end, and the moments before and after the end was found."""
         for chain, _ in self.places:
             chain.note_end(before, after)
 
@@ -59,9 +59,9 @@ class Replayer:
     """Follows one iterable.
 
     Args:
-        loader: The user's.
-        name: What messages call it.
-        older: Those of the fit's other loaders, which were made before.
+        loader: The user's loader.
+        name: Its name in messages.
+        older: The replayers of the fit's other loaders that were created before.
     """
 
     def __init__(self, loader: Any, *, name: str, older: Iterable[Replayer] = ()) -> None:
@@ -74,7 +74,7 @@ class Replayer:
         self.iteration: ReplayedIteration | None = None
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin an iteration, or continue with the one that was resumed."""
+        """Begin an iteration, or continue the one that was resumed."""
         batches, self._resumed = self._resumed, None
         if batches is None:
             batches = self._begun(make_iterator)
@@ -98,11 +98,11 @@ class Replayer:
         """Return the position.
 
         Args:
-            consumed: How many batches of the iteration have been used; ``None`` between iterations.
-            iteration: Which; the last one by default.
+            consumed: The number of consumed batches of the iteration; ``None`` between iterations.
+            iteration: The iteration; the last one by default.
 
         Raises:
-            NotExactError: If that position is not known any more.
+            NotExactError: If that position is no longer known.
         """
         iteration = iteration or self.iteration
         state: dict[str, Any] = {"consumed": consumed, "now": self.objects.state_dict(), "chain": None}
@@ -149,7 +149,7 @@ class Replayer:
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def moment(self) -> Moment:
-        """Return the random states of this instant."""
+        """Return the current random states."""
         self.held.refresh()
         return Moment(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
 
@@ -166,16 +166,16 @@ class Replayer:
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
 
     def objects_at_start(self) -> dict[str, Any]:
-        """Return what has changed on the loader's objects, and on what an iteration that begins may read."""
+        """Return the changes on the loader's objects, and on everything that a new iteration may read."""
         return self.objects.at_start()
 
     def live(self) -> list[Any]:
-        """Return the iterators and the like in the loader, which a replay makes again."""
+        """Return the iterators and similar objects in the loader, which a replay creates again."""
         return list(self.objects.live().values())
 
 
 class ReplayedBatches(Iterator[Any]):
-    """Passes on what the user's iterator gives, and notes each batch."""
+    """Passes on the batches of the user's iterator, and notes each batch."""
 
     def __init__(self, batches: Iterator[Any], replayer: Replayer, iteration: ReplayedIteration) -> None:
         self._batches = batches

@@ -1,7 +1,7 @@
-"""A loader that continues with another number of ranks or of workers than it was saved with.
+"""A loader that continues with another number of ranks or workers than it was saved with.
 
-Its order resumes exactly. The random states of workers are those of workers that are not there any more: new ones begin
-with states of their own. Samples that are seeded one by one have none, and lose nothing.
+Its order resumes exactly. The saved random states belong to workers that no longer exist, so new workers begin with
+their own. Loaders that seed each sample have no such states, and lose nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DEAL = "deal"
 
 
 def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | None) -> dict[str, Any]:
-    """Return one state for each of any number of ranks from those of all ranks of a training loader.
+    """Return one state, for each of any number of ranks, from the states of all ranks of a training loader.
 
     Args:
-        states: What `TrackedLoader.state_dict` gave on each rank.
-        num_left: How many batches each rank was to run still; ``None`` where nobody has limited them.
+        states: The state of `TrackedLoader.state_dict` on each rank.
+        num_left: The number of batches that each rank still had to run; ``None`` if they were not limited.
 
     Raises:
-        NotExactError: If the loader's order does not follow from those states.
+        NotExactError: If the loader's order can't be derived from those states.
     """
     first = states[0]
     if "record" not in first:
@@ -61,12 +61,12 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
 
 
 def is_dealt_stream(state: Mapping[str, Any]) -> bool:
-    """Return whether a state is that of a streaming data set of ours that any number of ranks can continue with."""
+    """Return whether a state is of this package's streaming data set and can continue on any number of ranks."""
     return len(state.get("streams", ())) == 1 and state.get("is_dealt", False)
 
 
 def _begin_of(state: Mapping[str, Any]) -> int:
-    """Return how many samples of the epoch were consumed before its iteration was begun."""
+    """Return the number of samples of the epoch that were consumed before its iteration began."""
     streams = state.get("streams") or [{"sample": 0}]
     sample: int = streams[0]["sample"]
     return sample
@@ -87,7 +87,7 @@ def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None, *, b
 
 
 def between(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state from which any number of ranks begin the next iteration, or the one that nobody has begun."""
+    """Return a state from which any number of ranks begin the next iteration, or one that has not begun."""
     found = {"consumed": None, "drop": 0, "record": None, "workers": None}
     if "iterable" in state:
         kept = {name: state[name] for name in ("streams", "is_dealt")}
@@ -100,11 +100,11 @@ def between(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> IndexPlan:
-    """Return the plan to continue from what `state_for_others` gave.
+    """Return the plan to continue from a state of `state_for_others`.
 
     Raises:
         NotExactError: If the order can't be dealt to this loader's sampler.
-        FingerprintMismatchError: If it is another data set's.
+        FingerprintMismatchError: If the state is of another data set.
     """
     order = GlobalOrder(**state["order"])
     share = side.current_share()
@@ -129,7 +129,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
 
 
 def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a state with as many workers as `loader` has, none of them with a state to resume from."""
+    """Return a state with as many workers as `loader` has, and no worker state to resume from."""
     if "iterable" in state:
         return state_for_others([state], num_left=None)
     side.has_other_workers = True
@@ -143,7 +143,7 @@ def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLo
 
 
 def fresh_moment(*names: object, loader: DataLoader[Any]) -> Moment:
-    """Return random states in which new workers are made that are to draw nothing that others have drawn."""
+    """Return random states to create new workers from. The workers must not repeat draws that others have made."""
     own = loader.generator is not None and loader.generator.device.type == "cpu"
     held = {"generator": b"torch:cpu\n" + fresh_torch_state(*names, "own")} if own else {}
     return Moment(rng={"torch": fresh_torch_state(*names)}, held=held, sampler_epochs=[])

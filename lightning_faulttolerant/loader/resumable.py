@@ -1,4 +1,4 @@
-"""A ``DataLoader`` for a loop of one's own or for Fabric that says where it is, and continues exactly there."""
+"""A ``DataLoader`` for Fabric or your own training loop that reports its position and continues exactly there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
 
 
 class _Shown:
-    """A method of a class that comes before the attribute of its name in the object itself, which is for others."""
+    """A method that takes precedence over the instance attribute of the same name. Other code reads the attribute."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.__doc__ = method.__doc__
@@ -50,28 +50,29 @@ def _shown(method: F) -> F:
 class ResumableDataLoader(DataLoader[T]):
     """Load batches as ``torch.utils.data.DataLoader`` does, and resume in the middle of an epoch, bit for bit.
 
-    The state holds the place in the epoch, the random states of the workers, the generators that the data set, the
-    sampler and ``collate_fn`` hold, and the random states of this process (Python's, NumPy's, torch's and those of its
-    devices), from which samplers, data sets and the training draw alike. `load_state_dict` puts the latter back, and a
-    resumed epoch does again, right before its first batch: load the state last, right before the loop.
+    The state holds the position in the epoch, the random states of the workers, and the generators that the data set,
+    the sampler, and ``collate_fn`` hold. It also holds the random states of this process: those of Python, NumPy,
+    torch, and its devices. Samplers, data sets, and the training all draw from them. `load_state_dict` restores the
+    states of this process, and a resumed epoch restores them again right before its first batch. So load the state
+    last, right before the loop.
 
-    A batch counts as consumed when it has been handed out, so `state_dict` belongs after the step of a batch. Taken
-    after the last batch of an epoch but in its loop, a state has no batches left: a resumed loop over it ends at once
-    and does what it owes at the end of an epoch, as the uninterrupted one. Taken after that loop, it begins the next
-    epoch. A loop that was left by ``break`` resumes after its last batch, but for an epoch that `end_epoch` has ended.
+    A batch counts as consumed when the loader has yielded it, so call `state_dict` after the batch's step. A state
+    taken inside the loop, after the last batch of an epoch, has no batches left: a resumed loop over it ends
+    immediately and does its end-of-epoch work, as the uninterrupted loop does. A state taken after the loop begins the
+    next epoch. A loop left by ``break`` resumes after its last batch, unless `end_epoch` has ended the epoch.
 
-    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` is right.
-    With several ranks each has a state of its own.
+    `epoch` counts the epochs that have ended, so ``for epoch in range(loader.epoch, num_epochs)`` is correct.
+    With several ranks, each rank has its own state.
 
     Args:
         dataset: Map-style or iterable.
         *args: Further arguments of ``DataLoader``.
         worker_rng: ``"capture"`` saves the random states of the workers; ``"per_sample"`` seeds the generators before
             each sample of a map-style data set, so that its draws don't depend on the number of workers.
-        seed: What the samples are seeded from with ``worker_rng="per_sample"``; by default the seed that torch has.
+        seed: The seed of the samples with ``worker_rng="per_sample"``; by default the seed that torch has.
             Give two loaders two seeds, or they draw the same numbers.
         snapshot_every_n_steps: Accepted for code written for torchdata's ``StatefulDataLoader``; it has no effect.
-        state: A state to continue from, as by `load_state_dict`.
+        state: A state to continue from, as with `load_state_dict`.
         **kwargs: Further arguments of ``DataLoader``.
 
     Raises:
@@ -102,7 +103,7 @@ class ResumableDataLoader(DataLoader[T]):
         if worker_rng not in ("capture", "per_sample"):
             raise ValueError(f'worker_rng is "capture" or "per_sample", not {worker_rng!r}')
         super().__init__(dataset, *args, **kwargs)
-        # Under names of their own, so that Fabric and Lightning find them when they remake the loader for a sampler.
+        # Stored under the arguments' names: Fabric and Lightning read them when they recreate the loader for a sampler.
         self.worker_rng, self.seed = worker_rng, seed
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None:
@@ -126,7 +127,7 @@ class ResumableDataLoader(DataLoader[T]):
         return SampleSeeds(seed=(torch.initial_seed() if self.seed is None else self.seed) & (2**64 - 1))
 
     def _show_methods(self) -> None:
-        # Fabric's wrapper shows the attributes that an object itself holds, and not those of its class.
+        # Fabric's wrapper exposes the attributes of the instance, not those of its class.
         vars(self).update({name: _MethodOf(self, name) for name in _METHODS})
 
     @property
@@ -139,38 +140,38 @@ class ResumableDataLoader(DataLoader[T]):
 
     @property
     def epoch(self) -> int:
-        """How many epochs have ended: the number of the one that is under way, or comes next."""
+        """The number of epochs that have ended. It is also the index of the current epoch, or else of the next one."""
         return self._started_run.epoch
 
     def end_epoch(self) -> None:
-        """End the epoch that is under way before its last batch: a loop over it ends, and the next epoch follows."""
+        """End the current epoch before its last batch. A loop over it ends, and the next epoch follows."""
         self._started_run.end_epoch()
 
     @_shown
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop is, and the random states of this instant.
+        """Return the position of the loop and the current random states.
 
-        It is made of what JSON has, and ``torch.load`` takes it with ``weights_only=True``.
+        The state contains only types that JSON has, and ``torch.load`` reads it with ``weights_only=True``.
 
         Raises:
-            NotExactError: If the position can't be told exactly.
+            NotExactError: If the position can't be determined exactly.
         """
         return self._started_run.state_dict()
 
     @_shown
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration continue from a state, and put the random states of this process back.
+        """Let the next iteration continue from a state, and restore the random states of this process.
 
-        An iterator that was made before gives no more batches: its next raises `NotExactError`.
+        An iterator created earlier yields no more batches: its next call raises `NotExactError`.
 
         Args:
-            state_dict: What `state_dict` gave on this rank.
+            state_dict: The state that `state_dict` returned on this rank.
 
         Raises:
             NotExactError: If the state is of another version, or can't be continued exactly.
-            FingerprintMismatchError: If it is the state of another loader. Where Fabric may still put a distributed
-                sampler in, that is told when the iteration begins.
-            ValueError: If it is no state of a loader.
+            FingerprintMismatchError: If it is the state of another loader. If Fabric may still insert a distributed
+                sampler, the error is raised when the iteration begins.
+            ValueError: If it is not a state of a loader.
         """
         self._started_run.load_state_dict(state_dict)
         self.state = dict(state_dict)
@@ -185,7 +186,7 @@ class ResumableDataLoader(DataLoader[T]):
     def __len__(self) -> int:
         length = super().__len__()
         if self._run is not None:
-            len(self._run.followed)  # torch warns of more samples than there were to be where it was asked for them
+            len(self._run.followed)  # torch warns about too many samples only on a loader whose length was read
         return length
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,10 +199,10 @@ class ResumableDataLoader(DataLoader[T]):
                 f"{name} of a ResumableDataLoader was set after its first iteration, which would change what its states"
                 " mean. Set it before."
             )
-        self._run = None  # it is made again, with this
+        self._run = None  # it is created again, with the new value
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is a loader that begins again, or with the state that was loaded and not yet used.
+        # A copy is a loader that starts from the beginning, or from a loaded state that has not been used yet.
         return {name: value for name, value in vars(self).items() if name not in ("_run", *_METHODS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,7 +211,7 @@ class ResumableDataLoader(DataLoader[T]):
 
 
 class _MethodOf:
-    """Calls a method of a loader, which it does not keep alive."""
+    """Calls a method of a loader without keeping the loader alive."""
 
     def __init__(self, loader: ResumableDataLoader[Any], name: str) -> None:
         self._loader = weakref.ref(loader)

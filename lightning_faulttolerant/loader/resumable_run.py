@@ -1,7 +1,8 @@
-"""Where a loop of the user's own is in its loader: the copy that is followed, its states, and how it resumes from one.
+"""The position of a user's loop in its loader: the followed copy, its states, and how it resumes from one.
 
-A batch counts as consumed when it has been handed out. The random states of the process belong to the position: they
-are put back when a state is loaded and, where it is one in the middle of an epoch, again right before the next batch.
+A batch counts as consumed when it has been yielded. The random states of the process belong to the position. They are
+restored when a state is loaded. If the state is from the middle of an epoch, they are restored again right before the
+next batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _VERSION = 2
 _READ = (1, _VERSION)
-_DISTRIBUTED = " over DistributedSampler"  # also Fabric's wrapper of a sampler of the user's own
+_DISTRIBUTED = " over DistributedSampler"  # also Fabric's wrapper of a user's sampler
 
 
 class LoaderRun:
@@ -35,17 +36,17 @@ class LoaderRun:
 
     Args:
         loader: The loader, which is not modified.
-        seeds: Seed each sample from these, instead of capturing the workers' random states.
+        seeds: The seeds of the samples. With them, the workers' random states are not captured.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
-        plain.__class__ = DataLoader  # the user's own `__iter__` is in front of this, not after
+        plain.__class__ = DataLoader  # the user's `__iter__` runs before this, not after
         self._tracker = TrackedLoader(plain, seeds=seeds)
         side = self._tracker.index_side
         side.global_rank, side.num_ranks = _place()
         self.followed = self._tracker.copy_of(plain)
-        # torch terminates workers that don't end by themselves; they follow if they know that they are not needed.
+        # torch terminates workers that don't exit by themselves. They obey only if they know that they are not needed.
         weakref.finalize(self, self._tracker.release_workers)
         self._fingerprint = _fingerprint(plain, is_per_sample=seeds is not None)
         self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
@@ -62,13 +63,13 @@ class LoaderRun:
 
     @property
     def epoch(self) -> int:
-        """How many epochs have ended."""
+        """The number of epochs that have ended."""
         return self._epoch
 
     # The positions.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the random states of this instant, as what a checkpoint may hold."""
+        """Return the position and the current random states, in types that a checkpoint may hold."""
         if self._loaded is not None and self._loaded["in_epoch"]:
             return to_json({**copy.deepcopy(self._loaded), "version": _VERSION})
         self._check_untangled()
@@ -76,7 +77,7 @@ class LoaderRun:
         consumed = None if iteration is None else iteration.num_out
         self._asked_at = consumed
         told = self._told.state_dict() if self._loaded is None else self._loaded["sampler_epochs"]
-        self._tracker.held.search()  # for what was made since
+        self._tracker.held.search()  # finds generators created since
         return to_json(
             {
                 "version": _VERSION,
@@ -97,12 +98,12 @@ class LoaderRun:
 
         Args:
             state_dict: The state.
-            restores_rng: Whether the random states of this process are put back at once.
+            restores_rng: Whether to restore the random states of this process immediately.
 
         Raises:
             NotExactError: If the state can't be continued from.
             FingerprintMismatchError: If it is the state of another loader.
-            ValueError: If it is no state of a loader.
+            ValueError: If it is not a state of a loader.
         """
         state = _unpacked(state_dict)
         if state.get("version") not in _READ:
@@ -122,7 +123,7 @@ class LoaderRun:
             self._restore(state)
 
     def _abandon(self) -> None:
-        """Let an iterator that somebody still holds give no more batches: it began at another place."""
+        """Stop the batches of an iterator that user code still holds: it began at another position."""
         handed = None if self._handed is None else self._handed()
         if handed is not None:
             handed.abandon()
@@ -146,11 +147,11 @@ class LoaderRun:
     # The iterations.
 
     def iterate(self) -> Iterator[Any]:
-        """Begin an iteration, or continue with the one that was loaded."""
+        """Begin an iteration, or continue the one that was loaded."""
         state = self._loaded if self._iteration is None else None
         is_rest = state is not None and state["in_epoch"]
         if not is_rest:
-            self._loaded = None  # nothing is to be put back in this iteration
+            self._loaded = None  # this iteration has nothing to restore
         if state is None:
             self._leave()
         else:
@@ -185,7 +186,7 @@ class LoaderRun:
             return False
 
     def end_epoch(self) -> None:
-        """Let the epoch that is under way end here."""
+        """End the current epoch here."""
         if self._iteration is None:
             raise NotExactError(
                 "end_epoch() was called while no epoch is under way. Call it in the loop over the loader, or after a"
@@ -213,22 +214,22 @@ class LoaderRun:
             self._restore(state)
 
     def is_latest(self, handed: _Handed) -> bool:
-        """Return whether `handed` is the iteration that was begun last."""
+        """Return whether `handed` is the latest iteration."""
         return self._handed is not None and self._handed() is handed
 
     def end(self, handed: _Handed) -> None:
-        """Count the epoch of an iteration that has come to its end."""
+        """Count the epoch of an iteration that has finished."""
         if self.is_latest(handed):
             self._epoch += 1
             self._iteration = None
 
     def workers_of(self) -> WorkerRing | None:
-        """Return what the workers of the iteration that was just begun listen to, if they are to end with it."""
+        """Return the ring of the newest iteration's workers, if they are to end with the iteration."""
         return None if self.followed.persistent_workers or self._iteration is None else self._iteration.ring
 
 
 class _Handed(Iterator[Any]):
-    """Hands the batches of one iteration out."""
+    """Yields the batches of one iteration."""
 
     def __init__(self, run: LoaderRun, batches: Iterator[Any]) -> None:
         self._run = run
@@ -257,7 +258,7 @@ class _Handed(Iterator[Any]):
         return getattr(self._batches, name)  # such as the workers of torch's iterator
 
     def abandon(self) -> None:
-        """Give no more batches, and let the workers go."""
+        """Yield no more batches, and release the workers."""
         self._is_abandoned = True
         self._close_workers()
         self._batches = iter(())
@@ -274,7 +275,7 @@ class _Handed(Iterator[Any]):
 
 
 def _place() -> tuple[int, int]:
-    """Return this rank, and how many there are."""
+    """Return this rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -308,9 +309,9 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sample
     """Raise if a state is of another loader.
 
     Args:
-        saved: The fingerprint in the state; that of an older state lacks what is not compared then.
-        now: The loader's.
-        may_get_sampler: Whether Fabric may still put a distributed sampler in, where there are several ranks.
+        saved: The fingerprint in the state. An older state lacks some entries, and these are not compared.
+        now: The loader's fingerprint.
+        may_get_sampler: Whether Fabric may still insert a distributed sampler, if there are several ranks.
     """
     names = [name for name in now if name in saved and saved[name] != now[name]]
     if may_get_sampler and now["number of ranks"] > 1 and _DISTRIBUTED in str(saved.get("sampler")):

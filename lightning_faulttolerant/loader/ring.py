@@ -1,8 +1,8 @@
 """Shared memory in which the data-loading workers of one iterator leave their states, batch by batch.
 
-Each worker has slots of its own and writes only those; the main process reads only when it saves. A slot is found by
-the number of batches that the worker has fetched, and holds that number, so a slot that is not written yet, or that
-was written over, is told from the right one.
+Each worker has its own slots and writes only to those. The main process reads only when it saves. A slot is found by
+the number of batches that the worker has fetched, and it holds that number. So a slot that is not written yet, or was
+overwritten, is never taken for the right one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-# Process id of the worker; 1 once the main process wants it gone; for an iterable data set the number of its
-# iteration, and how many batches the worker had fetched when that began, and when it ran out of samples.
+# Process id of the worker; 1 once the main process wants it to exit; for an iterable data set, the number of its
+# iteration, and the number of batches fetched by the worker when that began, and when it ran out of samples.
 _WORKER_HEADER = struct.Struct("<qqqqq")
-_NOTE_HEADER = struct.Struct("<q")  # length of what the worker has to say, which stands after it
+_NOTE_HEADER = struct.Struct("<q")  # length of the worker's message, which follows it
 _NOTE_BYTES = 4096
-_SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
+_SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or the length it needed
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
 
@@ -34,7 +34,7 @@ _rings: weakref.WeakSet[WorkerRing] = weakref.WeakSet()
 class WorkerRing:
     """States of `num_workers` workers, the last `num_slots` of each, at most `slot_bytes` long.
 
-    The memory is a shared tensor: it passes to forked workers as it is, and to spawned ones by file descriptor.
+    The memory is a shared tensor. Forked workers inherit it, and spawned workers receive it by file descriptor.
     """
 
     def __init__(self, *, num_workers: int, num_slots: int, slot_bytes: int) -> None:
@@ -74,13 +74,13 @@ class WorkerRing:
     # In a worker.
 
     def register(self, worker: int, process_id: int) -> None:
-        """Note the process id of a worker that starts."""
+        """Note the process id of a new worker."""
         self._write(worker * self._worker_bytes, struct.pack("<q", process_id))
 
     def put(self, worker: int, count: int, state: bytes) -> None:
-        """Leave the state in which `worker` is after `count` batches."""
+        """Leave the state of `worker` after `count` batches."""
         offset = self._slot_offset(worker, count)
-        # The count goes in last, so that a half-written slot is never taken for a whole one.
+        # The count is written last, so a half-written slot is never taken for a complete one.
         self._write(offset, _SLOT_HEADER.pack(_EMPTY, len(state)))
         if _SLOT_HEADER.size + len(state) <= self.slot_bytes:
             self._write(offset + _SLOT_HEADER.size, state)
@@ -97,7 +97,7 @@ class WorkerRing:
         self._write(worker * self._worker_bytes + 32, struct.pack("<q", count))
 
     def say(self, worker: int, sentences: Sequence[str]) -> None:
-        """Leave sentences for the main process in place of those said before; as much of them as there is room for."""
+        """Replace the worker's earlier sentences for the main process; cut them off where the space ends."""
         offset = self._note_offset(worker)
         said = "\0".join(sentences).encode()[: _NOTE_BYTES - _NOTE_HEADER.size]
         self._write(offset, _NOTE_HEADER.pack(0))
@@ -105,7 +105,7 @@ class WorkerRing:
         self._write(offset, _NOTE_HEADER.pack(len(said)))
 
     def is_closing(self, worker: int) -> bool:
-        """Return whether the main process wants this worker gone."""
+        """Return whether the main process wants this worker to exit."""
         return bool(_WORKER_HEADER.unpack(self._view(worker * self._worker_bytes, _WORKER_HEADER.size))[1])
 
     # In the main process.
@@ -122,10 +122,10 @@ class WorkerRing:
         return list(found)
 
     def span(self, worker: int, iteration: int) -> tuple[int, int | None]:
-        """Return how many batches `worker` had fetched when `iteration` began, and when it ended, if it has.
+        """Return the number of batches that `worker` had fetched when `iteration` began, and when it ended, if it has.
 
         Raises:
-            LookupError: If it is in another iteration.
+            LookupError: If the worker is in another iteration.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
@@ -139,20 +139,20 @@ class WorkerRing:
         return first, None if last == _EMPTY else last
 
     def has(self, worker: int, count: int) -> bool:
-        """Return whether the state after `count` batches is there."""
+        """Return whether the state after `count` batches exists."""
         offset = self._slot_offset(worker, count)
         return bool(_SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))[0] == count)
 
     def get(self, worker: int, count: int) -> bytes:
-        """Return the state in which `worker` was after `count` batches.
+        """Return the state of `worker` after `count` batches.
 
         Raises:
-            LookupError: If the slot was written over, never written, or too small for the state.
+            LookupError: If the slot was overwritten, never written, or too small for the state.
         """
         offset = self._slot_offset(worker, count)
         deadline = time.monotonic() + _WAIT_SECONDS
         written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
-        while written < count and time.monotonic() < deadline:  # batches handed out, not fetched yet
+        while written < count and time.monotonic() < deadline:  # batches handed out but not fetched yet
             time.sleep(0.001)
             written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
         if written != count:
@@ -162,7 +162,7 @@ class WorkerRing:
         return bytes(self._view(offset + _SLOT_HEADER.size, length))
 
     def close(self) -> list[int]:
-        """Tell the workers that they are to end; return the process ids of those that have started."""
+        """Tell the workers to exit; return the process ids of those that have started."""
         process_ids = []
         for worker in range(self.num_workers):
             offset = worker * self._worker_bytes
@@ -177,7 +177,7 @@ def _bytes_of(memory: torch.Tensor) -> memoryview:
 
 @atexit.register
 def _close_all() -> None:
-    """Tell all workers that they are to end: multiprocessing, whose own exit comes next, waits until they have."""
+    """Tell all workers to exit. multiprocessing's exit handler runs next, and waits for them."""
     for ring in _rings:
         if ring._process_id == os.getpid():
             ring.close()

@@ -1,4 +1,4 @@
-"""A small digest of all that a sample or a batch holds, by which one that was drawn again is told from another."""
+"""A small digest of everything that a sample or a batch holds, to compare it with one that is drawn again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_faulttolerant.state.reachable import attributes
 _SMALL_BYTES = 65_536
 _NUM_SUMS = 1_024
 _WORD_BYTES = 8
-# Of these the bytes say it all.
+# The bytes determine these values completely.
 _PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
                  torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}  # fmt: skip
 _SHOWN = (bool, int, float, complex, type(None), enum.Enum, datetime.date, datetime.time, datetime.timedelta,
@@ -31,11 +31,11 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def sample_digest(sample: Any, digest: int = 0) -> int:
-    """Return a checksum of every number, text, and array in `sample`, also inside objects of any class.
+    """Return a checksum of every number, string, and array in `sample`, including those inside objects of any class.
 
     Args:
-        sample: What a loader or a data set gave.
-        digest: The checksum of what it gave before.
+        sample: The value that a loader or a data set yielded.
+        digest: The checksum of the previous values.
     """
     for part in _parts(sample, {}):
         digest = zlib.crc32(part, digest)
@@ -58,7 +58,7 @@ def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | mem
     elif id(value) in seen:
         yield f"again {seen[id(value)][0]}".encode()
     else:
-        seen[id(value)] = (len(seen), value)  # held, so that its id stays its own
+        seen[id(value)] = (len(seen), value)  # holds the object, so its id stays unique
         yield from _of_object(value, seen)
 
 
@@ -107,11 +107,11 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
 
 
 def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> Iterator[bytes]:
-    """Return the bytes, or, of many, sums of them: a change of any of them changes one, at the speed of memory.
+    """Return the bytes, or, if there are many, sums of them. A change of any byte changes a sum, at memory speed.
 
     Args:
-        content: The bytes, a tensor or an array.
-        word: The type of whole numbers of 8 bytes.
+        content: The bytes, as a tensor or an array.
+        word: The 8-byte integer type.
         bytes_of: Returns the bytes of a tensor or an array.
     """
     if len(content) > _SMALL_BYTES:

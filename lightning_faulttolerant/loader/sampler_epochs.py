@@ -1,4 +1,4 @@
-"""Where the samplers of a loader are in their own terms: the epoch they were told, and what ours keep besides."""
+"""The positions of a loader's samplers: the epoch that was set, and all that this package's samplers keep besides."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def is_interruptible(sampler: Any) -> bool:
 
 
 def epochs_of(samplers: Sequence[Any]) -> list[Any]:
-    """Return the epoch of each sampler; of one of ours all that it keeps of its place."""
+    """Return the epoch of each sampler. For this package's samplers, return their whole position."""
     return [s.progress_state() if is_interruptible(s) else getattr(s, "epoch", None) for s in samplers]
 
 
 def put_epochs(samplers: Sequence[Any], epochs: Sequence[Any]) -> None:
-    """Put the samplers to where `epochs_of` found them."""
+    """Set the samplers to the positions that `epochs_of` returned."""
     for sampler, epoch in zip(samplers, epochs, strict=False):
         if isinstance(epoch, dict):
             sampler.load_progress_state(epoch)
@@ -28,6 +28,6 @@ def put_epochs(samplers: Sequence[Any], epochs: Sequence[Any]) -> None:
 
 
 def epoch_in(epochs: Sequence[Any]) -> int | None:
-    """Return the first epoch in what `epochs_of` gave."""
+    """Return the first epoch in a list of `epochs_of`."""
     found = (epoch["epoch"] if isinstance(epoch, dict) else epoch for epoch in epochs if epoch is not None)
     return next(found, None)

@@ -1,4 +1,4 @@
-"""The sampler of a loader, and what it is called where loaders are compared."""
+"""The sampler of a loader, and its name for the comparison of loaders."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def sampler_name(loader: DataLoader[Any]) -> str:
 
 
 def inner_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that a loader's batches are made of."""
+    """Return the sampler that supplies the indices of a loader's batches."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)

@@ -1,6 +1,6 @@
-"""A loader whose samples are seeded one by one: what its state is, and how its iterations are made and resumed.
+"""A loader that seeds each sample: its state, and how its iterations are created and resumed.
 
-There is no worker's state in it, and no worker's turn: a resumed iteration begins with the next batch at once.
+The state holds no worker's state and no worker's turn. A resumed iteration begins with the next batch directly.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class SeededSamples:
     """Seeds the samples of one loader through its iterations.
 
     Args:
-        loader: The user's.
-        seeds: What the seeds follow from.
+        loader: The user's loader.
+        seeds: The source of the seeds.
     """
 
     def __init__(self, loader: DataLoader[Any], seeds: SampleSeeds) -> None:
         self._seeds = seeds
         self._is_batched = loader.batch_sampler is not None
         self._num_workers = loader.num_workers
-        self._had_workers = [loader.num_workers]  # of this process and of those before it, each number once
+        self._had_workers = [loader.num_workers]  # of this process and the earlier ones, each number once
         self.dataset = PerSampleDataset(loader.dataset, loader.collate_fn, is_batched=self._is_batched)
 
     def begin(self, index_side: IndexSide, plan: IndexPlan | None, *, is_counted: bool) -> None:
@@ -35,8 +35,8 @@ class SeededSamples:
 
         Args:
             index_side: Its index sampler.
-            plan: How it is resumed.
-            is_counted: Whether it is one of those that are followed.
+            plan: The plan to resume it.
+            is_counted: Whether it is one of the iterations that are followed.
         """
         index_side.record.epoch = self._seeds.begin(is_resumed=plan is not None or not is_counted)
         index_side.has_other_workers = len(self._had_workers) > 1
@@ -44,7 +44,7 @@ class SeededSamples:
     def make(
         self, loader: DataLoader[Any], index_side: IndexSide, make_iterator: Callable[[], Iterator[Any]]
     ) -> Iterator[Any]:
-        """Make torch's iterator over a data set that seeds before each sample; the loader's own attributes stay."""
+        """Create torch's iterator over a data set that seeds before each sample. The loader's attributes stay."""
         stand_in = self.dataset.stand_in(loader, collates=not self._num_workers)
         with index_side.opened_before(), stand_in:
             self._seeds.seed_workers(loader.generator)
@@ -62,7 +62,7 @@ class SeededSamples:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the seeds of `state_dict`; one of a loader whose samples were not seeded has none."""
+        """Continue with the seeds in `state_dict`. A state of a loader without seeded samples has none."""
         state = state_dict.get("per_sample")
         if state is not None:
             self._seeds.load_state_dict(state)
@@ -71,6 +71,6 @@ class SeededSamples:
     def plan(self, record: Mapping[str, Any], consumed: int) -> IndexPlan:
         """Return the plan to continue after `consumed` batches of `record`.
 
-        Where there never were workers, a batch that was fetched ahead is drawn by the sampler again.
+        If the run never had workers, the sampler draws a batch again that was fetched ahead.
         """
         return plan_from_state(record, consumed, draws_again=not any(self._had_workers), is_batched=self._is_batched)

@@ -1,4 +1,4 @@
-"""Data sets that keep a state of their own and are those of several loaders, which all move it."""
+"""Data sets that keep their own state and belong to several loaders, all of which advance it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_faulttolerant.loader.plain_state import has_state
 
 
 def share_a_state(loader: DataLoader[Any], other: DataLoader[Any]) -> bool:
-    """Return whether both loaders have one data set, whose state is a part of their places and moves in this process.
+    """Return whether both loaders have one data set with a state that is part of their positions and changes here.
 
-    Workers move copies: where both loaders have some, each has states of its own.
+    Workers change copies. If both loaders have workers, each has its own states.
     """
     if loader.dataset is not other.dataset or (loader.num_workers and other.num_workers):
         return False

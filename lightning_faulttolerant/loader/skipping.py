@@ -1,9 +1,9 @@
-"""The rest of an epoch of torch's own samplers, and of ours, without a walk over the batches before it.
+"""The rest of an epoch of torch's and this package's samplers, without a walk over the batches before it.
 
-Ours compute the index at any position. The order of torch's is made as torch makes it, from the same generators, and
-the indices that are not needed are left out before they become Python numbers: of 10 million samples that saves most of
-the time. Whoever asks has to compare what is given again with what was given before, for torch may change how it draws.
-Samplers with weights, or with indices of their own, are run through: these may have changed, and all of it is compared.
+This package's samplers compute the index at any position. The order of torch's samplers is created as torch creates it,
+from the same generators. The unneeded indices are left out before they become Python numbers. With 10 million samples,
+that saves most of the time. torch may change how it draws, so the caller must compare the batches with earlier ones.
+Samplers with weights or with their own indices are run through: those may have changed, and all batches are compared.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 
 
 def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
-    """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it is not known how to skip.
+    """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it can't be skipped.
 
-    The generators, which have to be as when its first index is drawn, are moved by the first ``next`` as `sampler`
-    itself would move them. A sampler without batching counts indices.
+    The generators must be in the state for its first index. The first ``next`` advances them as `sampler` itself would.
+    A sampler without batching counts indices.
     """
     if type(sampler) is not BatchSampler:
         return _rest(sampler, num_batches)
@@ -33,7 +33,7 @@ def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
 
 
 class _Once(Iterable[int]):
-    """What `BatchSampler` takes for a sampler."""
+    """A sampler that `BatchSampler` accepts."""
 
     def __init__(self, indices: Iterator[int]) -> None:
         self._indices = indices
@@ -70,12 +70,12 @@ def _shuffled(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
         generator.manual_seed(seed)
     length = len(sampler.data_source)
     yield from torch.randperm(length, generator=generator)[num_indices:].tolist()
-    # torch draws once more for the part of a pass that is left over, here none: a generator of the user's own moves.
+    # torch draws once more for the leftover part of a pass, which is empty here. A user's generator advances by it.
     torch.randperm(length, generator=generator)
 
 
 def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator[int]:
-    # Its order, made at once from a generator of its own, is a list: its iterator steps forward in C.
+    # Its order is a list, drawn from its own generator at the start. The list's iterator steps forward in C.
     return islice(iter(sampler), num_indices, None)
 
 

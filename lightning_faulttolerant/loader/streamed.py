@@ -1,7 +1,7 @@
-"""Streaming data sets of this package under a loader that is followed: which epoch each of them is in, between samples.
+"""Streaming data sets of this package in a loader that is followed: the epoch of each, between samples.
 
-How far an iteration is, its iterator says itself, in the process where it runs. Here is what the main process knows:
-where the iteration that is under way was begun, and where the next one begins.
+The iterator reports the position of an iteration itself, in its own process. This module holds what the main process
+knows: where the current iteration began, and where the next one begins.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_faulttolerant.streaming.ordering import Seeding
 
 _DEPTH = 3
 
-# Who follows loaders of a streaming data set: several loaders may have one object, which counts their epochs together.
+# The followers of a data set's loaders: several loaders may share one object, which counts their epochs together.
 _followers: weakref.WeakKeyDictionary[StreamingDataset, weakref.WeakSet[StreamedEpochs]] = weakref.WeakKeyDictionary()
 
 
 def is_streaming_loader(loader: object) -> bool:
-    """Return whether `loader` is a ``StreamingDataLoader``: its place is kept here, not by its own state."""
+    """Return whether `loader` is a ``StreamingDataLoader``: its position is kept here, not by its own state."""
     return isinstance(loader, StreamingDataLoader)
 
 
 def streams_of(dataset: Any, depth: int = _DEPTH) -> list[StreamingDataset]:
-    """Return the streaming data sets that `dataset` is, or holds."""
+    """Return the streaming data sets that `dataset` is or holds."""
     if isinstance(dataset, StreamingDataset):
         return [dataset]
     if not depth or not isinstance(dataset, Dataset):
@@ -47,7 +47,7 @@ class StreamedEpochs:
     """The epochs of the streaming data sets of one loader.
 
     Args:
-        loader: The user's.
+        loader: The user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -56,7 +56,7 @@ class StreamedEpochs:
         self._is_direct = isinstance(loader.dataset, StreamingDataset)
         self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self.is_dealt = self._is_direct and self._is_flat(loader)
-        """Whether what all ranks have consumed is the beginning of an order that any number of them can resume with."""
+        """Whether all ranks together consume the beginning of an order that any number of ranks can continue."""
         self._begun: list[dict[str, Any]] = []
         self._resumed: Sequence[Mapping[str, Any]] = ()
         for stream in self._streams:
@@ -69,46 +69,46 @@ class StreamedEpochs:
         return self._is_told or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
 
     def share(self, *, rank: int, num_ranks: int) -> Share:
-        """Return how the samples come to a rank."""
+        """Return how the samples are distributed to a rank."""
         return Share(rank=rank, num_ranks=num_ranks, batch_size=self._loader_batch_size, drop_last=self._drop_last)
 
     def order(self) -> GlobalOrder:
-        """Return the order of an epoch: of its positions, which its data set itself makes samples of."""
+        """Return the order of an epoch, as positions. The data set itself maps them to samples."""
         return GlobalOrder(length=self._streams[0].num_positions, shuffles=False)
 
     def begin(self) -> None:
-        """Note where the iteration begins that is being made now."""
-        # A StreamingDataLoader has begun it already; under any other one its iterator does so when it is made.
+        """Note where the iteration begins that is being created."""
+        # A StreamingDataLoader has begun it already. With any other loader, its iterator does so when it is created.
         if not self._is_told:
             self.go_on()
         self._begun = [_place(s, *(s.book.place if self._is_told else s.book.next_place)) for s in self._streams]
         self._resumed = ()
 
     def go_on(self) -> None:
-        """Let the iteration that was loaded begin where it did, wherever a loader of the same data set has to begin."""
+        """Let the loaded iteration begin at its own position, wherever another loader of the data set must begin."""
         self._put(self._resumed)
 
     def take_back(self) -> None:
-        """Let an iteration that was asked for, and is not made, be the next one again."""
+        """Let an iteration that was requested but not created be the next one again."""
         if self._is_told:
             for stream in self._streams:
                 stream.book.put(*stream.book.place, stream.book.seeding)
 
     def note_dropped(self) -> None:
-        """Note that batches were taken out that the loader itself does not count."""
+        """Note that batches were taken that the loader itself does not count."""
         for stream in self._streams:
             stream.book.note(*stream.book.place, is_moved=True)
 
     def state_dict(self, *, in_iteration: bool) -> list[dict[str, Any]]:
-        """Return where each begins an iteration: the one that is under way, or the next one.
+        """Return where each data set begins an iteration: the current one or the next one.
 
         Raises:
-            NotExactError: If somebody else has begun another iteration meanwhile.
+            NotExactError: If other code has begun another iteration in between.
         """
         if not in_iteration or not self._begun:
             return [_place(stream, *stream.book.next_place) for stream in self._streams]
         for stream, begun in zip(self._streams, self._begun, strict=True):
-            # What holds a data set of its own may iterate over it as often as it likes.
+            # An object that holds its own data set may iterate over it any number of times.
             is_counted = self._is_direct or len(_followers[stream]) > 1
             epoch, _ = stream.book.next_place
             if is_counted and epoch not in (begun["epoch"], begun["epoch"] + 1):
@@ -120,7 +120,7 @@ class StreamedEpochs:
         return [{**place, "is_begun": True} for place in self._begun]
 
     def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterations begin there; one that had been begun continues."""
+        """Let the next iterations begin at these positions. An iteration that had begun continues."""
         self._resumed = [place for place in places if place.get("is_begun")]
         self._put(places)
 

@@ -1,7 +1,7 @@
-"""The epoch that a loop tells its loader's samplers by ``set_epoch``, continued with where a new process counts from 0.
+"""The epoch that a loop passes to its samplers' ``set_epoch``, continued when a new process counts from 0.
 
-A loop of the user's own usually tells the right epoch after a resume. Fabric counts the iterations of its process, so
-that its first one would be epoch 0 again, with the order of epoch 0.
+A user's loop usually passes the right epoch after a resume. Fabric counts the iterations of its process, so its first
+one would be epoch 0 again, with the order of epoch 0.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class ToldEpochs:
-    """What the samplers of one loader are told.
+    """The epochs that are set on the samplers of one loader.
 
     Args:
-        samplers: All that may have ``set_epoch``.
+        samplers: All samplers that may have ``set_epoch``.
     """
 
     def __init__(self, samplers: Sequence[Any]) -> None:
@@ -26,7 +26,7 @@ class ToldEpochs:
 
     @property
     def is_listening(self) -> bool:
-        """Whether it stands between the samplers and who tells them."""
+        """Whether it intercepts the samplers' ``set_epoch``."""
         return bool(self._told)
 
     def state_dict(self) -> list[int | None]:
@@ -34,21 +34,21 @@ class ToldEpochs:
         return [getattr(sampler, "epoch", None) for sampler in self._samplers]
 
     def listen(self) -> None:
-        """Note from here on what the samplers are told."""
+        """Record the epochs that are set on the samplers from now on."""
         self.leave()
         self._told = [_Told(sampler) for sampler in self._samplers]
         for told, sampler in zip(self._told, self._samplers, strict=True):
             vars(sampler)["set_epoch"] = told
 
     def leave(self) -> None:
-        """Let the samplers be as they were."""
+        """Restore the samplers' own ``set_epoch``."""
         for sampler in self._samplers:
             vars(sampler).pop("set_epoch", None)
         self._told = []
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Let the code that handles states set the samplers' epochs as they are."""
+        """Let the code that handles states set the samplers' epochs without correction."""
         for told in self._told:
             told.is_heard = False
         try:
@@ -58,12 +58,12 @@ class ToldEpochs:
                 told.is_heard = True
 
     def go_on(self, epochs: Sequence[int | None], begun: Sequence[int | None], *, begins_next: bool) -> None:
-        """Bring the samplers to their epochs, now that an iteration begins.
+        """Bring the samplers to their epochs when an iteration begins.
 
         Args:
-            epochs: What `state_dict` gave.
-            begun: What it gave when the last iteration had begun: a sampler may move on by itself after its end.
-            begins_next: Whether the iteration is the one after that, rather than its rest.
+            epochs: The epochs that `state_dict` returned.
+            begun: The epochs at the start of the last iteration: a sampler may advance on its own after the end.
+            begins_next: Whether this iteration is the one after that, and not its rest.
         """
         goes_on = False
         for told, epoch, of_last in zip(self._told, epochs, begun, strict=False):
@@ -90,11 +90,11 @@ class _Told:
         self._set(epoch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A sampler that is pickled or copied is told its epochs itself.
+        # A pickled or copied sampler has its own ``set_epoch`` again.
         return getattr, (self._sampler(), "set_epoch")
 
     def go_on(self, epoch: int, *, expected: int) -> None:
-        """Set the epoch that `expected` says if the last one told is before it; what nobody tells stays at `epoch`."""
+        """Set the epoch to `expected` if the last one set is smaller. If none was set, set `epoch`."""
         if self._last is None:
             if getattr(self._sampler(), "epoch", None) != epoch:
                 self._set(epoch)

@@ -1,7 +1,6 @@
-"""A copy of a user's ``DataLoader`` that can say where it is, as a state, and continue from there.
+"""A copy of a user's ``DataLoader`` that can return its position as a state, and continue from there.
 
-The copy is an instance of the user's class and shares the data set and the samplers; the user's own loader is never
-modified.
+The copy is an instance of the user's class. It shares the data set and the samplers. The user's loader stays unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, 
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 
-_SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
+_SLACK_BYTES = 262_144  # for generators that a data set creates only on first use
 _SPARE_SLOTS = 5
 _HELD = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
 
@@ -47,8 +46,8 @@ class TrackedLoader:
 
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
-        default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
-        seeds: Seed each sample of a map-style data set from these; without them the workers' states are captured.
+        default_worker_init: Called in new workers if the loader has no ``worker_init_fn``.
+        seeds: The seeds of the samples of a map-style data set. Without them, the workers' states are captured.
         known: The objects of the loader that was in this place before.
     """
 
@@ -67,17 +66,17 @@ class TrackedLoader:
         self._unused_state: dict[str, Any] | None = None
         self._is_asked = self._is_taken = False
         self.is_followed: Callable[[], bool] = lambda: True
-        """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
+        """Whether an iteration requested now is the one to follow, and not one that other code runs beside it."""
         self.is_held_back: Callable[[], bool] = lambda: False
-        """Whether an iteration that is asked for now is to be empty, since it will be made again at the right place."""
+        """Whether an iteration requested now stays empty, because it is created again later at the right place."""
         self.on_first_batch: Callable[[], None] = lambda: None
-        """Called right before the first batch of an iteration is asked for."""
+        """Called right before the first batch of an iteration is requested."""
         self._rings_aside: list[WorkerRing] = []
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
         self._resumed_states: list[WorkerState] | None = None
         self.iteration: Iteration | None = None
-        """The run over the loader that is under way."""
+        """The current run over the loader."""
         parts = {name: getattr(loader, name, None) for name in _HELD}
         self.held = HeldGenerators({**parts, **users_variables(parts)})
         is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -114,7 +113,7 @@ class TrackedLoader:
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """The copy that is followed; it holds this object, not the other way round, so that no cycle keeps workers."""
+        """The followed copy. The copy refers to this object, not the reverse, so no cycle keeps workers alive."""
         loader = self._loader() if self._loader is not None else None
         if loader is None:
             raise ReferenceError("the loader that was followed is gone")
@@ -122,17 +121,17 @@ class TrackedLoader:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds the copy that is followed any more."""
+        """Whether the copy that is followed no longer exists."""
         return self._loader is None or self._loader() is None
 
     def is_kept_for(self, loader: DataLoader[Any]) -> bool:
-        """Return whether the copy of `loader` that is followed is there and has workers that live on."""
+        """Return whether the followed copy of `loader` still exists and has persistent workers."""
         return self.user_loader is loader and not self.is_gone and loader.persistent_workers
 
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
-        tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
+        tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy says it is not Hashable
         # `DataLoader.__setattr__` refuses a new sampler.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[TRACKER] = self
@@ -149,17 +148,17 @@ class TrackedLoader:
 
     @property
     def deal(self) -> Deal | None:
-        """How the rest of an epoch that others began comes to this rank, until it is begun."""
+        """How the rest of an epoch that other ranks or workers began is dealt to this rank, until that rest begins."""
         return self._plan[0].deal if self._plan is not None else None
 
     @property
     def can_be_resized(self) -> bool:
-        """Whether other workers, or other ranks, can continue in the order."""
+        """Whether another number of workers or ranks can continue in this order."""
         return self.iterable is None or self._streamed.is_dealt
 
     @property
     def num_handed_out(self) -> int:
-        """How many index batches of the iteration that is under way were drawn so far."""
+        """The number of index batches drawn so far in the current iteration."""
         return self.index_side.record.handed_out
 
     @property
@@ -167,15 +166,15 @@ class TrackedLoader:
         return self.loader.persistent_workers and getattr(self.loader, "_iterator", None) is not None
 
     def ask(self) -> None:
-        """Note that an iteration was asked for; it begins when it is made."""
+        """Note that an iteration was requested. It begins when its iterator is created."""
         if not self._is_asked and self.is_followed():
             self._is_asked = True
             self._streamed.go_on()
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make torch's iterator for a new iteration, resumed where `load_state_dict` said so.
+        """Create torch's iterator for a new iteration, at the position that `load_state_dict` set.
 
-        Resuming leaves the random generators of this process as they were found.
+        Resuming leaves the random generators of this process unchanged.
         """
         if not (self._is_asked or self.is_followed()):
             return self._iterate_aside(make_iterator)
@@ -230,9 +229,9 @@ class TrackedLoader:
         return self.iteration
 
     def _iterate_aside(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make an iterator for somebody else, beside the iteration that is followed."""
+        """Create an iterator for other code, beside the iteration that is followed."""
         if self.loader.persistent_workers and self.num_workers:
-            # There is one set of workers: torch takes them away from whoever iterates.
+            # There is one set of workers. torch takes it away from the iteration that uses it.
             self._is_taken = True
             self._begin(None, None)
             return self._made(make_iterator)
@@ -277,7 +276,7 @@ class TrackedLoader:
         return WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
 
     def _fetched(self) -> list[int]:
-        """Return how many batches each worker was given since it was made."""
+        """Return how many batches each worker has been given since it was created."""
         record = self.index_side.record
         given = record.handed_out - record.first_batch
         if self.iterable is not None and self._ring is not None:
@@ -291,13 +290,13 @@ class TrackedLoader:
         """Return the position.
 
         Args:
-            consumed: How many batches of the iteration have been used; ``None`` between iterations.
-            iteration: Which; the one that is under way by default.
+            consumed: The number of consumed batches of the iteration; ``None`` between iterations.
+            iteration: The iteration; the current one by default.
 
         Raises:
-            NotExactError: If a worker's state of that position is not there.
+            NotExactError: If a worker's state at that position is missing.
         """
-        if self._unused_state is not None:  # resumed, and not iterated since: still where it was
+        if self._unused_state is not None:  # resumed, and not iterated since: the position is unchanged
             return copy.deepcopy(self._unused_state)
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
@@ -323,7 +322,7 @@ class TrackedLoader:
             assert iteration.ring is not None
             counts, drop = counts_at(iteration.ring, iteration.number, consumed - record.first_batch)
         elif self.num_workers:
-            # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
+            # A fresh iterator begins with worker 0, so the resume starts at the round that worker 0 began.
             rounds = (consumed - record.first_batch) // self.num_workers
             drop = (consumed - record.first_batch) % self.num_workers
             counts = [before + rounds for before in iteration.fetched_before]
@@ -388,7 +387,7 @@ class TrackedLoader:
         self._plan = (plan, workers, drop)
 
     def release_workers(self) -> None:
-        """Let the workers follow a termination again: nobody needs them any more."""
+        """Let the workers obey a termination signal again, because they are no longer needed."""
         self._close_rings()
 
     def _close_rings(self) -> list[int]:
@@ -396,5 +395,5 @@ class TrackedLoader:
         return [process_id for ring in rings for process_id in ring.close()]
 
     def close_workers(self, *, timeout_seconds: float = 0.5) -> None:
-        """End the workers that are still there: those that don't follow a request within the time are killed."""
+        """End the remaining workers. A worker that doesn't exit in time when requested to is killed."""
         end_children(self._close_rings(), timeout_seconds=timeout_seconds)

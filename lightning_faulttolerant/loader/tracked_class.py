@@ -1,6 +1,6 @@
-"""The class of a loader that is followed: the user's own, with a place in it where new iterators are really made.
+"""The class of a loader that is followed: the user's class, with a hook at the place that really creates iterators.
 
-What a user's class adds to torch's attributes stays in the user's object, of which the followed one is a copy.
+The attributes that a user's class adds to torch's stay in the user's object. The followed object is a copy of it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 _log = logging.getLogger(__name__)
 
 RESUMABLE = "is_resumable_in_a_loop_of_ones_own"
-"""The attribute of the class of loaders that keep a state of ours themselves."""
+"""The class attribute that marks loaders of this package that keep their own state."""
 
 
 def keeps_own_position(loader: object) -> bool:
-    """Return whether `loader` is a ``StatefulDataLoader`` of torchdata's, which makes stateful iterators itself."""
+    """Return whether `loader` is torchdata's ``StatefulDataLoader``, which creates stateful iterators itself."""
     return _maker(type(loader)).__module__.startswith("torchdata.")
 
 
 def is_resumable(loader: object) -> bool:
-    """Return whether `loader` is one of ours, or a streaming one, with a state: it is followed as any other loader."""
+    """Return whether `loader` is one of this package's with a state, or a streaming one; both are followed as usual."""
     return isinstance(loader, DataLoader) and _is_ours(type(loader))
 
 
@@ -38,8 +38,8 @@ def _is_ours(user_class: type) -> bool:
 
 
 def _maker(user_class: type) -> type:
-    """Return the class that really makes the iterators of a user's class: torch's own, or torchdata's."""
-    # torchdata is recognised by its name: it need not be installed.
+    """Return the class that really creates the iterators of a user's class: torch's or torchdata's."""
+    # torchdata is recognized by its name: it need not be installed.
     for base in user_class.__mro__:
         if base.__module__.startswith("torchdata.") and "__iter__" in vars(base):
             return base
@@ -47,7 +47,7 @@ def _maker(user_class: type) -> type:
 
 
 class _Asked(DataLoader[Any]):
-    """Stands before a user's class: where its ``__iter__`` is a generator, nothing has begun yet when it is called."""
+    """Comes before a user's class. If its ``__iter__`` is a generator, nothing has begun yet when it is called."""
 
     def __iter__(self) -> Any:
         vars(self)[TRACKER].ask()
@@ -69,16 +69,16 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 def _users(followed: Any) -> Any:
-    """Return the user's own loader, whose attributes a followed copy shares: both sides may set them in the fit."""
+    """Return the user's loader. A followed copy shares its attributes: both sides may set them in the fit."""
     tracker = object.__getattribute__(followed, "__dict__").get(TRACKER)
     return None if tracker is None else tracker.user_loader
 
 
 @functools.cache
 def _before(maker: Any) -> type[DataLoader[Any]]:
-    """Return what stands between a user's class and `maker`, where ``super().__iter__()`` of the user's class arrives.
+    """Return the class between a user's class and `maker`. The user's ``super().__iter__()`` calls it.
 
-    There a new iterator is really made, also when the user's ``__iter__`` is a generator that runs later.
+    It really creates a new iterator, even if the user's ``__iter__`` is a generator that runs later.
     """
 
     class Tracked(maker):  # type: ignore[misc]  # a class that is not known before
@@ -89,7 +89,7 @@ def _before(maker: Any) -> type[DataLoader[Any]]:
 
 
 def _no_state(self: Any) -> dict[str, Any]:
-    # Lightning asks for it at each checkpoint. The place is in the tracker's state; nothing is to be restored twice.
+    # Lightning calls it at each checkpoint. The tracker's state has the position; nothing must be restored twice.
     return {}
 
 

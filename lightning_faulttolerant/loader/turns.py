@@ -1,4 +1,4 @@
-"""Which worker gave which batch of an iterable data set: in turn, among those that still have data."""
+"""Which worker supplied which batch of an iterable data set: in turn, among the workers that still have data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WAIT_SECONDS = 5.0
 
 
 def round_of(num_batches: int, ends: list[int | None]) -> tuple[int, int]:
-    """Return the last round that began at or before batch `num_batches`, and how many batches came before it.
+    """Return the last round that began at or before batch `num_batches`, and the number of batches before it.
 
     Args:
-        num_batches: How many batches have come out.
-        ends: How many batches each worker gives in all, as far as it has run out.
+        num_batches: The number of batches yielded.
+        ends: The total number of batches of each worker that has run out, ``None`` for the others.
     """
     rounds = bisect_right(range(num_batches + 1), num_batches, key=lambda r: _num_before(r, ends)) - 1
     return rounds, _num_before(rounds, ends)
@@ -35,10 +35,10 @@ def counts_at(ring: WorkerRing, iteration: int, num_batches: int) -> tuple[list[
 
 
 def counts_now(ring: WorkerRing, iteration: int, num_given: int) -> list[int]:
-    """Return how many batches each worker has fetched once it has done all it was given.
+    """Return how many batches each worker has fetched once it has finished its work.
 
     Raises:
-        NotExactError: If that can't be told, since some have run out and others were cut off.
+        NotExactError: If that is unknown, because some have run out and others were cut off.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:

@@ -1,7 +1,6 @@
-"""Pipelines of webdataset that shuffle without a seed, told by names: webdataset need not be installed.
+"""Pipelines of webdataset that shuffle without a seed, recognized by name: webdataset need not be installed.
 
-Its shuffle without a seed is seeded by the clock and the number of the process, so that nobody can draw its samples
-again.
+Without a seed, its shuffle is seeded by the clock and the process id, so its samples can't be drawn again.
 """
 
 from __future__ import annotations

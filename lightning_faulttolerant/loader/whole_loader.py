@@ -1,4 +1,4 @@
-"""A loader that is followed as a whole: by what it gives, rather than by what it consists of."""
+"""A loader that is followed as a whole: by its batches, not by its parts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class WholeLoader:
-    """Sees to it that only the trainer's iterations are followed.
+    """Ensures that only the trainer's iterations are followed.
 
     Args:
-        loader: The user's.
-        place: Which of the trainer's it is.
+        loader: The user's loader.
+        place: Which of the trainer's loaders it is.
     """
 
     num_workers = 0
@@ -22,13 +22,13 @@ class WholeLoader:
         self.loader = loader
         self.place = place
         self.followed = loader
-        """What the trainer is to iterate over."""
+        """The object that the trainer iterates over."""
         self.is_followed: Callable[[], bool] = lambda: True
         self.is_held_back: Callable[[], bool] = lambda: False
         self.on_first_batch: Callable[[], None] = lambda: None
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make the user's iterator for a new iteration, resumed where `load_state_dict` said so."""
+        """Create the user's iterator for a new iteration, at the position that `load_state_dict` set."""
         if not self.is_followed():
             return make_iterator()
         if self.is_held_back():
@@ -36,18 +36,18 @@ class WholeLoader:
         return _Announced(self._begun(make_iterator), self.on_first_batch)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin an iteration that is followed, or continue with the one that was resumed."""
+        """Begin an iteration that is followed, or continue the one that was resumed."""
         raise NotImplementedError
 
     def close_workers(self) -> None:
-        """Do nothing: workers that the user's loader may have are its own affair."""
+        """Do nothing: the user's loader manages its own workers."""
 
     def release_workers(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing, for the same reason."""
 
 
 class _Announced(Iterator[Any]):
-    """Says that the first batch is asked for, right before it is."""
+    """Calls a function right before the first batch is requested."""
 
     def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:
         self._batches = batches

@@ -1,4 +1,4 @@
-"""What fetching changes on a worker's own copies of a loader's objects: it travels with the worker's state."""
+"""The changes that fetching makes on a worker's copies of a loader's objects. They travel with the worker's state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_faulttolerant.state.objects.object_state import LOST, NODES, Obje
 from lightning_faulttolerant.state.objects.users import is_global
 
 MAX_BYTES = 65_536
-"""So much may have changed, of what a worker's state has room for."""
-# So many objects, the nearest ones, are looked at after each batch; the rest takes at most so much of the time.
+"""The space for changes in a worker's state."""
+# This many of the nearest objects are checked after each batch. The rest takes at most this share of the time.
 _MAX_NEAR = 1_000
 _MAX_ITEMS = 1_000
 _FAR_SHARE = 0.01
@@ -25,12 +25,12 @@ _FAR_SHARE = 0.01
 class WorkerObjects:
     """The objects of one worker.
 
-    Objects far down are looked at only as often as that takes 1 % of the time: a change of these may be found some
-    batches late. Of a container with more than 1,000 items only the length is looked at: a look at each item would copy
-    memory that workers share with the main process until one of them touches it.
+    Objects far down are checked only as often as that takes 1 % of the time, so a change of these may be found some
+    batches late. For a container with more than 1,000 items, only the length is checked. A check of each item would
+    copy memory that workers share with the main process until one of them touches it.
 
     Args:
-        dataset: The worker's copy. The iteration over an iterable one has its own way.
+        dataset: The worker's copy. For an iterable one, its iteration handles the changes.
         collate_fn: The worker's copy.
         worker_init_fn: The worker's copy.
     """
@@ -51,7 +51,7 @@ class WorkerObjects:
         self._lost: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has changed, and what of it is too much; an empty dict if nothing has."""
+        """Return the changes, and those that are too large to carry; an empty dict if there are none."""
         self._changing.update(dict.fromkeys(self._near.take_changed()))
         self._look_far()
         if not self._changing and not self._lost:
@@ -62,7 +62,7 @@ class WorkerObjects:
         return state if state[NODES] or state[LOST] else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore it; return a line for each thing that could not be."""
+        """Restore a state; return a line for each thing that could not be restored."""
         if not state:
             return []
         known = {*self._state.paths}
@@ -81,11 +81,11 @@ class WorkerObjects:
 
 
 AN_ITERATOR = "an iterator"
-"""How the reason begins why an iterator can't be carried."""
+"""The start of the reason why an iterator can't be carried."""
 
 
 def lost_in_loaders(places: Mapping[str, Any]) -> dict[str, str]:
-    """Return what had changed on data sets when iterations, or workers, began, and can't be carried, by path.
+    """Return the changes on data sets when iterations or workers began that can't be carried, by path.
 
     Args:
         places: The states of loaders, by place.
@@ -98,7 +98,7 @@ def lost_in_loaders(places: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _at_moments(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Return what had changed on a data set at each moment that the state of a loader holds."""
+    """Return the changes on a data set at each moment that a loader's state holds."""
     record, position = state.get("record") or {}, (state.get("iterable") or {}).get("position") or {}
     for name in ("birth", "start", "first"):
         yield ((record.get(name) or {}).get("objects") or {}).get("dataset", {})
@@ -108,13 +108,13 @@ def _at_moments(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     moments = (position.get("start") or {}, position.get("first") or {}, position)
     for objects in (moment.get("objects") or {} for moment in moments):
-        # Iterators are made again where the iteration is begun again, and the samples that come of it are compared.
+        # Iterators are created again where the iteration begins again, and the resulting samples are compared.
         lost = objects.get(LOST, {}).items()
         yield {LOST: {path: reason for path, reason in lost if not reason.startswith(AN_ITERATOR)}}
 
 
 def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
-    """Return what workers have changed and can't carry, by path.
+    """Return the changes made in workers that can't be carried, by path.
 
     Args:
         places: The states of loaders, by place.

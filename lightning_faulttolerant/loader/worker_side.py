@@ -1,7 +1,7 @@
-"""What happens in a data-loading worker: its random state is left in the ring after each batch, and put back on resume.
+"""The worker's side of a loader: it leaves its random state in the ring after each batch, and restores it on resume.
 
-A worker fetches batches ahead of their use, so its state *now* is of no use to a checkpoint; the ring holds the states
-after each of the last batches, from which the main process picks the one that belongs to its position.
+A worker fetches batches ahead of their use, so a checkpoint can't use its *current* state. The ring holds the states
+after each of the last batches. The main process picks the one that belongs to its position.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
 class WorkerSide:
     """Stands in for the ``collate_fn`` and the ``worker_init_fn`` of a loader with workers.
 
-    Both are methods of one object, so that they are still one object in a spawned worker.
+    Both are methods of one object, so they remain one object in a spawned worker.
 
     Args:
-        collate_fn: The loader's own.
-        worker_init_fn: The loader's own, or ``None``.
+        collate_fn: The loader's ``collate_fn``.
+        worker_init_fn: The loader's ``worker_init_fn``, or ``None``.
         default_init: Called in place of a missing `worker_init_fn`.
-        iterable: What stands in for an iterable data set.
-        leaves_rest: Whether samples that are too few for a whole batch make one.
-        has_state: Whether the state that a map-style data set keeps is to continue, too.
-        per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
+        iterable: The stand-in for an iterable data set.
+        leaves_rest: Whether samples too few for a whole batch form one.
+        has_state: Whether the state of a map-style data set continues, too.
+        per_sample: Seeds the samples in that mode. No state is left in the ring then.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WorkerSide:
 
     @contextlib.contextmanager
     def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
-        """Give workers that are made meanwhile a ring of their own, and nothing to continue from."""
+        """Give workers created in this block a separate ring, and nothing to continue from."""
         kept, self.ring, self.resume_from = (self.ring, self.resume_from), ring, None
         try:
             yield ring
@@ -85,13 +85,13 @@ class WorkerSide:
             self.ring, self.resume_from = kept
 
     def init(self, worker_id: int) -> None:
-        """Set up a worker that has just started: signals, the user's own function, then the state to continue from."""
+        """Set up a worker that has just started: its signals, the user's function, then the state to continue from."""
         assert self.ring is not None
         self._worker = worker_id
         self.ring.register(worker_id, os.getpid())
         self._handle_signals()
         if self.iterable is not None:
-            # Users are to see their own object; torch's class forbids a plain assignment.
+            # Users must see their own object; torch's class forbids a plain assignment.
             object.__setattr__(get_worker_info(), "dataset", self.iterable.user_dataset)
         if self._per_sample is not None:
             self._per_sample.init_worker()
@@ -103,7 +103,7 @@ class WorkerSide:
         self._objects = WorkerObjects(
             dataset=self._dataset(), collate_fn=self._collate_fn, worker_init_fn=self._init_fn
         )
-        # Where there are more workers than there were, and nobody is strict, the new ones begin as they are.
+        # If there are more workers than before and strict is off, the new ones keep the states they started with.
         states = self.resume_from or ()
         state = states[worker_id] if worker_id < len(states) else None
         if state is not None:
@@ -151,7 +151,7 @@ class WorkerSide:
                 refuse(f"A worker continues without {line}", strict=self.strict, not_exact=self._not_exact)
 
     def collate(self, samples: Any) -> Any:
-        """Collate a batch as the user's function does, then leave the worker's state in the ring."""
+        """Collate a batch with the user's function, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
         if self._worker >= 0 and self._per_sample is None:
             self._count += 1
@@ -160,7 +160,7 @@ class WorkerSide:
         return batch
 
     def state_bytes(self, dataset: Any) -> int:
-        """Return about how long a worker's state will be, from the main process's copy of the data set."""
+        """Return the approximate length of a worker's state, from the main process's copy of the data set."""
         roots = {"dataset": dataset, "collate_fn": self._collate_fn}
         held = HeldGenerators({**roots, **users_variables(roots)})
         return len(_pack(held, dataset=dataset if self._has_state else None))
@@ -176,14 +176,14 @@ class WorkerSide:
     def _leave_state(self) -> None:
         assert self.ring is not None
         assert self._held is not None
-        self._held.refresh()  # objects often make their generator when they are first used
+        self._held.refresh()  # objects often create their generator on first use
         dataset = self._dataset() if self._has_state else None
         objects = {} if self._objects is None else self._objects.state_dict()
         self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset, objects=objects))
 
     def _handle_signals(self) -> None:
-        # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
-        # its batch: they leave only when it says so.
+        # A scheduler or a terminal also signals the workers. The main process still needs them to finish its batch, so
+        # they exit only when it tells them to.
         for name in _IGNORED_SIGNALS:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -202,7 +202,7 @@ def worker_side_of(
     iterable: IterableSide | None,
     per_sample: PerSampleDataset | None,
 ) -> WorkerSide:
-    """Return what stands in for the functions of a loader; the arguments are those of `WorkerSide`."""
+    """Return the stand-in for the functions of a loader; the arguments are those of `WorkerSide`."""
     return WorkerSide(
         collate_fn=collate_fn,
         worker_init_fn=loader.worker_init_fn,
@@ -215,8 +215,8 @@ def worker_side_of(
 
 
 def unpack_worker_state(blob: bytes) -> WorkerState:
-    """Return what a worker left in its slot of the ring."""
-    # Our own bytes, out of memory that only our workers write.
+    """Return the state that a worker left in its slot of the ring."""
+    # These are our own bytes, from memory that only our workers write.
     state: WorkerState = pickle.loads(blob)
     return state
 
@@ -240,7 +240,7 @@ def _pack(
 
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:
     missing = held.load_state_dict(state["held"])
-    # What a worker draws from on its own device is its own affair; the main process's devices are not its to set.
+    # Restore a device only if this worker uses it. The main process's devices are not the worker's to set.
     in_use = {kind for kind, _ in devices.initialised()}
     rng: dict[str, bytes] = state["rng"]
     set_rng_state({n: blob for n, blob in rng.items() if not devices.is_device(n) or n.partition(":")[0] in in_use})

@@ -1,1 +1,1 @@
-"""What a run writes about itself, one JSON object a line: read here, without torch, by whoever judges or draws it."""
+"""The files that a run writes about itself, one JSON object per line. Reading them does not need torch."""

@@ -1,4 +1,4 @@
-"""Cut the time of a chapter into segments without gaps; what each kind means is in ``goodput.py``."""
+"""Cuts the time of a chapter into segments without gaps; ``goodput.py`` explains each kind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_faulttolerant.records.history import Autosave, Chapter, Fit, Hist
 
 
 def report_of(history: History, *, run_id: str, path: str, made: float, is_whole: bool = False) -> RunReport | None:
-    """Return the report of a run, ``None`` if nothing is known of it.
+    """Return the report of a run, or ``None`` if nothing is known of it.
 
     Args:
-        history: What its file tells.
-        run_id: Names the run.
+        history: The history of the run.
+        run_id: The id of the run.
         path: Its directory or URL.
-        made: The time now.
-        is_whole: Whether all chapters are shown, not only the last.
+        made: The current time.
+        is_whole: Whether all chapters are shown, not only the last one.
     """
     if not history.chapters:
         return None
@@ -52,8 +52,8 @@ def chapter_report(chapter: Chapter, number: int = 1) -> ChapterReport:
     """Return a chapter with the account of its time.
 
     Args:
-        chapter: What happened.
-        number: In the history, from 1.
+        chapter: The chapter.
+        number: Its number in the history, from 1.
     """
     segments = segments_of(chapter)
     return ChapterReport(number=number, chapter=chapter, account=account_of(segments), segments=tuple(segments))
@@ -63,7 +63,7 @@ def account_of(segments: Iterable[Segment]) -> Account:
     """Return the sums of each kind.
 
     Args:
-        segments: Of a chapter, or of a part of it.
+        segments: The segments of a chapter, or of a part of it.
     """
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for segment in segments:
@@ -72,10 +72,10 @@ def account_of(segments: Iterable[Segment]) -> Account:
 
 
 def segments_of(chapter: Chapter) -> list[Segment]:
-    """Return the segments of a chapter in the order of time; each begins where the one before it ends.
+    """Return the segments of a chapter in order of time; each begins where the previous one ends.
 
     Args:
-        chapter: With one process at least.
+        chapter: A chapter with at least one process.
     """
     cut = _Cut(chapter.processes[0].began)
     for index, process in enumerate(chapter.processes):
@@ -102,15 +102,15 @@ def segments_of(chapter: Chapter) -> list[Segment]:
 
 
 def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
-    """Return the time of the state that a fit continues from: what was trained of it after that is done again.
+    """Return the time of the state that a fit continues from: training after that time is done again.
 
     Args:
-        fit: That has started.
+        fit: A fit that has started.
         earlier: The processes before its own.
 
     Returns:
-        The time of which the autosave's state is; of another checkpoint, such as one of Lightning's own, the last time
-        at which the run is known to have been at its place or before it; minus infinity if it continues from nothing.
+        The time at which the autosave's state was taken. For another checkpoint, such as one of Lightning's own, the
+        last time at which the run is known to have been at or before its place. Minus infinity without a checkpoint.
     """
     if fit.resumed is None or not fit.resumed.continues:
         return -math.inf
@@ -126,10 +126,10 @@ def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
 
 
 def marks(fit: Fit) -> Iterator[tuple[float, Place]]:
-    """Return the times at which the place of a fit is known.
+    """Yield the times at which the place of a fit is known, with the place.
 
     Args:
-        fit: Any.
+        fit: Any fit.
     """
     if fit.started is not None and fit.place is not None:
         yield fit.started, fit.place
@@ -144,20 +144,20 @@ def _is_not_behind(place: Place, other: Place | None) -> bool:
 
 
 class _Cut:
-    """Segments so far, and where they end."""
+    """The segments so far, and where they end."""
 
     def __init__(self, began: float) -> None:
         self.segments: list[Segment] = []
         self.end = began
 
     def until(self, end: float, kind: str, process: int, fit: int | None = None) -> None:
-        """Add a segment up to a time, if that is not past already."""
+        """Add a segment up to a time, unless that time has passed already."""
         if end > self.end:
             self.segments.append(Segment(kind=kind, began=self.end, ended=end, process=process, fit=fit))
             self.end = end
 
     def redo(self, fit: int, time: float) -> None:
-        """Note that a fit continues from the state of a time: what was trained of it since is done again."""
+        """Note that a fit continues from the state of a time: what it trained since then is done again."""
         index = len(self.segments) - 1
         while index >= 0 and self.segments[index].ended > time:
             segment = self.segments[index]
@@ -178,5 +178,5 @@ def _cut_fit(cut: _Cut, fit: Fit, process: int) -> None:
 
 
 def _waits(autosaves: Iterable[Autosave]) -> list[tuple[float, float]]:
-    """Return when training waited: for several of which only the sum is known, as if it had been at once."""
+    """Return when training waited. For several autosaves with only a known sum, return one wait of that length."""
     return sorted((autosave.taken, autosave.taken + autosave.seconds) for autosave in autosaves)

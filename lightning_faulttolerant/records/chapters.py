@@ -1,7 +1,6 @@
-"""The lines of a history, read into chapters, processes and fits. Whatever is not as it should be counts as not there.
+"""Reads the lines of a history into chapters, processes, and fits. Anything malformed counts as missing.
 
-Times never go back in what is made of them: where the clock of another machine is behind, a line counts as written when
-the one before it was.
+Times in the result never go back: if the clock of another machine is behind, a line gets the time of the previous line.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from lightning_faulttolerant.records.history import (
 from lightning_faulttolerant.records.lines import Line
 
 _MAX_NUMBER = 1e15
-_MAX_TIME = 2.5e11  # what lies after the year 9892 is no time that could be shown
+_MAX_TIME = 2.5e11  # a time after the year 9892 can't be shown
 
 
 def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
-    """Return what the lines of a history tell.
+    """Return the history that the lines record.
 
-    A chapter ends with the script, or where a start does not continue although there was an autosave to continue from.
+    A chapter ends with the script. It also ends where a start does not continue although an autosave existed.
 
     Args:
-        lines: Of one file, in their order.
+        lines: The lines of one file, in order.
         num_unread: How many more lines the file has, which are torn or damaged.
     """
     reader = _Reader()
@@ -53,10 +52,10 @@ def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
 
 
 def place_of(line: Any) -> Place | None:
-    """Return the place that a line names, ``None`` if it names none.
+    """Return the place that a line names, or ``None`` if it names none.
 
     Args:
-        line: What JSON has given.
+        line: The parsed JSON.
     """
     if not isinstance(line, dict):
         return None
@@ -171,7 +170,7 @@ class _Reader:
         self._processes[-1].fits.append(_Fit(number=number, began=self._now, last_seen=self._now))
 
     def _fit(self, number: int) -> _Fit:
-        """Return the fit that a line belongs to; where its beginning was torn, what began is not known."""
+        """Return the fit that a line belongs to; if its first line was torn, its beginning is not known."""
         if not self._processes or self.chapters[-1].done is not None:
             self._add_process(_Process(token=None, began=self._now))
         fits = self._processes[-1].fits
@@ -197,7 +196,7 @@ class _Reader:
             )
 
     def _start_over(self) -> None:
-        """Let the last process begin a new chapter, if those before it have left what it could have continued from."""
+        """Let the last process begin a new chapter, if earlier ones have left something to continue from."""
         *earlier, last = self._processes
         if any(fit.autosaves for process in earlier for fit in process.fits if fit.number == 1):
             self._processes.pop()

@@ -1,12 +1,12 @@
-"""Where the time of a run has gone: which part of it counted, and what the rest was spent on.
+"""How a run spent its time: which part of it counted, and what the rest was spent on.
 
-The wall time of a chapter, from the start of its first process to the last that is known of it, is cut into
-**segments** without gaps, each of one kind. So the sums of the kinds add up to the whole. Measured are: the starts of
-processes (by the system), the starts and ends of fits, the seconds that training waited for an autosave, those that
-restoring took, and the time of which the state of each autosave is. Estimated is when a process was killed: it is taken
-to have ended at its last sign of life, an autosave or the mark that it leaves every ten seconds (in its first hundred
-seconds more often). Up to ten seconds of work (more if a single batch takes longer; sixty below a URL) that were done
-after that, and lost, count as `DOWN` instead of `REDONE`; both are lost, so goodput does not depend on it.
+The wall time of a chapter, from the start of its first process to its last known moment, is cut into **segments**
+without gaps, each of one kind. So the sums of the kinds add up to the whole. These times are measured: the starts of
+processes (by the system), the starts and ends of fits, the seconds that training waited for an autosave, the seconds
+that restoring took, and the time of each autosave's state. The time of a kill is estimated: the process is taken to
+have ended at its last sign of life, an autosave or the mark that it leaves every ten seconds (more often in its first
+hundred seconds). Up to ten seconds of work after that (more if a single batch takes longer; sixty below a URL) are lost
+and count as `DOWN` instead of `REDONE`. Both are lost time, so goodput does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from lightning_faulttolerant.records.history import Chapter
 
 STARTING = "starting"
-"""From the start of the first process until its fit could fetch its first batch, what was restored then aside."""
+"""From the start of the first process until its fit could fetch its first batch, except the time for restoring."""
 TRAINING = "training"
-"""From the first batch of a fit to its end, what was saved or lost meanwhile aside: the time that counted. Validation
-runs, the user's own checkpoints and all else that the fit does is in it.
+"""From the first batch of a fit to its end, except saved or lost time in between: the time that counted. It includes
+validation runs, the user's own checkpoints, and everything else that the fit does.
 """
 SAVING = "saving"
 """Training waited for an autosave."""
@@ -29,17 +29,17 @@ OUTSIDE = "outside"
 RESTORING = "restoring"
 """From the choice of a checkpoint until the first batch could be fetched, with that checkpoint restored."""
 REDONE = "redone"
-"""Training that was done again: after the autosave that a later process has resumed from."""
+"""Training that was done again: after the autosave that a later process resumed from."""
 DOWN = "down"
-"""No process: from the last sign of life of one to the start of the next."""
+"""No process: from the last sign of life of one process to the start of the next."""
 RESTARTING = "restarting"
-"""From the start of a later process until its fit could fetch its first batch, what was restored then aside; with all
-that it did before which had been done already, such as restoring fits that were finished.
+"""From the start of a later process until its fit could fetch its first batch, except the time for restoring. It
+includes all earlier work that was already done, such as restoring finished fits.
 """
 
 KINDS = (TRAINING, SAVING, OUTSIDE, STARTING, RESTORING, REDONE, DOWN, RESTARTING)
 LOST = (REDONE, DOWN, RESTARTING)
-"""What faults cost, restoring aside."""
+"""The cost of faults, except restoring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,10 @@ class Segment:
 
     Args:
         kind: One of `KINDS`.
-        began: Seconds since 1970.
-        ended: Likewise.
-        process: Index of the process in its chapter; of `DOWN`, the one that was gone.
-        fit: Number of the fit that it belongs to; ``None`` outside of fits.
+        began: When it began, in seconds since 1970.
+        ended: When it ended, in seconds since 1970.
+        process: The index of the process in its chapter; for `DOWN`, of the process that was gone.
+        fit: The number of the fit that it belongs to; ``None`` outside fits.
     """
 
     kind: str
@@ -62,13 +62,13 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """The length in seconds."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """Seconds of each kind; together they are the total.
+    """The seconds of each kind; together they are the total.
 
     Args:
         training: Training that counted.
@@ -97,17 +97,17 @@ class Account:
 
     @property
     def lost(self) -> float:
-        """What faults cost, restoring aside."""
+        """The cost of faults, except restoring."""
         return math.fsum(getattr(self, kind) for kind in LOST)
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time in which training went forward for good, from 0 to 1."""
+        """The share of the wall time in which training made lasting progress, from 0 to 1."""
         return self.training / self.total if self.total > 0 else 0.0
 
     @property
     def goodput_while_up(self) -> float:
-        """The same share of the time in which there was a process: waiting for a machine is no fault of the run's."""
+        """The same share of the time in which a process existed: waiting for a machine is not the run's fault."""
         up = self.total - self.down
         return self.training / up if up > 0 else 0.0
 
@@ -117,10 +117,10 @@ class ChapterReport:
     """A chapter with the account of its time.
 
     Args:
-        number: In the history, from 1.
-        chapter: What happened.
-        account: Where its time has gone.
-        segments: The same in the order of time, without gaps.
+        number: Its number in the history, from 1.
+        chapter: The chapter.
+        account: How its time was spent.
+        segments: The same in order of time, without gaps.
     """
 
     number: int
@@ -135,22 +135,22 @@ class ChapterReport:
 
     @property
     def ended(self) -> float:
-        """The last that is known of it."""
+        """The last known moment."""
         return self.segments[-1].ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What a report tells of a run.
+    """The content of a report about a run.
 
     Args:
-        run_id: Names the run.
-        path: Its directory, or URL.
-        made: When the report was made, seconds since 1970.
-        chapters: Those that are shown, the oldest first; at least one.
-        num_chapters: How many there are in all.
-        num_forgotten: Processes at the beginning of which nothing is known any more.
-        num_unread: Lines of its history that could not be read.
+        run_id: The id of the run.
+        path: Its directory or URL.
+        made: When the report was made, in seconds since 1970.
+        chapters: The chapters to show, the oldest first; at least one.
+        num_chapters: The number of all chapters.
+        num_forgotten: The number of processes at the beginning that are no longer known.
+        num_unread: The number of lines of its history that could not be read.
     """
 
     run_id: str

@@ -1,31 +1,32 @@
-"""The history of a run: when it was started, resumed, saved and ended, over all its processes.
+"""The history of a run: when it was started, resumed, saved, and ended, over all its processes.
 
-Rank 0 writes it to ``<dirpath>/<run_id>/history.jsonl``, here or in an object store; it stays there when the autosaves
-are removed. Each line is one JSON object with its kind under ``event``, the number of the fit in its script under
-``fit`` (from 1), and the time, seconds since 1970, under ``time``. Places are ``epoch`` (from 0), ``batch`` (batches of
-the epoch done) and ``global_step``. Kinds, and what they have besides:
+Rank 0 writes it to ``<dirpath>/<run_id>/history.jsonl``, here or in an object store. It stays there when the autosaves
+are removed. Each line is one JSON object. ``event`` is its kind, ``fit`` the number of the fit in its script (from 1),
+and ``time`` the time in seconds since 1970. Places are ``epoch`` (from 0), ``batch`` (finished batches of the epoch),
+and ``global_step``. The kinds, and their other keys:
 
-- ``begin``: a fit begins, before anything is read or set up for it. ``process`` (names the process of the script, which
-  may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started).
-- ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``resumes`` (whether it resumes
-  where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (that restoring took),
-  ``exact``, ``not_exact``, ``notes`` (lists of texts).
-- ``autosave``: one is written and verified. Its place, ``name`` (of its file), ``taken`` (the time of which its state
-  is), ``seconds`` (that training waited for it), ``bytes``, ``after`` (whether it was written in the background).
-- ``autosaves``: stands for several older ones, when the file was shortened. ``number``, ``seconds`` and ``bytes``, the
+- ``begin``: a fit begins, before anything is read or set up for it. ``process`` (a name for the process of the script,
+  which may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started).
+- ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
+  continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
+  restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
+- ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
+  taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background).
+- ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.
-- ``unsaved``: nothing can be saved, because the disk is full or the store is not reached; of one stretch of time the
-  last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or ``null``),
-  ``tries`` (saves that failed so far), ``text`` (why the last of them did).
-- ``alive``: its place, every ten seconds, so that the time of a kill is known; of a fit that is younger than a hundred
-  seconds whenever it is a tenth older, but at most each second.
-- ``end``: the fit is over, if the process could still say so. Its place, ``reason`` ("finished", "stopped by SIGTERM",
-  or the name of an exception), ``text`` (the same at length), ``saved``: the place of the last autosave, or ``null``.
-- ``done``: the script came to its normal end, its autosaves are removed. Without ``fit``.
-- ``shortened``: the first line, where the file was shortened by whole processes. ``number`` (of them), ``since``.
+- ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
+  only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
+  ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).
+- ``alive``: its place, every ten seconds, so that the time of a kill is known. A fit that is younger than a hundred
+  seconds writes it whenever it is a tenth older, but at most once per second.
+- ``end``: the fit is over, if the process could still write it. Its place, ``reason`` ("finished", "stopped by
+  SIGTERM", or the name of an exception), ``text`` (the same at length), ``saved``: the place of the last autosave, or
+  ``null``.
+- ``done``: the script ended normally, and its autosaves are removed. Without ``fit``.
+- ``shortened``: the first line, if whole processes were removed from the file. ``number`` (of them), ``since``.
 
-A line belongs to the ``begin`` before it. How lines are read is in ``chapters.py``, how time is accounted for in
-``goodput.py``, how a file is shortened in ``shortening.py``.
+A line belongs to the ``begin`` before it. ``chapters.py`` reads the lines, ``goodput.py`` accounts for the time, and
+``shortening.py`` shortens a file.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ DONE = "done"
 SHORTENED = "shortened"
 
 FINISHED = "finished"
-"""The reason of a fit that came to its end."""
+"""The reason of a fit that has finished."""
 STOPPED = "stopped by "
-"""What the reason of a fit that was stopped begins with."""
+"""The beginning of the reason of a fit that was stopped."""
 
 FILE_NAME = "history.jsonl"
 DEFAULT_FOLDER = "fault_tolerance"
-"""Where runs are kept, below the Trainer's directory, if no other place is given."""
+"""The folder for runs below the Trainer's directory, if no other place is given."""
 ALIVE_EVERY_SECONDS = (1.0, 10.0)
-"""At least and at most."""
+"""The shortest and the longest interval."""
 ALIVE_EVERY_SHARE = 0.1
-"""Of the age of the fit: also of a short run it is known when it was killed."""
+"""The share of the fit's age: this way the time of a kill is known for a short run too."""
 
 
 def name_of(path: str) -> str:
-    r"""Return the name of a file or directory, as ``autosave`` lines have it.
+    r"""Return the name of a file or directory, as in ``autosave`` lines.
 
     Args:
-        path: Of this system or of another one, or a URL.
+        path: A path of this system or another one, or a URL.
 
     Example:
         >>> name_of("s3://bucket/fit-1/a.ckpt"), name_of("C:\\runs\\fit-1\\a.ckpt"), name_of("/runs/a.ckpt/")
@@ -75,9 +76,9 @@ class Place:
     """A place in a run.
 
     Args:
-        epoch: From 0.
-        batch: Batches of it done.
-        global_step: Optimizer steps done.
+        epoch: The epoch, from 0.
+        batch: The number of its finished batches.
+        global_step: The number of finished optimizer steps.
     """
 
     epoch: int
@@ -87,16 +88,16 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """What a fit was resumed from.
+    """The checkpoint that a fit was resumed from.
 
     Args:
         path: The checkpoint.
         position: Where it was taken, in words.
-        seconds: That restoring took, until the first batch could be fetched.
+        seconds: How long restoring took, until the first batch could be fetched.
         exact: What continued exactly.
         not_exact: What did not, each with the reason.
         notes: What is worth knowing.
-        continues: Whether it continues where this run was; if not, it begins a new one from somebody's checkpoint.
+        continues: Whether it continues where this run was; if not, it begins a new run from a given checkpoint.
     """
 
     path: str
@@ -110,18 +111,18 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Autosave:
-    """One autosave, or several older ones of which only the sums are known.
+    """One autosave, or several older ones with only known sums.
 
     Args:
-        time: When it was written and verified, of several the last. Seconds since 1970, like all times.
-        taken: The time of which its state is.
-        place: Where that was; of several, where the one was that training waited longest for.
-        seconds: That training waited, in all.
-        num_bytes: Of all; ``None`` if not known.
+        time: When it was written and verified; for several, the last one. In seconds since 1970, like all times.
+        taken: When its state was taken.
+        place: Where its state was taken; for several, that of the one that training waited longest for.
+        seconds: How long training waited, in total.
+        num_bytes: The size of all; ``None`` if not known.
         is_behind: Whether it was written in the background.
-        name: Of its file; empty for several.
-        number: How many it stands for.
-        longest: Seconds that training waited for the one that took longest.
+        name: The name of its file; empty for several.
+        number: The number of autosaves that it stands for.
+        longest: How many seconds training waited for the one that took longest.
     """
 
     time: float
@@ -143,7 +144,7 @@ class Unsaved:
         since: The time of the first save that failed.
         until: When a save succeeded again; ``None`` if none has in that fit.
         tries: How many saves failed.
-        text: Why the last of them did.
+        text: Why the last of them failed.
     """
 
     since: float
@@ -157,21 +158,21 @@ class Fit:
     """One fit in one process.
 
     Args:
-        number: In its script, from 1.
+        number: Its number in its script, from 1.
         began: When it began.
-        started: When it could fetch its first batch; ``None`` if it never came so far.
+        started: When it could fetch its first batch; ``None`` if it never got that far.
         num_ranks: How many ranks trained.
         place: Where it continued.
         resumed: What it was resumed from; ``None`` if it began at the beginning.
-        autosaves: In the order of time.
-        unsaved: When nothing could be saved, in the order of time.
-        alive: Times and places at which it is known to have been alive, the last one at least.
-        last_seen: The last that is known of it, its end included.
-        reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception; ``None`` if it could not say
-            so: it was killed, or still runs.
+        autosaves: Its autosaves, in order of time.
+        unsaved: The stretches in which nothing could be saved, in order of time.
+        alive: Times and places at which it is known to have been alive; at least the last one.
+        last_seen: Its last known moment, including its end.
+        reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception. ``None`` if it could not write
+            the reason: it was killed, or still runs.
         text: The same at length.
-        last_place: The last place that is known.
-        saved: Where its last autosave was taken, as it said at its end.
+        last_place: The last known place.
+        saved: Where its last autosave was taken, as recorded at its end.
     """
 
     number: int
@@ -196,12 +197,12 @@ class Fit:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it came to its end."""
+        """Whether it has finished."""
         return self.reason == FINISHED
 
     @property
     def has_trained(self) -> bool:
-        """Whether it continued from where it started; a finished fit that is only restored does not."""
+        """Whether it trained beyond its start; a finished fit that is only restored has not."""
         if self.started is None:
             return False
         return not (self.is_finished and self.last_place == self.place and not self.autosaves)
@@ -213,9 +214,9 @@ class Process:
 
     Args:
         began: When its process was started.
-        pid: Its number; ``None`` if not known.
-        host: The machine's name.
-        fits: In the order of their numbers.
+        pid: The process id; ``None`` if not known.
+        host: The name of the machine.
+        fits: Its fits, in order of their numbers.
     """
 
     began: float
@@ -230,7 +231,7 @@ class Process:
 
     @property
     def reason(self) -> str | None:
-        """Why its last fit ended; ``None`` if it could not say so."""
+        """Why its last fit ended; ``None`` if it could not write the reason."""
         return self.fits[-1].reason if self.fits else None
 
 
@@ -239,8 +240,8 @@ class Chapter:
     """From a start at the beginning to the end of the script, over all processes that this took.
 
     Args:
-        processes: In the order of time.
-        done: When the script came to its normal end; ``None`` if it has not, or nobody could say so.
+        processes: The processes, in order of time.
+        done: When the script ended normally; ``None`` if it has not, or could not record it.
     """
 
     processes: tuple[Process, ...]
@@ -254,12 +255,12 @@ class Chapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All that is known of a run.
+    """Everything that is known of a run.
 
     Args:
-        chapters: The oldest first.
-        num_forgotten: Processes at the beginning of which nothing is known any more, because the file was shortened.
-        num_unread: Lines that could not be read: torn by a kill, or damaged.
+        chapters: The chapters, the oldest first.
+        num_forgotten: The number of processes at the beginning that are forgotten because the file was shortened.
+        num_unread: The number of lines that could not be read: torn by a kill, or damaged.
     """
 
     chapters: tuple[Chapter, ...] = field(default=())

@@ -1,38 +1,39 @@
-"""The ledger of one process: what it trained, batch by batch, so that two runs can be held against each other.
+"""The ledger of one process: what it trained, batch by batch, to compare two runs.
 
-Written where ``FaultTolerance(ledger=...)``, or else ``PL_FAULT_TOLERANT_LEDGER``, names a file; also where
-``PL_FAULT_TOLERANT_TRAINING=0`` switches all else off. Rank 0 writes that file, rank r the one with ``.rank-<r>``
-after its name; a process that continues with the same file adds its lines. Each line is one JSON object with its kind
-under ``event``, the number of the fit in its script under ``fit`` (from 1) and the time, seconds since 1970, under
-``time``. Numbers that are compared are text: a float is ``float.hex()``, a tensor of several elements a digest. Kinds,
-and what they have besides:
+It is written if ``FaultTolerance(ledger=...)``, or else ``PL_FAULT_TOLERANT_LEDGER``, names a file, even if
+``PL_FAULT_TOLERANT_TRAINING=0`` switches everything else off. Rank 0 writes that file. Rank r writes a file with
+``.rank-<r>`` after the name. A process that continues with the same file adds its lines. Each line is one JSON object.
+``event`` is its kind, ``fit`` the number of the fit in its script (from 1), and ``time`` the time in seconds since
+1970. Numbers to compare are strings: a float is ``float.hex()``, a tensor of several elements is a digest. The kinds,
+and their other keys:
 
 - ``fit``: a fit begins. ``pid``, ``rank``, ``num_ranks``, ``num_batches`` (of an epoch; ``null`` if not known),
-  ``max_epochs``, ``surroundings`` (versions, device, threads: what the last bits of sums depend on).
+  ``max_epochs``, ``surroundings`` (versions, device, threads: the last bits of sums depend on them).
 - ``resumed``: it continues from a checkpoint, before its first batch. ``epoch``, ``batch``, ``text`` (the position in
   words; it begins with "at the validation run" if it was taken inside one, "after the end" after the whole fit),
-  ``exact``, ``not_exact`` (the reasons, a list of texts), ``path``.
-- ``batch``: the step of a batch is finished; what its last hooks and its end log comes after it. ``epoch``, ``batch``
-  (from 0), ``order`` (digest of the indices that the batch was made of; ``null`` if there are none, as with an
-  iterable data set, or they are not known, as where all is switched off), ``content`` (digest of the batch as it was
-  before the step, on its device; of a step that fetches by itself, of all that it fetched), ``rng`` (digest of the main
-  process's generators before the step), ``loss`` (``null`` if the step returns none), ``learning_rates`` (a list for
-  each optimizer; those that the step was made with).
-- ``validated``: a validation run is over, but for the hooks of its end. ``epoch``, ``batch`` (batches of the epoch
-  done), ``content`` (digest of all its batches), ``metrics``.
-- ``log``: values given to the loggers, or that would be if there were any. ``epoch``, ``batch`` (batches of the epoch
-  begun: one more than the number of the batch that logs), ``step``, ``metrics``, ``validating`` (made in a validation
-  run), ``epoch_end`` (made after the last batch of a training epoch), ``logger`` (the class of the one that a callback
-  or the module gave them to by itself; else ``null``). The sanity check's are left out, and what is given to a logger
-  itself before the fit's first epoch: that is done again at each start.
-- ``autosave``: an autosave is written and verified; by rank 0, or by all where a strategy shards. ``epoch``, ``batch``
-  (of its position), ``text`` (the position in words), ``path``. One that is written in the background comes later.
-- ``end``: the fit came to its end. ``weights``, ``optimizers``, ``metrics``, ``rng``: digests and values.
+  ``exact``, ``not_exact`` (the reasons, a list of strings), ``path``.
+- ``batch``: the step of a batch is finished; values that its last hooks and its end log come after it. ``epoch``,
+  ``batch`` (from 0), ``order`` (digest of the batch's indices; ``null`` if there are none, as with an iterable data
+  set, or if they are not known, as when everything is switched off), ``content`` (digest of the batch before the step,
+  on its device; for a step that fetches by itself, of all that it fetched), ``rng`` (digest of the main process's
+  generators before the step), ``loss`` (``null`` if the step returns none), ``learning_rates`` (those of the step, a
+  list for each optimizer).
+- ``validated``: a validation run is over, except for the hooks of its end. ``epoch``, ``batch`` (finished batches of
+  the epoch), ``content`` (digest of all its batches), ``metrics``.
+- ``log``: values passed to the loggers, or that would be if there were any. ``epoch``, ``batch`` (batches of the epoch
+  that have begun: one more than the number of the batch that logs), ``step``, ``metrics``, ``validating`` (logged in a
+  validation run), ``epoch_end`` (logged after the last batch of a training epoch), ``logger`` (the class of the logger
+  that a callback or the module called directly; else ``null``). Values of the sanity check are left out, and values
+  passed directly to a logger before the fit's first epoch: that is repeated at each start.
+- ``autosave``: an autosave is written and verified; by rank 0, or by all ranks if a strategy shards. ``epoch``,
+  ``batch`` (of its position), ``text`` (the position in words), ``path``. One written in the background comes later.
+- ``end``: the fit has finished. ``weights``, ``optimizers``, ``metrics``, ``rng``: digests and values.
 
-To join the ledgers of a run's processes: of the earlier ones counts what is not after the place in ``resumed``: lines
-whose ``epoch`` and ``batch``, of a ``batch`` line one more, are not greater. "At the validation run": of that place, no
-``validated`` and no ``validating`` line. "After the step": of that place, only the ``batch`` line. "At the end of
-epoch": of that place, none from the first with ``epoch_end`` on. "After the end of the fit": all but ``end``.
+To join the ledgers of a run's processes, keep the lines of earlier ones that are not after the place in ``resumed``:
+their ``epoch`` and ``batch`` (plus one for a ``batch`` line) are not greater. Some positions keep only a part of the
+lines at that place. "At the validation run": no ``validated`` and no ``validating`` line. "After the step": only the
+``batch`` line. "At the end of epoch": none from the first with ``epoch_end`` on. "After the end of the fit": all except
+``end``.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ END = "end"
 
 LEDGER_VARIABLE = "PL_FAULT_TOLERANT_LEDGER"
 DRILL_VARIABLE = "PL_FAULT_TOLERANT_DRILL"
-"""In the environment of all that a drill starts: by it one is known that has lost its parent."""
+"""In the environment of everything that a drill starts: it identifies processes that have lost their parent."""
 FAULT_VARIABLE = "PL_FAULT_TOLERANT_FAULT"
-"""For the drill: ``<fit>:<epoch>:<batch>:<hook>``, where an exception is to be raised. Hooks: ``start`` (before the
-step), ``step`` (after the backward pass, before the optimizer's step), ``end``. Where torchrun starts its ranks again
-by itself, they have the variables of before: several places, with a comma between, are for one start each.
+"""For the drill: ``<fit>:<epoch>:<batch>:<hook>``, the place to raise an exception. Hooks: ``start`` (before the step),
+``step`` (after the backward pass, before the optimizer's step), ``end``. If torchrun restarts its ranks by itself, they
+have the same variables as before: several places, separated by commas, are for one start each.
 """
 
 SAVE_VARIABLE = "PL_FAULT_TOLERANT_SAVE_AT"
-"""For the drill: ``<fit>:<epoch>:<batch>``, several with a comma between: it saves before each."""
+"""For the drill: ``<fit>:<epoch>:<batch>``, several separated by commas: save before each."""
 HOLD_VARIABLE = "PL_FAULT_TOLERANT_HOLD_AT"
-"""For the drill: ``<fit>:<epoch>:<batch>``. Before this batch rank 0 waits for its strike."""
+"""For the drill: ``<fit>:<epoch>:<batch>``. Before this batch, rank 0 waits for its strike."""
 
 HOOKS = ("start", "step", "end")
 BatchPlace = tuple[int, int, int]
-"""The number of the fit in its script, from 1, and epoch and batch, from 0."""
+"""The number of the fit in its script, from 1; the epoch and the batch, from 0."""
 
 
 def places_text(places: Iterable[BatchPlace]) -> str:
-    """Return places as the environment names them."""
+    """Return places in the format of the environment."""
     return ",".join(":".join(map(str, place)) for place in places)
 
 
@@ -80,11 +81,11 @@ def places_in(name: str, text: str) -> list[BatchPlace]:
     """Return the places that a variable names.
 
     Args:
-        name: Of the variable.
+        name: The name of the variable.
         text: Its value.
 
     Raises:
-        ValueError: If it names none.
+        ValueError: If it does not name places.
     """
     found = [re.fullmatch(r"(\d+):(\d+):(\d+)", place) for place in text.split(",")]
     places = [(int(match[1]), int(match[2]), int(match[3])) for match in found if match is not None]
@@ -95,12 +96,12 @@ def places_in(name: str, text: str) -> list[BatchPlace]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlace:
-    """Where a drill asks for an exception.
+    """The place at which a drill requests an exception.
 
     Args:
         fit: The number of the fit in its script, from 1.
-        epoch: From 0.
-        batch: From 0.
+        epoch: The epoch, from 0.
+        batch: The batch, from 0.
         hook: One of `HOOKS`.
     """
 
@@ -114,7 +115,7 @@ class FaultPlace:
         """Return the place that the environment names.
 
         Raises:
-            ValueError: If `text` names none.
+            ValueError: If `text` does not name a place.
         """
         match = re.fullmatch(r"(\d+):(\d+):(\d+):(\w+)", text)
         if match is None or match[4] not in HOOKS:
@@ -129,7 +130,7 @@ class FaultPlace:
 
 
 def path_of_rank(path: str, rank: int) -> str:
-    """Return the file that a rank writes, where rank 0 writes `path`."""
+    """Return the file that a rank writes if rank 0 writes `path`."""
     return path if rank == 0 else f"{path}.rank-{rank}"
 
 
@@ -138,8 +139,8 @@ class Fit:
     """What one process did of one fit.
 
     Args:
-        number: Of the fit in its script, from 1.
-        begun: The line with which it begins.
+        number: The number of the fit in its script, from 1.
+        begun: The line that begins it.
         resumed: The line that says where it continued, if it did.
         events: All other lines, in order.
     """
@@ -155,28 +156,28 @@ class Fit:
 
     @property
     def end(self) -> Line | None:
-        """The line of its end, if the process came there."""
+        """The line of its end, if the process got there."""
         return next(iter(self.of(END)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What one rank did, in one process or, where several have written to one file, in each of them.
+    """What one rank did, in one process, or in each process if several have written to one file.
 
     Args:
-        fits: In the order in which they began.
+        fits: The fits, in the order in which they began.
     """
 
     fits: tuple[Fit, ...]
 
     @property
     def events(self) -> tuple[Line, ...]:
-        """The lines of all fits, but for those that begin them and say where they continue."""
+        """The lines of all fits, except those that begin them and say where they continue."""
         return tuple(line for fit in self.fits for line in fit.events)
 
 
 def read_ledger(path: str | os.PathLike[str]) -> Ledger:
-    """Return what is in a ledger; no fits, if it is not there. A line that a kill has torn is passed over.
+    """Return the content of a ledger; no fits if it does not exist. A line that a kill has torn is skipped.
 
     Args:
         path: The file of one rank.
@@ -185,7 +186,7 @@ def read_ledger(path: str | os.PathLike[str]) -> Ledger:
     for line in read_lines(path):
         if line.get("event") == FIT:
             fits.append([line])
-        elif fits:  # else the line in front of it is torn
+        elif fits:  # otherwise the line before it is torn
             fits[-1].append(line)
     return Ledger(fits=tuple(_fit(*lines) for lines in fits))
 

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, to which processes append that may be killed in the middle of a write."""
+"""Files with one JSON object per line. Processes that append to them may be killed in the middle of a write."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Line = dict[str, Any]
 
 
 class LineFile:
-    """A file of JSON objects that is held open, for who appends to it often.
+    """A file of JSON objects that is held open, for callers that append often.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file; created if it does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -25,10 +25,10 @@ class LineFile:
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Add one object in a single write; after the torn line of a process that was killed it begins a new one.
+        """Add one object in a single write; after a line that a killed process has torn, begin a new line.
 
         Raises:
-            OSError: If it could not be written whole.
+            OSError: If the line could not be written whole.
         """
         text = json.dumps(line, sort_keys=True).encode() + b"\n"
         text = b"\n" + text if self._is_torn else text
@@ -45,11 +45,11 @@ class LineFile:
 
 
 def append_line(path: str | os.PathLike[str], line: Mapping[str, Any]) -> None:
-    """Add one object in a single write; after the torn line of a process that was killed it begins a new one.
+    """Add one object in a single write; after a line that a killed process has torn, begin a new line.
 
     Args:
-        path: The file; made if it is not there.
-        line: What JSON can hold.
+        path: The file; created if it does not exist.
+        line: An object that JSON can hold.
     """
     file = LineFile(path)
     try:
@@ -59,7 +59,7 @@ def append_line(path: str | os.PathLike[str], line: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[Line]:
-    """Return the objects of a file, none if it is not there; what was torn by a kill is passed over."""
+    """Return the objects of a file, or none if it does not exist; lines that a kill has torn are skipped."""
     try:
         text = Path(path).read_bytes()
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[Line]:
 
 
 def each_line(path: str | os.PathLike[str]) -> Iterator[Line]:
-    """Give the objects of a file as `read_lines` does, one after the other: of a large one, only one is held."""
+    """Yield the objects of a file as `read_lines` does, one after another: for a large file, it holds only one."""
     try:
         with open(path, "rb") as file:
             for line in file:
@@ -80,18 +80,18 @@ def each_line(path: str | os.PathLike[str]) -> Iterator[Line]:
 
 
 def parse_lines(text: bytes) -> list[Line]:
-    """Return the objects in `text`; what is not a whole object is passed over."""
+    """Return the objects in `text`; anything that is not a whole object is skipped."""
     return [found for line in text.split(b"\n") if (found := _parsed(line)) is not None]
 
 
 def count_lines(text: bytes) -> int:
-    """Return how many lines there are in `text`, whole objects or not; empty ones do not count."""
+    """Return the number of lines in `text`, whole objects or not; empty lines do not count."""
     return sum(bool(line.strip()) for line in text.split(b"\n"))
 
 
 def _parsed(line: bytes) -> Line | None:
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError):  # the latter of brackets in brackets
+    except (ValueError, RecursionError):  # the latter from deeply nested brackets
         return None
     return found if isinstance(found, dict) else None

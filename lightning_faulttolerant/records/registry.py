@@ -1,7 +1,7 @@
 """The registry: where each unfinished run keeps its autosaves, in a place that stays the same from start to start.
 
-Each run has a small file of its own, so that processes never wait for one another. The place is the directory in which
-the process was started, or what ``PL_FAULT_TOLERANT_REGISTRY`` names.
+Each run has its own small file, so processes never wait for each other. The place is the directory in which the process
+was started, or the one that ``PL_FAULT_TOLERANT_REGISTRY`` names.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Entry:
     Args:
         run_id: The name of its directory.
         directory: That directory, as an absolute path or a URL.
-        command: That started it first.
-        began: When, seconds since 1970.
+        command: The command that first started it.
+        began: When it began, in seconds since 1970.
     """
 
     run_id: str
@@ -42,17 +42,17 @@ class Registry:
     """The unfinished runs that were started in one place.
 
     Args:
-        directory: Of the registry; made when the first run is added.
+        directory: The directory of the registry; created when the first run is added.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
 
     def add(self, entry: Entry) -> None:
-        """Add a run, or replace what is there of it.
+        """Add a run, or replace its entry.
 
         Raises:
-            OSError: If it can't be written.
+            OSError: If the registry can't be written to.
         """
         for _ in range(_TRIES):
             # Another process may remove the directory, which was empty, at any moment.
@@ -71,7 +71,7 @@ class Registry:
         os.replace(temporary, path)
 
     def remove(self, directory: str) -> None:
-        """Remove the run of a directory, if it is there."""
+        """Remove the run of a directory, if it is registered."""
         with contextlib.suppress(OSError):
             self._path_of(directory).unlink()
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ class Registry:
                 self.directory.rmdir()
 
     def entries(self) -> list[Entry]:
-        """Return all runs, the one that began first first; files that can't be read are passed over."""
+        """Return all runs, the oldest first; files that can't be read are skipped."""
         try:
             paths = sorted(self.directory.glob(f"*{_SUFFIX}"))
         except OSError:
@@ -102,10 +102,10 @@ def _read(path: Path) -> Entry | None:
 
 
 def registry_at(directory: str) -> Registry:
-    """Return the registry of the runs that are started in a directory, or the one that the variable names.
+    """Return the registry for runs that are started in a directory, or the one that the variable names.
 
     Args:
-        directory: As an absolute path.
+        directory: The directory, as an absolute path.
     """
     named = os.environ.get(VARIABLE)
     return Registry(os.path.abspath(os.path.expanduser(named)) if named else os.path.join(directory, FOLDER))

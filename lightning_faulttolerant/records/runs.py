@@ -1,6 +1,6 @@
-"""What is known of a run beside its autosaves: the command that started it, and how each of its fits started.
+"""The record of a run, next to its autosaves: the command that started it, and how each of its fits started.
 
-It is kept in ``<dirpath>/<run_id>/run.json``, here or in an object store, for as long as the run has autosaves.
+It is kept in ``<dirpath>/<run_id>/run.json``, here or in an object store, as long as the run has autosaves.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Command:
     """The command that a run was started with.
 
     Args:
-        script: Absolute path of the script, or a word for a process without one.
-        arguments: What follows the script.
+        script: The absolute path of the script, or a word for a process without one.
+        arguments: The arguments after the script.
         task: The number of the task in a job array, with the variable that holds it, or ``""``.
-        words: The whole command, to be typed again.
-        directory: Where it was typed.
+        words: The whole command, to type it again.
+        directory: The directory in which it was typed.
         run_id: The value of ``PL_FAULT_TOLERANT_RUN_ID``, or ``""``.
-        content: A checksum of the script, or ``""`` where there is no file.
+        content: A checksum of the script, or ``""`` if it has no file.
     """
 
     script: str = ""
@@ -52,7 +52,7 @@ class Command:
         """Return the line to type.
 
         Args:
-            here: The working directory in which it is typed; by default that of the command.
+            here: The working directory to type it in; by default that of the command.
         """
         there = "" if not here or os.path.realpath(here) == os.path.realpath(self.directory) else self.directory
         change = f"cd {shlex.quote(there)} && " if there else ""
@@ -65,8 +65,8 @@ class FitRecord:
     """How a fit started.
 
     Args:
-        start: Its start fingerprint: what `StartFingerprint.state_dict` returned.
-        is_finished: Whether it came to its end.
+        start: Its start fingerprint, as returned by `StartFingerprint.state_dict`.
+        is_finished: Whether it has finished.
     """
 
     start: Mapping[str, Any] = field(default_factory=dict)
@@ -75,12 +75,12 @@ class FitRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What is known of a run.
+    """The record of a run.
 
     Args:
         run_id: The name of its directory.
-        command: That started it first.
-        began: When, seconds since 1970.
+        command: The command that first started it.
+        began: When it began, in seconds since 1970.
         fits: Its fits, by number.
     """
 
@@ -90,16 +90,16 @@ class RunRecord:
     fits: Mapping[int, FitRecord] = field(default_factory=dict)
 
     def with_fit(self, number: int, fit: FitRecord) -> RunRecord:
-        """Return the record with another fit in it."""
+        """Return the record with one fit added or replaced."""
         return replace(self, fits={**self.fits, number: fit})
 
     def to_json(self) -> bytes:
-        """Return what `record_from_json` reads."""
+        """Return the content that `record_from_json` reads."""
         return json.dumps(asdict(self), sort_keys=True).encode("utf-8", "surrogateescape")
 
 
 def record_from_json(content: bytes) -> RunRecord | None:
-    """Return what `RunRecord.to_json` wrote; ``None`` if it is something else, or of a newer version."""
+    """Return the record that `RunRecord.to_json` wrote; ``None`` if it is something else, or from a newer version."""
     try:
         found = json.loads(content.decode("utf-8", "surrogateescape"))
         fits = {int(number): FitRecord(**fit) for number, fit in found.pop("fits").items()}
@@ -109,7 +109,7 @@ def record_from_json(content: bytes) -> RunRecord | None:
 
 
 def command_from(found: Mapping[str, Any]) -> Command:
-    """Return a command from what ``asdict`` made of it.
+    """Return a command from the result of ``asdict``.
 
     Raises:
         TypeError: If it is something else.

@@ -1,8 +1,8 @@
-"""Shorten the lines of a history that has become long; what is left tells the same of the time, where that can be.
+"""Shortens a history that has become long; if possible, the rest gives the same account of the time.
 
-First the marks of life go that tell nothing any more, and older autosaves are put together into sums: the account of a
-chapter stays what it was. Where that is not enough, as in a loop of crashes, the oldest processes are forgotten, and a
-line at the front says how many.
+First, marks of life that are no longer needed are removed, and older autosaves are combined into sums: the account of a
+chapter stays the same. If that is not enough, as in a loop of crashes, the oldest processes are forgotten, and a line
+at the front says how many.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ def text_of(lines: Iterable[Mapping[str, Any]]) -> bytes:
     """Return lines as the content of a file.
 
     Args:
-        lines: What JSON can hold.
+        lines: Objects that JSON can hold.
     """
     return b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
 
 
 def shortened(lines: Sequence[Line], *, max_bytes: int, num_kept: int = NUM_KEPT_AUTOSAVES) -> list[Line]:
-    """Return lines that tell the same in fewer words.
+    """Return lines that say the same in less space.
 
     Args:
-        lines: Of a whole file.
-        max_bytes: What is longer when all sums are made is shortened by whole processes, but for the last one.
-        num_kept: How many of the newest autosaves are kept as they are.
+        lines: The lines of a whole file.
+        max_bytes: If the result is longer than this, whole processes are removed, except the last one.
+        num_kept: How many of the newest autosaves are kept unchanged.
     """
     kept = list(_summed(lines, _needed(lines, num_kept)))
     return _forgotten(kept, max_bytes) if len(text_of(kept)) > max_bytes else kept
 
 
 def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
-    """Return which of the marks and autosaves are kept as they are."""
+    """Return the indices of the marks and autosaves that are kept unchanged."""
     autosaves = [index for index, line in enumerate(lines) if line.get("event") == AUTOSAVE]
     needed = set(autosaves[-num_kept:]) if num_kept else set()
-    for index, line in enumerate(lines):  # the last of each fit
+    for index, line in enumerate(lines):  # the last line of each fit
         following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
         if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
             needed.add(index)
@@ -67,7 +67,7 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
         if line.get("event") in (ALIVE, AUTOSAVE):
             marks.setdefault(fit, _Marks()).add(index, line)
         elif line.get("event") == START and isinstance(resumed, dict):
-            # Of another chapter the autosave does not count, but the mark does: both are kept.
+            # An autosave of another chapter does not count, but its mark does: both are kept.
             saved = by_name.get((fit, name_of(str(resumed.get("path")))))
             known = marks[fit].last_before(line) if fit in marks else None
             needed.update(found for found in (saved, known) if found is not None)
@@ -75,7 +75,7 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
 
 
 class _Marks:
-    """The times and places of a fit so far, but for those that a later one has made useless by going back."""
+    """The times and places of a fit so far, except those that a later one has made useless by going back."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[float, tuple[int, int], int]] = []
@@ -90,7 +90,7 @@ class _Marks:
         self._marks.append((time, own, index))
 
     def last_before(self, start: Line) -> int | None:
-        """Return the mark by which it is known when the run was where a start continues, if there is any."""
+        """Return the mark that tells when the run was at the place where a start continues, if any."""
         place = place_of(start)
         if place is None:
             return None
@@ -103,7 +103,7 @@ def _time_and_index(mark: tuple[float, tuple[int, int], int | None]) -> tuple[fl
 
 
 def _summed(lines: Sequence[Line], needed: set[int]) -> Iterator[Line]:
-    """Leave out what is not needed, but for the sums of autosaves that stand together."""
+    """Yield the lines that are needed, and the sums of adjacent autosaves that are not."""
     together: Line | None = None
     for index, line in enumerate(lines):
         event = line.get("event")
@@ -147,7 +147,7 @@ def _number(line: Line, name: str) -> Any:
 
 
 def _forgotten(lines: list[Line], max_bytes: int) -> list[Line]:
-    """Leave the oldest processes out, so that half of the room is free again; the last one stays in any case."""
+    """Remove the oldest processes so that half of the space is free again; the last process always stays."""
     starts = _starts(lines)
     if len(starts) < 2:
         return lines
@@ -164,7 +164,7 @@ def _forgotten(lines: list[Line], max_bytes: int) -> list[Line]:
 
 
 def _starts(lines: Sequence[Line]) -> list[int]:
-    """Return where the processes begin."""
+    """Return the indices of the lines where processes begin."""
     begins = [index for index, line in enumerate(lines) if line.get("event") == BEGIN]
     tokens = [lines[index].get("process") for index in begins]
     return [index for index, token, before in zip(begins, tokens, [object(), *tokens], strict=False) if token != before]

@@ -1,6 +1,6 @@
-"""What comes to one rank of an order whose beginning has been consumed: every n-th of the rest.
+"""One rank's part of the unconsumed rest of an order: every n-th index.
 
-So what all ranks together have consumed is always the beginning of the order, however many they were.
+All ranks together have therefore always consumed the beginning of the order, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from lightning_faulttolerant.samplers.order import Order
 
-_FIRST_CHUNK, _MAX_CHUNK = 1024, 16384  # little work before the first index, and little per index later
+_FIRST_CHUNK, _MAX_CHUNK = 1024, 16384  # little work before the first index, and little work per index later
 
 
 @runtime_checkable
 class SkipsIndices(Protocol):
-    """A sampler, or batch sampler, whose beginning can be left out at once: all interruptible ones here.
+    """A sampler, or batch sampler, that can skip its beginning directly: all interruptible samplers here.
 
-    ``iter_from(k)`` gives what ``islice(iter(sampler), k, None)`` gives, in a time that doesn't depend on k. Whoever
-    keeps positions himself never calls ``advance``: the sampler's own position stays at 0, so that ``iter`` gives the
-    whole epoch, whose order follows from ``sampler.epoch`` (set by ``set_epoch``) and from no generator. The order
-    itself is ``sampler.order(epoch)``, an `Order`, and this rank's part of it, after what all ranks have consumed,
-    ``sampler.deal(consumed)``, a `Deal`: so the rest of an epoch is dealt to another number of ranks.
+    ``iter_from(k)`` yields the same as ``islice(iter(sampler), k, None)``, in a time that doesn't depend on k. Code
+    that keeps positions itself never calls ``advance``. The sampler's own position then stays at 0, and ``iter`` yields
+    the whole epoch. Its order depends on ``sampler.epoch`` (set by ``set_epoch``), and on no generator.
+    ``sampler.order(epoch)`` returns the order, an `Order`. ``sampler.deal(consumed)`` returns this rank's part of it
+    after the samples that all ranks have consumed, a `Deal`: it deals the rest of an epoch to any number of ranks.
     """
 
     def iter_from(self, num_skipped: int) -> Iterator[Any]:
-        """Return what ``iter`` gives after its first `num_skipped`."""
+        """Return an iterator over everything that ``iter`` yields after its first `num_skipped`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +38,12 @@ class Deal:
     """One rank's part of an epoch.
 
     Args:
-        length: How many samples (or batches) the epoch has, for all ranks together.
-        begin: How many of them were consumed before, by all ranks together.
-        rank: Which rank's part.
-        num_replicas: Of how many.
-        drop_last: Whether the last ones, too few to give each rank one, are left out; else each rank gets one, the
-            missing ones from the beginning of the order again.
+        length: The number of samples (or batches) in the epoch, for all ranks together.
+        begin: The number of them that all ranks had consumed before.
+        rank: The rank.
+        num_replicas: The number of ranks.
+        drop_last: Whether the last ones, too few to give each rank one, are left out. Otherwise each rank gets one; the
+            missing ones come from the beginning of the order.
     """
 
     length: int
@@ -54,20 +54,20 @@ class Deal:
 
     @property
     def num_own(self) -> int:
-        """How many come to this rank, and to each other one."""
+        """The number of units for this rank, and for each other rank."""
         left = max(0, self.length - self.begin)
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
     def consumed(self, own: int) -> int:
-        """Return how many all ranks have consumed when each has consumed `own` of its part."""
+        """Return the number that all ranks have consumed when each has consumed `own` of its part."""
         return self.begin + own * self.num_replicas
 
     def position(self, own: int) -> int:
-        """Return where in the order this rank's unit `own` stands."""
+        """Return the position in the order of this rank's unit `own`."""
         return (self.begin + self.rank + own * self.num_replicas) % self.length
 
     def positions(self, start: int, stop: int) -> Tensor:
-        """Return where in the order this rank's samples `start` to `stop` stand, int64."""
+        """Return the positions in the order of this rank's samples `start` to `stop`, int64."""
         first, step = self.begin + self.rank, self.num_replicas
         positions = torch.arange(first + start * step, first + stop * step, step, dtype=torch.int64, device="cpu")
         if self.consumed(stop) > self.length:
@@ -76,13 +76,13 @@ class Deal:
 
 
 def indices_of(order: Order, deal: Deal, *, skip: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[int]:
-    """Yield this rank's indices after the first `skip`, from a seek that takes as long for many as for few.
+    """Yield this rank's indices after the first `skip`. The time to skip doesn't depend on their number.
 
     Args:
-        order: The epoch's.
+        order: The order of the epoch.
         deal: This rank's part of it.
-        skip: How many are left out.
-        at_end: Called when one more index is asked for than there are.
+        skip: The number of indices to leave out.
+        at_end: Called when an index is requested after the last one.
     """
     return chain.from_iterable(_chunks(order, deal, skip, at_end))
 

@@ -1,4 +1,4 @@
-"""Torch's distributed sampler, with a position that can be saved and resumed, also by another number of ranks."""
+"""Torch's distributed sampler with a position that can be saved and resumed, even by another number of ranks."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from lightning_faulttolerant.samplers.state import Position
 
 
 class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc]  # dataset: Sized
-    """Deal the samples of a data set to ranks, in an order that can be continued with from any position.
+    """Deal the samples of a data set to ranks, in an order that can be continued from any position.
 
-    The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning: rank r takes
-    every ``num_replicas``-th index from r on. So a state is one global count. Resumed with another number of ranks (or
-    another batch size), the rest is dealt again: no sample is lost, and none repeated but for the padding at the end of
-    the epoch, at most ``num_replicas - 1`` samples, taken from the beginning of the order as torch does.
+    The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning. Rank r takes
+    every ``num_replicas``-th index, starting at r. A state is therefore one global count. If another number of ranks or
+    another batch size resumes it, the rest is dealt again. No sample is lost. None repeats except for the padding at
+    the end of the epoch: at most ``num_replicas - 1`` samples from the beginning of the order, as in torch.
 
-    It is a ``DistributedSampler``: Lightning leaves it in its place and calls its ``set_epoch``. Under
-    ``FaultTolerance`` the position is kept for it, and `advance` is not called. In a loop of one's own, call `advance`
-    for what was consumed; all ranks are taken to have consumed as much as this one. A loader with ``drop_last=True``
-    leaves samples over that are never consumed: end its epochs by `in_epoch`. A state from after its last full batch
-    continues with no batch, and then with the next epoch.
+    It is a ``DistributedSampler``, so Lightning keeps it in place and calls its ``set_epoch``. ``FaultTolerance`` keeps
+    its position, and `advance` is not called. In your own loop, call `advance` with the number of samples consumed. All
+    ranks are assumed to have consumed as much as this one. A loader with ``drop_last=True`` leaves over samples that
+    are never consumed: end its epochs with `in_epoch`. A state saved after its last full batch continues without a
+    batch, and then with the next epoch.
 
     Args:
-        dataset: The data set, of which only the length is asked for, or that length itself.
-        num_replicas: How many ranks there are; by default as the process group says, else the environment
-            (``WORLD_SIZE``), asked when an epoch begins.
-        rank: Which one this is, from 0; by default found in the same way.
-        shuffle: Whether each epoch comes in a random order of its own.
-        seed: Of the orders; the same on all ranks.
-        drop_last: Whether the last samples, too few to give each rank one, are left out rather than filled up.
-        order: ``"torch"``: that of torch's ``DistributedSampler``, exactly, which takes 8 bytes a sample and the time
-            to draw them all; ``"feistel"``: computed where it is needed, in constant memory and with a constant time to
+        dataset: The data set, of which only the length is read, or that length itself.
+        num_replicas: The number of ranks; by default read from the process group, else from the environment
+            (``WORLD_SIZE``), when an epoch begins.
+        rank: The rank of this process, from 0; by default found in the same way.
+        shuffle: Whether each epoch has its own random order.
+        seed: The seed of the orders; the same on all ranks.
+        drop_last: Whether the last samples, too few to give each rank one, are left out and not filled up.
+        order: ``"torch"``: exactly the order of torch's ``DistributedSampler``, which takes 8 bytes a sample and the
+            time to draw them all. ``"feistel"``: computed on demand, in constant memory and with a constant time to
             seek, for 10**12 samples as for 10**3.
-        on_world_size_change: What to do with a state of another number of ranks: ``"reshard"``: deal the rest again;
-            ``"error"``: a ``FingerprintMismatchError``.
-        len_mode: What ``len`` is after a resume: ``"full"``: that of the whole epoch, on which Lightning counts;
-            ``"remaining"``.
+        on_world_size_change: The treatment of a state of another number of ranks. ``"reshard"`` deals the rest again;
+            ``"error"`` raises a ``FingerprintMismatchError``.
+        len_mode: The value of ``len`` after a resume. ``"full"`` is the length of the whole epoch, which Lightning
+            expects. The other value is ``"remaining"``.
 
     Raises:
-        ValueError: If an argument has no such value, or `rank` is not below `num_replicas`.
+        ValueError: If an argument has an invalid value, or `rank` is not below `num_replicas`.
 
     Example:
         >>> sampler = InterruptibleDistributedSampler(range(10), num_replicas=2, rank=0, shuffle=False)
@@ -77,7 +77,7 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
         if on_world_size_change not in ("reshard", "error"):
             raise ValueError(f"on_world_size_change={on_world_size_change!r}: there are 'reshard' and 'error'.")
         self.on_world_size_change = on_world_size_change
-        # Not torch's constructor: it asks for the ranks at once, and here they are asked for when they are needed.
+        # Not torch's constructor: it reads the ranks immediately, and here they are read when they are needed.
         InterruptibleSamples.__init__(
             self,
             dataset,
@@ -92,22 +92,22 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.place().num_replicas
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Which one this is."""
+        """The rank of this process."""
         return self.place().rank
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """How many samples of a whole epoch come to each rank."""
+        """The number of samples of a whole epoch for each rank."""
         return self.deal(0).num_own
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """How many samples of a whole epoch come to all ranks, padding included."""
+        """The number of samples of a whole epoch for all ranks, including the padding."""
         return self.num_samples * self.num_replicas
 
     def _check_loadable(self, position: Position) -> None:

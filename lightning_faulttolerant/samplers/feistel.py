@@ -1,12 +1,12 @@
-"""A permutation of ``range(n)`` that is computed and not kept: any part of it is had in constant time and memory.
+"""A computed permutation of ``range(n)`` that is not stored: any part of it takes constant time and memory.
 
-A generalised Feistel network: an index is written as a pair (left, right) of digits below a and b, both near the square
-root of n, and in turn a pseudo-random function of the one digit is added to the other, modulo its base. Each round can
-be undone, so the network permutes the a * b pairs; a result that is n or more goes through it again until it is less,
-which keeps it a permutation ("cycle walking") and is rare, as a * b is chosen hardly larger than n.
+It is a generalized Feistel network. An index is written as a pair (left, right) of digits below a and b, both near the
+square root of n. In turn, a pseudo-random function of one digit is added to the other, modulo its base. Each round can
+be undone, so the network permutes the a * b pairs. A result of n or more goes through the network again until it is
+less. That keeps it a permutation ("cycle walking"), and is rare, because a * b is hardly larger than n.
 
-Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002. It is no encryption: the functions are fast
-multiplicative hashes, chosen so that the order looks random.
+Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002. It is not encryption: the functions are fast
+multiplicative hashes, chosen to make the order look random.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_LENGTH = 2**60
-"""With it, a digit has at most 31 bits, so that no product of the network leaves an int64."""
+"""With this limit, a digit has at most 31 bits, so no product in the network exceeds an int64."""
 _NUM_ROUNDS, _NUM_ROUNDS_OF_FEW = 8, 16  # with 8, the 720 orders of 6 samples don't come equally often; with 12 they do
 _FEW = 4096
 _BITS = 31
@@ -28,12 +28,12 @@ _NUM_TRIES = 64
 
 
 class FeistelPermutation:
-    """The permutation of ``range(length)`` that belongs to `seed` and `epoch`.
+    """The permutation of ``range(length)`` for a `seed` and an `epoch`.
 
     Args:
-        length: How many numbers are permuted, 0 to 2**60.
+        length: The number of integers to permute, 0 to 2**60.
         seed: Any integer.
-        epoch: Any integer: another permutation for each.
+        epoch: Any integer. Each epoch has its own permutation.
 
     Raises:
         ValueError: If `length` is out of its range.
@@ -70,7 +70,7 @@ class FeistelPermutation:
 
 
 def _add(digit: Tensor, base: int, *, of: Tensor, key: int) -> None:
-    """Add, modulo `base`, a number that follows from `of` and `key`; each product is below 2**62."""
+    """Add, modulo `base`, a number computed from `of` and `key`; each product is below 2**62."""
     hashed = of ^ key
     hashed *= _FIRST
     hashed ^= hashed >> 29
@@ -85,7 +85,7 @@ def _add(digit: Tensor, base: int, *, of: Tensor, key: int) -> None:
 
 
 def _digits(length: int) -> tuple[int, int]:
-    """Return two bases near the root of `length` whose product is at least `length`, and hardly more."""
+    """Return two bases near the root of `length` with a product of at least `length`, and hardly more."""
     root = max(1, math.isqrt(max(0, length - 1)) + 1)
     bases = range(root, root + min(_NUM_TRIES, root // 8 + 1))
     left = min(bases, key=lambda base: -length % base)

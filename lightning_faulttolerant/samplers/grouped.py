@@ -1,4 +1,4 @@
-"""A distributed batch sampler of batches of one group each, with a position that can be saved and resumed."""
+"""A distributed batch sampler with batches of one group each, and a position that can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -24,54 +24,54 @@ from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
 from lightning_faulttolerant.samplers.state import VERSION, check_not_too_far, check_same, read_position
 
 Leftover = Literal["pad", "mixed", "drop"]
-_Part = dict[str, int]  # what was consumed of an epoch with one batch size
+_Part = dict[str, int]  # the units consumed in an epoch with one batch size
 
 
 class EpochTold:
     """Passes the epoch on to a batch sampler.
 
     Args:
-        batch_sampler: Which one.
+        batch_sampler: The batch sampler.
     """
 
     def __init__(self, batch_sampler: InterruptibleDistributedGroupedBatchSampler) -> None:
         self._batch_sampler = batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes."""
+        """Set the epoch."""
         self._batch_sampler.set_epoch(epoch)
 
 
 class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):
-    """Deal batches to ranks, each of samples of one group (images of like shape, texts of like length).
+    """Deal batches to ranks, each with samples of one group (images of similar shape, texts of similar length).
 
-    Batches are formed of the epoch's order for all ranks together and dealt in turn: rank r takes every
-    ``num_replicas``-th from r on. Progress counts batches. A state may be continued with by another number of ranks,
-    which are dealt the rest of the batches, or with another batch size, for which new batches are formed of the samples
-    that were not consumed: none is lost.
+    Batches are formed from the epoch's order for all ranks together, and dealt in turn: rank r takes every
+    ``num_replicas``-th batch, starting at r. Progress counts batches. Another number of ranks can continue a state:
+    they are dealt the rest of the batches. So can another batch size: new batches are formed from the samples that were
+    not consumed. No sample is lost.
 
-    Give it to a loader as ``batch_sampler``. Lightning can't put a distributed sampler into a batch sampler that is not
-    torch's own: build the Trainer with ``use_distributed_sampler=False``. It calls `set_epoch` all the same.
+    Pass it to a loader as ``batch_sampler``. Lightning can't insert a distributed sampler into a batch sampler that is
+    not torch's: create the Trainer with ``use_distributed_sampler=False``. It still calls `set_epoch`.
 
     Args:
-        dataset: The data set, of which only the length is asked for, or that length itself.
-        group_ids: The group of each sample, any hashable value, as many as there are samples.
-        batch_size: How many samples a batch has.
-        num_replicas: How many ranks there are; by default as the process group says, else the environment.
-        rank: Which one this is, from 0; by default found in the same way.
-        shuffle: Whether each epoch comes in a random order of its own.
-        seed: Of the orders; the same on all ranks.
+        dataset: The data set, of which only the length is read, or that length itself.
+        group_ids: The group of each sample, any hashable value; as many as there are samples.
+        batch_size: The number of samples in a batch.
+        num_replicas: The number of ranks; by default read from the process group, else from the environment.
+        rank: The rank of this process, from 0; by default found in the same way.
+        shuffle: Whether each epoch has its own random order.
+        seed: The seed of the orders; the same on all ranks.
         drop_last: Whether batches that are not full, and the last ones that are too few to give each rank one, are left
             out. Otherwise the ranks that lack one get one of the first again.
-        leftover: What becomes of samples that don't fill a batch of their group: ``"pad"``: it is filled up with the
-            first samples of that group in the epoch; ``"mixed"``: they are joined to batches of several groups, the
-            last of which may be short; ``"drop"``: they are left out. By default ``"pad"``; with `drop_last`,
-            ``"drop"``.
-        order: Of the samples, as of `InterruptibleDistributedSampler`.
-        len_mode: What ``len``, in batches, is after a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
+        leftover: The treatment of samples that don't fill a batch of their group. ``"pad"`` fills it up with the first
+            samples of that group in the epoch. ``"mixed"`` joins them into batches of several groups; the last of these
+            may be short. ``"drop"`` leaves them out. The default is ``"pad"``, or ``"drop"`` with `drop_last`.
+        order: The order of the samples, as in `InterruptibleDistributedSampler`.
+        len_mode: The value of ``len``, in batches, after a resume. ``"full"``: that of the whole epoch; or
+            ``"remaining"``.
 
     Raises:
-        ValueError: If an argument has no such value, or `group_ids` is not as long as `dataset`.
+        ValueError: If an argument has an invalid value, or `group_ids` is not as long as `dataset`.
 
     Example:
         >>> sampler = InterruptibleDistributedGroupedBatchSampler(
@@ -130,22 +130,22 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
 
     @property
     def sampler(self) -> EpochTold:
-        """What passes the epoch on: Lightning looks here for the `set_epoch` of a batch sampler."""
+        """The object that passes the epoch on: Lightning looks here for the `set_epoch` of a batch sampler."""
         return EpochTold(self)
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.place().num_replicas
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Which one this is."""
+        """The rank of this process."""
         return self.place().rank
 
     @property
     def num_batches(self) -> int:
-        """How many batches of a whole epoch come to each rank."""
+        """The number of batches of a whole epoch for each rank."""
         return self._whole()
 
     def _length(self) -> int:
@@ -155,7 +155,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         return self._deal(length=self._num_batches, begin=0).num_own
 
     def _batches(self, epoch: int, consumed_before: Sequence[_Part]) -> Batches:
-        """Return the batches, for all ranks, of what was not consumed with other batch sizes."""
+        """Return the batches, for all ranks, of the samples that were not consumed with other batch sizes."""
         key = (epoch, consumed_before)
         if self._formed is None or self._formed[0] != key:
             self._formed = (epoch, [dict(part) for part in consumed_before]), self._form(epoch, consumed_before)
@@ -193,11 +193,11 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         return {**vars(self), "_formed": None}
 
     def advance(self, n: int = 1) -> None:
-        """Say that `n` more batches were consumed by this rank.
+        """Count `n` more batches as consumed by this rank.
 
         Raises:
-            AdvancedTooFarError: If there are not that many left; nothing is counted then.
-            ValueError: If it is negative.
+            AdvancedTooFarError: If fewer are left; nothing is counted then.
+            ValueError: If `n` is negative.
         """
         super().advance(n)
 
@@ -213,10 +213,10 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sampler is; an epoch that was consumed whole is the beginning of the next one.
+        """Return the sampler's position. The end of an epoch is the beginning of the next one.
 
-        ``global_consumed`` counts batches of ``batch_size`` that all ranks have consumed, after what
-        ``consumed_before`` says of other batch sizes; ``progress``, as in the original's state, this rank's batches.
+        ``global_consumed`` counts the batches of ``batch_size`` that all ranks have consumed, after those of other
+        batch sizes in ``consumed_before``. ``progress`` counts this rank's batches, as in the original's state.
         """
         epoch, consumed = self._position()
         return {
@@ -232,19 +232,20 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from where `state_dict` was made, here or by the original library.
+        """Continue from a state of `state_dict`, of this package or of the original library.
 
         Args:
-            state_dict: Of this sampler, with any number of ranks and any batch size, or the original's
-                ``{"progress", "epoch"}``, taken to be of as many ranks, and of the batch size, as there are now. There
-                each rank forms its own batches; what they held is found again, and new ones are formed of the rest.
-            strict: Whether other groups, data, another seed, shuffle, order, drop_last or leftover are an error; else
-                they are announced, and only the position is kept.
+            state_dict: A state of this sampler, with any number of ranks and any batch size, or the original's
+                ``{"progress", "epoch"}``. The latter is assumed to have the current number of ranks and batch size.
+                There each rank forms its own batches. Their samples are found again, and new batches are formed from
+                the rest.
+            strict: Whether other groups, data, seed, shuffle, order, drop_last, or leftover are an error. Otherwise
+                they are logged, and only the position is kept.
 
         Raises:
             FingerprintMismatchError: If one of these differs, and `strict`. Both values are shown.
-            AdvancedTooFarError: If it lies after the epoch's end.
-            ValueError: If it is no state of such a sampler.
+            AdvancedTooFarError: If the position is after the epoch's end.
+            ValueError: If it is not a state of this kind of sampler.
         """
         position = read_position(state_dict, kind=self.kind)
         begin, before = position.consumed, [dict(part) for part in state_dict.get("consumed_before", [])]

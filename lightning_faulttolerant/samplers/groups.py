@@ -1,7 +1,7 @@
-"""Batches of samples of one group: formed from an order of samples, the same on every rank.
+"""Batches with samples of one group: formed from an order of samples, the same on every rank.
 
-A batch is complete when the last of its samples comes in the order. So batches follow the order, and which samples the
-first k of them hold is a pure function of the order, the groups and the batch size.
+A batch is complete when its last sample comes in the order, so batches follow the order. The samples in the first k
+batches are a pure function of the order, the groups, and the batch size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def group_numbers(group_ids: Sequence[Hashable] | Tensor) -> Tensor:
 
 
 def digest_of(groups: Tensor) -> str:
-    """Return a short text that another grouping of the samples would not have."""
+    """Return a short string that another grouping of the samples would not have."""
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, len(groups), 65536):
         digest.update(repr(groups[start : start + 65536].tolist()).encode())
@@ -33,7 +33,7 @@ def digest_of(groups: Tensor) -> str:
 
 
 def num_batches(groups: Tensor, *, batch_size: int, leftover: str, drop_last: bool) -> int:
-    """Return how many batches all samples make, which is the same in each order of them."""
+    """Return the number of batches of all samples. It is the same in each order."""
     counts = torch.bincount(groups)
     whole = int((counts // batch_size).sum())
     if leftover == "drop":
@@ -47,9 +47,9 @@ def num_batches(groups: Tensor, *, batch_size: int, leftover: str, drop_last: bo
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Index batches: full ones of one group each, in a tensor of shape (number, batch size), and those of what is left.
+    """Index batches: full ones of one group each, in a tensor of shape (number, batch size), and leftover batches.
 
-    The latter come last.
+    The leftover batches come last.
     """
 
     full: Tensor
@@ -65,7 +65,7 @@ class Batches:
         return list(self.rest[position - len(self.full)])
 
     def only_full(self, batch_size: int) -> Batches:
-        """Return those that have `batch_size` samples."""
+        """Return the batches that have `batch_size` samples."""
         return Batches(self.full, [batch for batch in self.rest if len(batch) == batch_size])
 
     def samples(self, num_batches: int) -> Tensor:
@@ -78,15 +78,15 @@ def form_batches(indices: Tensor, groups: Tensor, *, batch_size: int, leftover: 
     """Return the batches of samples.
 
     Args:
-        indices: The samples to form them of, int64, in the order in which they come.
+        indices: The samples of the batches, int64, in their order.
         groups: The group of every sample of the data set.
-        batch_size: Of each batch.
-        leftover: What to do with the samples of a group that don't fill a batch: ``"pad"``: fill it up with the first
-            samples of the group; ``"mixed"``: join them, in their order, to batches of several groups, of which the
-            last one may be short; ``"drop"``: leave them out.
-        whole_order: All samples of the epoch in their order, of which the filling is taken.
+        batch_size: The size of each batch.
+        leftover: The treatment of samples that don't fill a batch of their group. ``"pad"`` fills it up with the first
+            samples of the group. ``"mixed"`` joins them, in their order, into batches of several groups; the last one
+            may be short. ``"drop"`` leaves them out.
+        whole_order: All samples of the epoch in their order. The padding is taken from it.
     """
-    by_group = torch.argsort(groups[indices], stable=True)  # places in the order, group after group
+    by_group = torch.argsort(groups[indices], stable=True)  # positions in the order, group by group
     counts = torch.bincount(groups[indices], minlength=1)
     ends = torch.cumsum(counts, 0)
     within = torch.arange(len(indices), device="cpu") - (ends - counts)[groups[indices[by_group]]]
@@ -103,7 +103,7 @@ def form_batches(indices: Tensor, groups: Tensor, *, batch_size: int, leftover: 
 
 
 def _padded(left: Tensor, groups: Tensor, batch_size: int, whole_order: Tensor) -> list[list[int]]:
-    """Fill up the samples that are left of each group, the most first, from the beginning of the group."""
+    """Fill up the leftover samples of each group, the most first, from the beginning of the group."""
     by_group: dict[int, list[int]] = {}
     for index, group in zip(left.tolist(), groups[left].tolist(), strict=True):
         by_group.setdefault(group, []).append(index)
@@ -121,8 +121,8 @@ def consumed_by_the_original(
 ) -> Tensor:
     """Return the samples that ranks of the original library had consumed, `progress` batches each.
 
-    There each rank forms batches of its own part of the order, padded to equal parts, as many as its part would fill;
-    of what is left, the groups of which most is left are filled up, as far as that number goes.
+    There each rank forms batches from its own part of the order, padded to equal parts, as many as its part would fill.
+    Of the leftover samples, the groups with the most are filled up, until that number is reached.
     """
     size = (len(order) if drop_last else len(order) + num_replicas - 1) // num_replicas * num_replicas
     padded = order.repeat(-(-size // max(1, len(order))))[:size]

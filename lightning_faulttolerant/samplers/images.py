@@ -1,4 +1,4 @@
-"""Each rank's own part of a directory of images, one sub-directory a class; no torchvision is needed."""
+"""Each rank's own part of a directory of images, one subdirectory per class. torchvision is not needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 
 
 def load_image(path: str) -> Any:
-    """Return the image of a file, as a PIL image in RGB.
+    """Return the image in a file, as a PIL image in RGB.
 
     Raises:
         ImportError: If Pillow is not installed.
@@ -33,32 +33,32 @@ def load_image(path: str) -> Any:
 class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
     """This rank's part of a data set of files, ``root/<class>/.../<file>``, kept in memory or on a device.
 
-    All ranks list the tree, shuffle it with the same seed and take their parts, which are equally long (see `Share`):
-    disjoint while ``samples_pct_per_replica * world_size <= 1``, up to the last round that makes them equal. Go through
-    it with `InterruptibleSampler`.
+    All ranks list the tree, shuffle it with the same seed, and take their parts. The parts are equally long (see
+    `Share`), and disjoint while ``samples_pct_per_replica * world_size <= 1``, except for the last round that makes
+    them equal. Iterate over it with `InterruptibleSampler`.
 
     Args:
         root: The directory.
-        rank: Which rank this is, from 0; ``None``: as the process group or the environment says now.
-        world_size: How many there are; ``None``: found in the same way.
+        rank: The rank of this process, from 0; ``None``: read from the process group or the environment now.
+        world_size: The number of ranks; ``None``: found in the same way.
         samples_pct_per_replica: The fraction (not the percentage) of the data set that each rank holds, more than 0 and
             at most 1, rounded up to whole samples.
-        device_id: Where samples and targets are put, each stacked to one tensor: the samples then must be tensors of
+        device_id: The device for samples and targets, each stacked into one tensor. The samples must then be tensors of
             one shape. On a CUDA device, load them without workers.
-        seed: Of the order in which samples are dealt.
+        seed: The seed of the order in which samples are dealt.
         shuffle: Whether they are dealt in a random order.
-        loader: Gets a path, returns a sample; by default a PIL image in RGB.
-        extensions: Which files are samples, by the end of their names in lower case.
+        loader: Takes a path and returns a sample; by default a PIL image in RGB.
+        extensions: The file name endings of samples, in lower case.
         sample_load_transform: Applied to each sample when it is loaded.
         target_load_transform: Applied to each class number when it is loaded.
-        sample_getitem_transform: Applied to each sample when it is asked for.
-        target_getitem_transform: Applied to each target when it is asked for.
-        is_valid_file: Gets a path, returns whether it is a sample; `extensions` is not asked then.
-        lazy: Whether samples are loaded when they are asked for, each time, instead of all at once: a restart begins
-            at once, and memory holds no samples.
+        sample_getitem_transform: Applied to each sample when it is requested.
+        target_getitem_transform: Applied to each target when it is requested.
+        is_valid_file: Takes a path and returns whether it is a sample; replaces `extensions`.
+        lazy: Whether samples are loaded each time they are requested, and not all in advance. A restart then begins
+            immediately, and memory holds no samples.
 
     Raises:
-        ValueError: If the fraction is out of its range, there is no such rank, or `lazy` is asked for with a device.
+        ValueError: If the fraction is out of its range, the rank doesn't exist, or `lazy` is combined with a device.
         FileNotFoundError: If there are no classes, or a class has no samples.
     """
 
@@ -98,7 +98,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
             random.Random(seed).shuffle(files)
         share = Share(len(files), fraction=samples_pct_per_replica, rank=place.rank, num_replicas=place.num_replicas)
         self.files = [files[share[i]] for i in range(len(share))]
-        """Path and class number of each sample of this rank."""
+        """The path and class number of each sample of this rank."""
         self._is_on_cuda = False
         self.samples: Any = None if lazy else [self._load_sample(path) for path, _ in self.files]
         self.targets: Any = [_applied(target_load_transform, number) for _, number in self.files]
@@ -123,10 +123,10 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         extensions: Sequence[str] | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
     ) -> list[tuple[str, int]]:
-        """Return path and class number of every sample, sorted by class and path.
+        """Return the path and class number of every sample, sorted by class and path.
 
         Raises:
-            FileNotFoundError: If a class has none.
+            FileNotFoundError: If a class has no samples.
         """
         ends = tuple(extension.lower() for extension in extensions or IMAGE_EXTENSIONS)
         is_sample = is_valid_file or (lambda path: path.lower().endswith(ends))
@@ -144,7 +144,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         return found
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """Return the names of the sub-directories, sorted, and the number of each.
+        """Return the sorted names of the subdirectories, and the number of each.
 
         Raises:
             FileNotFoundError: If there are none.

@@ -1,4 +1,4 @@
-"""Numbers that all ranks sum up (or average, or take the least or the most of), step after step and epoch after epoch.
+"""Metrics that all ranks sum up (or average, or take the minimum or maximum of), over steps and epochs.
 
 Every contribution is counted once, however often it is reduced. Ranks may know different names, in any order.
 """
@@ -27,17 +27,17 @@ _EMPTY = {"sum": 0.0, "mean": 0.0, "min": float("inf"), "max": float("-inf")}
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What came together of one metric: a sum, the least or the most; and of how many values."""
+    """The accumulated value of one metric: a sum, a minimum, or a maximum; and the number of values."""
 
     value: float
     count: int
 
     def of(self, operation: str) -> float:
-        """Return the metric: the sum, the least, the most, or the mean."""
+        """Return the metric: the sum, the minimum, the maximum, or the mean."""
         return self.value / self.count if operation == "mean" else self.value
 
     def joined(self, other: Amount | None, operation: str) -> Amount:
-        """Return both together."""
+        """Return both amounts combined."""
         if other is None:
             return self
         join = {"min": min, "max": max}.get(operation, operator.add)
@@ -50,19 +50,19 @@ _Amounts = dict[str, Amount]
 class MetricsTracker:
     """Track metrics of all ranks over steps and epochs.
 
-    Without a process group it tracks those of this process. Every method that changes something returns the tracker.
+    Without a process group, it tracks this process's metrics. Every method that changes something returns the tracker.
 
     Args:
-        reduce_op: What becomes of the values of a metric: ``"sum"``, ``"mean"`` (over all values given to `update`),
-            ``"min"`` or ``"max"``; or one of these for each name, ``"sum"`` for names that are not in it. The same on
-            all ranks.
-        device: Where the numbers are exchanged; by default where the process group can: the current CUDA device for
+        reduce_op: The operation on the values of a metric: ``"sum"``, ``"mean"`` (over all values passed to `update`),
+            ``"min"``, or ``"max"``. It may also be a dict of one of these for each name, with ``"sum"`` for missing
+            names. It is the same on all ranks.
+        device: The device of the exchange; by default one that the process group supports: the current CUDA device for
             NCCL, else the CPU.
-        dtype: In which they are exchanged; ``float64`` is exact for counts up to 2**53.
-        group: The process group; by default that of all ranks.
+        dtype: The data type of the exchange; ``float64`` is exact for counts up to 2**53.
+        group: The process group; by default the one of all ranks.
 
     Raises:
-        ValueError: If there is no such operation, or `dtype` is not of floating point.
+        ValueError: If the operation doesn't exist, or `dtype` is not a floating-point type.
 
     Example:
         >>> metrics = MetricsTracker()
@@ -87,25 +87,25 @@ class MetricsTracker:
             raise ValueError(f"dtype={dtype}: metrics are exchanged as floating point numbers.")
         self._reduce_op = reduce_op if isinstance(reduce_op, str) else dict(reduce_op)
         self._device, self._dtype, self._group = device, dtype, group
-        self._pending: _Amounts = {}  # this rank's, not exchanged
+        self._pending: _Amounts = {}  # this rank's, not exchanged yet
         self._reduced: _Amounts = {}  # all ranks', since reset_local
         self._aggregated: _Amounts = {}  # all ranks', since end_epoch
         self._agreed: tuple[str, ...] = ()
         self.epoch_reports: list[dict[str, float]] = []
-        """The metrics of each epoch that was ended."""
+        """The metrics of each epoch that has ended."""
 
     def operation(self, name: str) -> str:
-        """Return what becomes of the values of a metric."""
+        """Return the operation on the values of a metric."""
         return self._reduce_op if isinstance(self._reduce_op, str) else self._reduce_op.get(name, "sum")
 
     @property
     def local(self) -> Mapping[str, float]:
-        """The metrics since `reset_local`: of all ranks as far as they are reduced, and this rank's since then."""
+        """The metrics since `reset_local`: the reduced values of all ranks, and this rank's values since then."""
         return MappingProxyType(self._values(self._joined(self._reduced, self._pending)))
 
     @property
     def agg(self) -> Mapping[str, float]:
-        """The metrics of all ranks since `end_epoch`, as far as they are reduced."""
+        """The reduced metrics of all ranks since `end_epoch`."""
         return MappingProxyType(self._values(self._aggregated))
 
     def _values(self, amounts: _Amounts) -> dict[str, float]:
@@ -121,7 +121,7 @@ class MetricsTracker:
             metrics: Numbers, or tensors of one number, by name.
 
         Raises:
-            TypeError: If a name is no text, or a value no number; nothing is added then.
+            TypeError: If a name is not a string, or a value not a number; nothing is added then.
         """
         for name, value in metrics.items():
             if not isinstance(name, str) or (isinstance(value, Tensor) and value.numel() != 1):
@@ -131,10 +131,10 @@ class MetricsTracker:
         return self
 
     def reduce(self) -> MetricsTracker:
-        """Exchange with all ranks what was added since the last time. Every rank has to call it, also without metrics.
+        """Exchange the values added since the last call with all ranks. Every rank must call it, even without metrics.
 
         Raises:
-            FaultToleranceError: On all ranks, if they do different things with one metric.
+            FaultToleranceError: On all ranks, if they use different operations for one metric.
         """
         found = self._exchanged() if self._is_distributed() else self._pending
         self._pending = {}
@@ -148,7 +148,7 @@ class MetricsTracker:
         return self
 
     def end_epoch(self) -> MetricsTracker:
-        """Begin the next epoch: `agg` goes to `epoch_reports` and is empty."""
+        """Begin the next epoch: `agg` moves to `epoch_reports`, and is empty afterwards."""
         self.epoch_reports.append(dict(self.agg))
         self._aggregated = {}
         return self.reset_local()
@@ -157,7 +157,7 @@ class MetricsTracker:
         return dist.is_available() and dist.is_initialized()
 
     def _exchanged(self) -> _Amounts:
-        """Return what all ranks together have pending: of two small exchanges, or three, where all know the names."""
+        """Return the pending amounts of all ranks combined: two or three small exchanges, if all know the names."""
         device = self._device_of_exchange()
         self._agree(device)
         sums = [name for name in self._agreed if self.operation(name) in ("sum", "mean")]
@@ -182,7 +182,7 @@ class MetricsTracker:
         return [float(value) for value in tensor.tolist()]
 
     def _agree(self, device: torch.device | str) -> None:
-        """Let all ranks know the same names, in the same order."""
+        """Agree with all ranks on the same names, in the same order."""
         digest = hashlib.blake2b(repr((self._agreed, self._reduce_op)).encode(), digest_size=6).digest()
         fingerprint = int.from_bytes(digest, "little")
         is_new = int(not self._pending.keys() <= set(self._agreed))
@@ -209,7 +209,7 @@ class MetricsTracker:
         return "cpu"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was tracked, as plain dicts and numbers; what is not reduced yet is this rank's own."""
+        """Return the tracked values as plain dicts and numbers. Values that are not reduced yet belong to this rank."""
         rank, num_ranks = self._place()
         return {
             "version": _VERSION,
@@ -224,16 +224,16 @@ class MetricsTracker:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> MetricsTracker:
-        """Continue from where `state_dict` was made, here or by the original library.
+        """Continue from a state of `state_dict`, of this package or of the original library.
 
         Args:
-            state_dict: Of a tracker with the same `reduce_op`, or the original's ``{"epoch_reports", "agg"}``.
-            strict: Whether it is an error if it holds values of another rank, or of another number of ranks, that were
-                not reduced; else they are left out, and this is announced.
+            state_dict: A state of a tracker with the same `reduce_op`, or the original's ``{"epoch_reports", "agg"}``.
+            strict: Whether it is an error if the state holds unreduced values of another rank, or of another number of
+                ranks. Otherwise they are left out and logged.
 
         Raises:
-            NotExactError: If it holds such values, and `strict`; or if it was reduced otherwise.
-            ValueError: If it is no state of a tracker.
+            NotExactError: If it holds such values, and `strict`; or if it was reduced with other operations.
+            ValueError: If it is not a state of a tracker.
         """
         if state_dict.get("version", 1) not in (1, _VERSION) or not {"epoch_reports", "agg"} <= state_dict.keys():
             raise ValueError(f"This is no state of a MetricsTracker: it has {sorted(state_dict)}.")

@@ -1,4 +1,4 @@
-"""In which order the samples of an epoch come, for all ranks together: a pure function of (seed, epoch, position)."""
+"""The order of the samples of an epoch, for all ranks together: a pure function of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from lightning_faulttolerant.samplers.feistel import FeistelPermutation
 
 OrderName = Literal["torch", "feistel"]
 ORDERS = ("torch", "feistel")
-_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1  # of torch's generators, which take a negative one modulo 2**64
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1  # the range of torch's seeds; torch takes a negative one modulo 2**64
 
 
 class Order(Protocol):
-    """The order of one epoch: which sample stands at a position."""
+    """The order of one epoch: the sample at each position."""
 
     length: int
-    """How many samples there are."""
+    """The number of samples."""
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the indices of the samples at `positions`, both int64, the positions in ``range(length)``."""
 
 
 class SequentialOrder:
-    """The samples as they lie in the data set.
+    """The samples in the order of the data set.
 
     Args:
-        length: How many there are.
+        length: The number of samples.
     """
 
     def __init__(self, length: int) -> None:
@@ -46,8 +46,8 @@ class TorchOrder:
     It is drawn when it is first needed, and is not pickled with the object.
 
     Args:
-        length: How many samples there are.
-        seed: Of the permutation: torch's sampler takes its seed plus the epoch.
+        length: The number of samples.
+        seed: The seed of the permutation: torch's sampler takes its seed plus the epoch.
     """
 
     def __init__(self, length: int, *, seed: int) -> None:
@@ -69,10 +69,10 @@ def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) ->
     """Return the order of an epoch.
 
     Args:
-        name: ``"torch"`` or ``"feistel"``: how it is shuffled.
-        length: How many samples there are.
-        seed: Of all epochs.
-        epoch: Which one, from 0.
+        name: The kind of shuffle: ``"torch"`` or ``"feistel"``.
+        length: The number of samples.
+        seed: The seed of all epochs.
+        epoch: The epoch, from 0.
         shuffle: Whether it is shuffled at all.
     """
     if not shuffle:
@@ -83,25 +83,25 @@ def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) ->
 
 
 def check_order(name: str) -> None:
-    """Raise a ``ValueError`` unless `name` is that of an order."""
+    """Raise a ``ValueError`` unless `name` names an order."""
     if name not in ORDERS:
         raise ValueError(f"order={name!r}: there are {', '.join(map(repr, ORDERS))}.")
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Return a generator of torch's that begins with a seed; with an epoch added that may be more than torch takes."""
+    """Return a torch generator that starts from a seed. A seed plus epoch may exceed the range that torch accepts."""
     return torch.Generator().manual_seed(seed & _MOST_SEED)
 
 
 def checked_seed(seed: int, *, order: str) -> int:
-    """Return `seed` as Python's whole number.
+    """Return `seed` as Python's integer.
 
     Args:
-        seed: Of an order.
+        seed: The seed of an order.
         order: The name of that order.
 
     Raises:
-        ValueError: If it is no whole number, or one that torch's generators don't take where they draw the order.
+        ValueError: If it is not an integer, or if torch draws the order and its generators don't accept the seed.
     """
     try:
         number = operator.index(seed)

@@ -1,4 +1,4 @@
-"""Which rank a sampler deals to: what it was told, else what the process group or the environment says when asked."""
+"""The rank that a sampler deals to: the given one, or the current one of the process group or environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Place:
     """One rank among all.
 
     Args:
-        rank: Which, from 0.
-        num_replicas: Of how many.
+        rank: The rank, from 0.
+        num_replicas: The number of ranks.
     """
 
     rank: int
@@ -25,10 +25,10 @@ class Place:
 
 
 def place_of(*, num_replicas: int | None, rank: int | None) -> Place:
-    """Return the place that is given, with what is not given as the process group or the environment says now.
+    """Return the given place. A missing part is read from the process group or the environment now.
 
     Raises:
-        ValueError: If there is no such place.
+        ValueError: If the place doesn't exist.
     """
     if num_replicas is None or rank is None:
         world = current_world()

@@ -1,7 +1,7 @@
-"""How far an epoch has been consumed, counted by the main process, and what follows from it for the next one.
+"""How much of an epoch was consumed, counted by the main process, and what the next one starts from.
 
-What counts is what the loop says it has consumed, not what a loader with workers has fetched ahead. An epoch that was
-consumed whole is the beginning of the next one: a state saved there never resumes into an empty epoch.
+The count is the number that the loop reports as consumed, not the number that a loader with workers has fetched ahead.
+The end of an epoch is the beginning of the next one: a state saved there never resumes into an empty epoch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class Interruptible(ABC):
-    """What the interruptible samplers have in common: an epoch, and how much of it was consumed.
+    """The base of the interruptible samplers: an epoch, and the consumed part of it.
 
     Args:
-        unit: What is counted, in the plural: samples or batches.
-        num_replicas: How many ranks there are; ``None``: asked for when it is needed.
-        rank: Which one this is; ``None``: asked for when it is needed.
+        unit: The unit of the count, in the plural: samples or batches.
+        num_replicas: The number of ranks; ``None``: read when it is needed.
+        rank: The rank of this process; ``None``: read when it is needed.
         drop_last: Whether the last units, too few to give each rank one, are left out.
-        len_mode: What ``len`` is after a resume: that of the whole epoch, or what remains.
+        len_mode: The value of ``len`` after a resume: the length of the whole epoch, or the remaining one.
     """
 
     _kept: tuple[str, ...] = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
@@ -50,8 +50,8 @@ class Interruptible(ABC):
 
     def _restart(self, epoch: int, *, begin: int = 0, is_restored: bool = False) -> None:
         self.epoch = epoch
-        self._begin = begin  # what all ranks had consumed before those that are at work now
-        self._own = 0  # what this rank has consumed since
+        self._begin = begin  # consumed by all ranks before the current ones began
+        self._own = 0  # consumed by this rank since
         self._is_restored = is_restored
         self._is_end_restored = False
         self._place: Place | None = None
@@ -60,21 +60,21 @@ class Interruptible(ABC):
 
     @abstractmethod
     def _length(self) -> int:
-        """Return how many units the epoch has for all ranks together."""
+        """Return the number of units in the epoch for all ranks together."""
 
     @abstractmethod
     def _iterate(self, skip: int) -> Iterator[Any]:
         """Return the units of this rank's deal after the first `skip`."""
 
     def place(self) -> Place:
-        """Return which rank this is; it stays the same from the first ``advance`` to the end of the epoch."""
+        """Return this rank's place. It stays the same from the first ``advance`` to the end of the epoch."""
         return self._place or place_of(num_replicas=self._given_replicas, rank=self._given_rank)
 
     def deal(self, begin: int | None = None) -> Deal:
         """Return this rank's part of the epoch.
 
         Args:
-            begin: What all ranks had consumed before it was dealt; by default what they had at the last resume.
+            begin: The count that all ranks had consumed before the deal; by default that of the last resume.
         """
         return self._deal(length=self._length(), begin=self._begin if begin is None else begin)
 
@@ -89,21 +89,21 @@ class Interruptible(ABC):
         )
 
     def _whole(self) -> int:
-        """Return how many units of a whole epoch come to this rank."""
+        """Return the number of units of a whole epoch for this rank."""
         return self.deal(0).num_own
 
     @property
     def progress(self) -> int:
-        """How much of its part of the whole epoch this rank has behind it."""
+        """The number of units that this rank has consumed of its part of the whole epoch."""
         return max(0, self._whole() - self.remaining())
 
     @property
     def global_consumed(self) -> int:
-        """What all ranks together have consumed of this epoch, if each has consumed as much as this one."""
+        """The number that all ranks together have consumed of this epoch, if each has consumed as much as this one."""
         return self.deal().consumed(self._own)
 
     def remaining(self) -> int:
-        """Return how much is left of this epoch for this rank."""
+        """Return the number of units left in this epoch for this rank."""
         return self.deal().num_own - self._own
 
     def __len__(self) -> int:
@@ -113,9 +113,9 @@ class Interruptible(ABC):
         return self.iter_from(0)
 
     def iter_from(self, num_skipped: int) -> Iterator[Any]:
-        """Return what ``iter`` gives after its first `num_skipped`, in a time that doesn't depend on their number.
+        """Return an iterator without the first `num_skipped` of ``iter``, in a time independent of their number.
 
-        Where an epoch was consumed whole, it is the next one that begins.
+        At the end of an epoch, the next one begins.
         """
         if self.is_over:
             self._restart(self.epoch + 1)
@@ -127,21 +127,21 @@ class Interruptible(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether this epoch was consumed whole."""
+        """Whether this whole epoch was consumed."""
         return self._begin + self._own > 0 and self.remaining() == 0
 
     def advance(self, n: int) -> None:
-        """Say that `n` more were consumed by this rank.
+        """Count `n` more as consumed by this rank.
 
-        The last call of an epoch may say more than are left, as ``advance(batch_size)`` does for a last batch that is
-        not full: once the sampler has given out all, and no more than in an earlier call.
+        The last call of an epoch may count more than are left, as ``advance(batch_size)`` does for a last batch that is
+        not full. The sampler must have yielded everything by then, and `n` must not exceed the one of an earlier call.
 
         Args:
-            n: How many, 0 or more.
+            n: The number of units, 0 or more.
 
         Raises:
-            AdvancedTooFarError: If there are not that many left; nothing is counted then.
-            ValueError: If it is negative.
+            AdvancedTooFarError: If fewer are left; nothing is counted then.
+            ValueError: If `n` is negative.
         """
         n = operator.index(n)
         if n < 0:
@@ -162,19 +162,19 @@ class Interruptible(ABC):
         return self._is_exhausted and left > 0 and (self._largest_advance is None or n <= self._largest_advance)
 
     def reset_progress(self) -> None:
-        """Begin this epoch again; the next one, if this one was consumed whole."""
+        """Begin this epoch again; or the next one, if the whole epoch was consumed."""
         self._restart(self.epoch + 1 if self.is_over else self.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes.
+        """Set the epoch.
 
-        The epoch that is under way, or that was restored, continues where it is; another one begins.
+        The current or restored epoch continues at its position. Any other epoch begins.
 
         Args:
-            epoch: From 0.
+            epoch: The epoch, from 0.
 
         Raises:
-            HasNotResetProgressError: If another one is under way or was restored. Loops that resume begin at
+            HasNotResetProgressError: If another epoch is in progress or was restored. Loops that resume begin at
                 ``sampler.epoch``.
         """
         is_under_way = self._begin + self._own > 0 and not self.is_over
@@ -196,16 +196,16 @@ class Interruptible(ABC):
 
     @contextlib.contextmanager
     def in_epoch(self, epoch: int, *, strict: bool = True) -> Iterator[None]:
-        """Begin an epoch, or continue with it, and end it after the block: a state saved later begins the next one.
+        """Begin or continue an epoch, and end it after the block: a state saved later begins the next one.
 
-        An exception in the block leaves the position where it is, so that it can still be saved.
+        An exception in the block leaves the position unchanged, so it can still be saved.
 
         Args:
-            epoch: From 0.
-            strict: Whether another one that is under way is an error; else the rest of it is given up, and this said.
+            epoch: The epoch, from 0.
+            strict: Whether another epoch in progress is an error. Otherwise the rest of it is given up, and logged.
 
         Raises:
-            HasNotResetProgressError: If another one is under way, and `strict`.
+            HasNotResetProgressError: If another epoch is in progress, and `strict`.
 
         Example:
             >>> from lightning_faulttolerant import InterruptibleSampler
@@ -228,31 +228,31 @@ class Interruptible(ABC):
         self._restart(epoch + 1)
 
     def progress_state(self) -> dict[str, Any]:
-        """Return all that is kept of the epoch, for this object made again with as many ranks: plain values."""
+        """Return all that is kept of the epoch, as plain values, for the same object recreated with as many ranks."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self._kept}
 
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
-        """Be as when `progress_state` gave `state`; whoever keeps positions himself puts a sampler where it was so."""
+        """Restore a state of `progress_state`. Code that keeps positions itself moves a sampler this way."""
         for name in self._kept:
             setattr(self, name, copy.deepcopy(state[name]))
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch to continue with, and what all ranks have consumed of it."""
+        """Return the epoch to continue with, and the count that all ranks have consumed of it."""
         return (self.epoch + 1, 0) if self.is_over else (self.epoch, self.global_consumed)
 
     def _go_to(self, epoch: int, consumed: int) -> None:
-        """Put the position to one that was checked."""
+        """Set the position to one that was checked."""
         is_over = consumed > 0 and self.deal(consumed).num_own == 0
         self._restart(epoch + 1 if is_over else epoch, begin=0 if is_over else consumed, is_restored=True)
         self._is_end_restored = is_over
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to continue from here."""
+        """Return the state that is needed to continue from here."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from where `state_dict` was made."""
+        """Continue from a state of `state_dict`."""
 
 
 LenMode = Literal["full", "remaining"]

@@ -1,4 +1,4 @@
-"""A position in an order of samples: what the samplers that give one index after another have in common."""
+"""A position in an order of samples: the base of the samplers that yield one index after another."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class InterruptibleSamples(Interruptible):
 
     Args:
         dataset: The data set, or its length.
-        shuffle: Whether each epoch comes in a random order of its own.
-        seed: Of the orders.
+        shuffle: Whether each epoch has its own random order.
+        seed: The seed of the orders.
         order: The name of an order.
-        more: Of `Interruptible`.
+        more: Arguments of `Interruptible`.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class InterruptibleSamples(Interruptible):
         return len(self.dataset)
 
     def order(self, epoch: int | None = None) -> Order:
-        """Return the order of an epoch, for all ranks together, by default of the present one."""
+        """Return the order of an epoch, for all ranks together; by default of the current epoch."""
         epoch = self.epoch if epoch is None else epoch
         key = (self._length(), self.seed, epoch, self.shuffle, self.order_name)
         if self._order is None or self._order[0] != key:
@@ -58,10 +58,10 @@ class InterruptibleSamples(Interruptible):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sampler is; an epoch that was consumed whole is the beginning of the next one.
+        """Return the sampler's position. The end of an epoch is the beginning of the next one.
 
-        It counts what all ranks have consumed, and is the same on each. ``progress`` is what the original's state has
-        under that name: this rank's part, in samples.
+        The state counts what all ranks have consumed, and is the same on each. ``progress`` has the meaning of the
+        original's state: this rank's part, in samples.
         """
         epoch, consumed = self._position()
         return {
@@ -75,18 +75,18 @@ class InterruptibleSamples(Interruptible):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from where `state_dict` was made, here or by the original library.
+        """Continue from a state of `state_dict`, of this package or of the original library.
 
         Args:
-            state_dict: Of such a sampler, or the original's ``{"progress", "epoch"}``, whose count is taken to be that
-                of as many ranks as there are now.
-            strict: Whether other data, another seed, shuffle, order or drop_last are an error; else they are announced,
-                and only the position is kept.
+            state_dict: A state of this kind of sampler, or the original's ``{"progress", "epoch"}``. The latter's count
+                is assumed to be of the current number of ranks.
+            strict: Whether other data, seed, shuffle, order, or drop_last are an error. Otherwise they are logged, and
+                only the position is kept.
 
         Raises:
             FingerprintMismatchError: If one of these differs, and `strict`. Both values are shown.
-            AdvancedTooFarError: If it lies after the epoch's end.
-            ValueError: If it is no state of such a sampler.
+            AdvancedTooFarError: If the position is after the epoch's end.
+            ValueError: If it is not a state of this kind of sampler.
         """
         position = read_position(state_dict, kind=self.kind)
         if position.is_original:
@@ -100,4 +100,4 @@ class InterruptibleSamples(Interruptible):
         self._go_to(position.epoch, consumed)
 
     def _check_loadable(self, position: Position) -> None:
-        """Raise, or warn, about what else stands against continuing from there."""
+        """Raise or warn about any other obstacle to continuing from there."""

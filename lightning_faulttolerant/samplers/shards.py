@@ -1,4 +1,4 @@
-"""Each rank's own part of a data set that all ranks can see: which samples it holds, and a data set of just those."""
+"""Each rank's own part of a data set that all ranks can see: its samples, and a data set of just those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_faulttolerant.samplers.place import place_of
 
 
 class Indexable(Protocol):
-    """What has a length, and samples by their index."""
+    """An object with a length, and samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -22,7 +22,7 @@ class Indexable(Protocol):
 
 
 def check_fraction(fraction: float, name: str) -> None:
-    """Raise a ``ValueError`` unless it is more than 0 and at most 1, the same on every rank."""
+    """Raise a ``ValueError`` unless `fraction` is more than 0 and at most 1, the same on every rank."""
     if not 0 < fraction <= 1:
         raise ValueError(
             f"{name}={fraction!r}: it is the fraction of the data set that each rank holds, more than 0 and at most 1."
@@ -31,17 +31,18 @@ def check_fraction(fraction: float, name: str) -> None:
 
 
 class Share:
-    """The positions of an order of `length` samples that one rank holds: as many on each rank.
+    """The positions that one rank holds in an order of `length` samples: equally many on each rank.
 
-    Each rank first takes every `num_replicas`-th from its rank on; if it is to hold more, those of the next rank, and
-    so on. So no rank holds a sample twice, shards are disjoint while ``fraction * num_replicas <= 1`` (but for the last
-    round, which fills shards to equal length where the numbers don't divide), and together they hold all from 1 on.
+    Each rank first takes every `num_replicas`-th position, starting at its rank. To hold more, it takes those of the
+    next rank, and so on. So no rank holds a sample twice. Shards are disjoint while ``fraction * num_replicas <= 1``,
+    except for the last round, which fills shards to equal length if the numbers don't divide. If the product is 1 or
+    more, they hold all samples together.
 
     Args:
-        length: Of the order.
-        fraction: How much of it each rank holds, rounded up to whole samples.
-        rank: Which rank's share.
-        num_replicas: Of how many.
+        length: The length of the order.
+        fraction: The fraction of it that each rank holds, rounded up to whole samples.
+        rank: The rank.
+        num_replicas: The number of ranks.
     """
 
     def __init__(self, length: int, *, fraction: float, rank: int, num_replicas: int) -> None:
@@ -52,7 +53,7 @@ class Share:
         return self._count
 
     def __getitem__(self, index: int) -> int:
-        """Return where in the order sample `index` of this share stands."""
+        """Return the position in the order of sample `index` of this share."""
         if not 0 <= index < self._count:
             raise IndexError(f"{index} of {self._count} samples")
         taken = 0
@@ -66,19 +67,19 @@ class Share:
 
 
 class ShardedMapDataset(Dataset[Any]):
-    """This rank's part of any data set with a length and indices; nothing is loaded before it is asked for.
+    """This rank's part of any data set with a length and indices. Nothing is loaded before it is requested.
 
     Args:
         source: The whole data set, the same on every rank.
-        rank: Which rank this is, from 0; by default as the process group or the environment says now.
-        world_size: How many there are; by default found in the same way.
+        rank: The rank of this process, from 0; by default read from the process group or the environment now.
+        world_size: The number of ranks; by default found in the same way.
         samples_pct_per_replica: The fraction of the data set that each rank holds, more than 0 and at most 1, rounded
             up to whole samples; by default one `world_size`-th.
-        seed: Of the order in which samples are dealt.
-        shuffle: Whether they are dealt in a random order; it takes no memory.
+        seed: The seed of the order in which samples are dealt.
+        shuffle: Whether they are dealt in a random order; this takes no memory.
 
     Raises:
-        ValueError: If the fraction is out of its range, or there is no such rank.
+        ValueError: If the fraction is out of its range, or the rank doesn't exist.
 
     Example:
         >>> part = ShardedMapDataset(list("abcde"), rank=1, world_size=2, shuffle=False)
@@ -107,7 +108,7 @@ class ShardedMapDataset(Dataset[Any]):
         return len(self._share)
 
     def index_of(self, index: int) -> int:
-        """Return which sample of the whole data set sample `index` of this part is."""
+        """Return the index in the whole data set of sample `index` of this part."""
         position = self._share[index]
         if self._permutation is None:
             return position

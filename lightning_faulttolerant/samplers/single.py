@@ -1,4 +1,4 @@
-"""A sampler for a data set that is this rank's own, with a position that can be saved and resumed."""
+"""A sampler for a rank's own data set, with a position that can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from lightning_faulttolerant.samplers.samples import InterruptibleSamples
 
 
 class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
-    """Give all samples of a data set, in an order that can be continued with from any position.
+    """Yield all samples of a data set, in an order that can be continued from any position.
 
-    It deals nothing to ranks: it is for a data set that holds this rank's own samples, as `DistributedShardedDataset`
-    does, or for one rank. In a loop of one's own, call `advance` for what was consumed; under ``FaultTolerance`` it is
-    not called. Lightning would put a distributed sampler around it where there are several ranks: build the Trainer
-    with ``use_distributed_sampler=False``.
+    It deals nothing to ranks. Use it with one rank, or with a data set that holds only this rank's samples, as
+    `DistributedShardedDataset` does. In your own loop, call `advance` with the number of samples consumed; with
+    ``FaultTolerance``, don't call it. With several ranks, Lightning would wrap it in a distributed sampler: create the
+    Trainer with ``use_distributed_sampler=False``.
 
     Args:
-        dataset: The data set, of which only the length is asked for, or that length itself.
-        num_replicas: Without effect, as in the original library, and announced.
-        rank: Without effect, as in the original library, and announced.
-        shuffle: Whether each epoch comes in a random order of its own.
-        seed: Of the orders.
-        drop_last: Without effect, as in the original library, and announced: nothing is dealt, so nothing is left over.
-        order: ``"torch"``: a permutation of torch's, 8 bytes a sample; ``"feistel"``: computed where it is needed, in
-            constant memory and with a constant time to seek.
-        len_mode: What ``len`` is after a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
+        dataset: The data set, of which only the length is read, or that length itself.
+        num_replicas: No effect, as in the original library; a warning says so.
+        rank: No effect, as in the original library; a warning says so.
+        shuffle: Whether each epoch has its own random order.
+        seed: The seed of the orders.
+        drop_last: No effect, as in the original library; a warning says so. Nothing is dealt, so nothing is left over.
+        order: ``"torch"``: a permutation of torch's, 8 bytes a sample. ``"feistel"``: computed on demand, in constant
+            memory and with a constant time to seek.
+        len_mode: The value of ``len`` after a resume. ``"full"``: the length of the whole epoch; or ``"remaining"``.
 
     Raises:
-        ValueError: If an argument has no such value.
+        ValueError: If an argument has an invalid value.
 
     Example:
         >>> sampler = InterruptibleSampler(range(5), shuffle=False)

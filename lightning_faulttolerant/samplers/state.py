@@ -1,4 +1,4 @@
-"""What a sampler's state holds, and whether it is one of this sampler: all is checked before anything is assigned."""
+"""A sampler's state, and the checks that it belongs to this sampler: they all run before anything is assigned."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where a state is.
+    """The position of a state.
 
     Args:
-        epoch: From 0.
-        consumed: Units of the epoch that all ranks had consumed; of the original's state, which counts those of one
-            rank, the `progress`.
-        num_replicas: How many ranks there were; 0 where the state doesn't say it: it is one of the original library.
+        epoch: The epoch, from 0.
+        consumed: The units of the epoch that all ranks had consumed. In the original's state it is the `progress`,
+            which counts the units of one rank.
+        num_replicas: The number of ranks; 0 if the state doesn't have it, because it is one of the original library.
     """
 
     epoch: int
@@ -37,14 +37,14 @@ class Position:
 
 
 def read_position(state: Mapping[str, Any], *, kind: str) -> Position:
-    """Return where `state` is.
+    """Return the position of `state`.
 
     Args:
-        state: What a `state_dict` gave.
-        kind: Of the sampler that loads it.
+        state: A state of a `state_dict`.
+        kind: The kind of the sampler that loads it.
 
     Raises:
-        ValueError: If it is no state of a sampler, or one of another kind or of a later version.
+        ValueError: If it is not a state of a sampler, or one of another kind or of a later version.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"This is no state of a sampler: it is {state!r}.")
@@ -78,12 +78,12 @@ def _count(state: Mapping[str, Any], key: str, *, least: int = 0) -> int:
 
 
 def check_same(state: Mapping[str, Any], now: Mapping[str, Any], *, strict: bool) -> None:
-    """Check that all that the order follows from is as it was saved.
+    """Check that everything that determines the order is as it was saved.
 
     Args:
-        state: What was saved.
+        state: The saved state.
         now: The keys that must be equal, with this sampler's values.
-        strict: Whether a difference is an error; else it is said, and this sampler's values hold.
+        strict: Whether a difference is an error. Otherwise it is logged, and this sampler's values apply.
 
     Raises:
         FingerprintMismatchError: If something differs, and `strict`.
@@ -102,10 +102,10 @@ def check_same(state: Mapping[str, Any], now: Mapping[str, Any], *, strict: bool
 
 
 def check_not_too_far(consumed: int, most: int, unit: str) -> None:
-    """Raise unless a position lies within the epoch.
+    """Raise unless a position is within the epoch.
 
     Raises:
-        AdvancedTooFarError: If more were consumed than there are.
+        AdvancedTooFarError: If more units were consumed than exist.
     """
     if consumed > most:
         raise AdvancedTooFarError(

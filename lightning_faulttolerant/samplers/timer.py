@@ -1,4 +1,4 @@
-"""Says how long the steps of a script take, and how long it has run in all, over its restarts too."""
+"""Reports how long the steps of a script take, and its total time, across restarts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _VERSION = 1
 
 
 class TimestampedTimer:
-    """Report the time since the last report, and the time in all.
+    """Report the time since the last report, and the total time.
 
-    Reports come from rank 0. Time is measured by a clock that is never set: not by daylight saving, nor by hand.
+    Reports come from rank 0. The clock is monotonic: neither daylight saving nor a manual change affects it.
 
     Args:
         report: The text of the first report; by default "Start".
-        start_time: Since when the first step runs, as of ``time.monotonic()``; by default since now.
-        running: Seconds that were counted before, by an earlier process.
-        sync_cuda: Whether to wait until the GPU has done what it was given, before a time is taken.
-        sink: What takes a line of text.
-        rank: Which rank this is; by default as the process group or the environment says.
+        start_time: The start of the first step, as of ``time.monotonic()``; by default now.
+        running: Seconds that an earlier process counted.
+        sync_cuda: Whether to wait for the GPU to finish its work before a time is taken.
+        sink: Receives a line of text.
+        rank: The rank of this process; by default read from the process group or the environment.
 
     Example:
         >>> timer = TimestampedTimer(running=60, sink=lambda line: None)
@@ -46,17 +46,17 @@ class TimestampedTimer:
     ) -> None:
         self._sync_cuda, self._sink, self._rank = sync_cuda, sink, rank
         self.running: float = running
-        """Seconds in all, until the last report."""
+        """The total seconds until the last report."""
         self.start_time = self._now() if start_time is None else start_time
-        """When the step that runs began."""
+        """The start of the current step."""
         self._say(report or "Start", 0.0)
 
     def report(self, annot: str, ret: bool = False) -> float | None:
-        """Say how long the step took that ends here; the next one begins.
+        """Report how long the step took that ends here; the next one begins.
 
         Args:
-            annot: What it was.
-            ret: Whether its seconds are returned.
+            annot: The name of the step.
+            ret: Whether to return its seconds.
         """
         now = self._now()
         seconds = now - self.start_time
@@ -75,7 +75,7 @@ class TimestampedTimer:
             return self._rank == 0
         try:
             return current_world().rank == 0
-        except FaultToleranceError:  # which rank it is can't be told yet: a report too many harms nobody
+        except FaultToleranceError:  # the rank is not known yet; an extra report does no harm
             return True
 
     def _say(self, text: str, seconds: float) -> None:
@@ -85,14 +85,14 @@ class TimestampedTimer:
             self._sink(f"[ {stamp} ] {text:<70}{step:>12} ms, {total:>12} s total")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds in all, those of the step that runs included."""
+        """Return the total seconds, including those of the current step."""
         return {"version": _VERSION, "running": self.running + self._now() - self.start_time}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the seconds of an earlier process; the step that runs begins now.
+        """Continue from the seconds of an earlier process. The current step begins now.
 
         Raises:
-            ValueError: If it is no state of a timer.
+            ValueError: If it is not a state of a timer.
         """
         if state_dict.get("version") != _VERSION or not isinstance(state_dict.get("running"), (int, float)):
             raise ValueError(f"This is no state of a TimestampedTimer: {dict(state_dict)!r}.")

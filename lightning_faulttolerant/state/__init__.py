@@ -1,1 +1,1 @@
-"""What a run consists of besides weights: generators, gradients, buffers, metrics, flags. Knows torch only."""
+"""The parts of a run besides the weights: generators, gradients, buffers, metrics, flags. Knows torch only."""

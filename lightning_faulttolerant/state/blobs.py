@@ -1,8 +1,8 @@
 """The bytes in a state, pooled in one uint8 tensor that carries them through a checkpoint.
 
-A checkpoint must load with ``torch.load(weights_only=True)``, which is no way for ``bytes``; a uint8 tensor passes. One
-tensor for all of them, since each costs a record of 200 bytes in the file; compressed, since torch's state is half
-zeros and the states of two moments are mostly alike.
+A checkpoint must load with ``torch.load(weights_only=True)``, which refuses ``bytes`` but accepts a uint8 tensor. All
+share one tensor, since each tensor costs a record of 200 bytes in the file. The pool is compressed, since torch's state
+is half zeros and the states of two moments are mostly alike.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 POOL = "blobs"
-# In the place of bytes stands a dict of this one key, and the bytes' number in the pool.
+# A dict of this one key replaces the bytes. It holds their number in the pool.
 _REFERENCE = "blob"
-_LEVEL = 1  # as small as at level 9 within 2 percent: what isn't zeros or a repetition is random
+_LEVEL = 1  # within 2 percent of level 9: whatever isn't zeros or a repetition is random
 
 
 def blob_to_tensor(blob: bytes) -> Tensor:
-    """Return `blob` as a uint8 tensor of its length."""
+    """Return `blob` as a uint8 tensor of the same length."""
     if not blob:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -31,17 +31,18 @@ def blob_to_tensor(blob: bytes) -> Tensor:
 def tensor_to_blob(tensor: Tensor) -> bytes:
     """Return the bytes of a contiguous CPU tensor.
 
-    By address, since ``Tensor.numpy`` needs NumPy, which torch does not demand, and ``tolist`` is 100 times slower.
+    It reads by address: ``Tensor.numpy`` needs NumPy, which torch does not require, and ``tolist`` is 100 times
+    slower.
     """
     tensor = tensor.detach().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def pack_blobs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state` (dicts, lists, plain values, tensors) without ``bytes``: they are under the key `POOL`.
+    """Return a copy of `state` (dicts, lists, plain values, tensors) with all ``bytes`` moved under the key `POOL`.
 
     Raises:
-        ValueError: If a name in `state` is one that the copy needs.
+        ValueError: If `state` uses a name that the copy needs.
     """
     if POOL in state:
         raise ValueError(f"A state can't have a part named {POOL!r}: its bytes are kept under that name.")
@@ -52,7 +53,7 @@ def pack_blobs(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpack_blobs(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of which `pack_blobs` gave `packed`."""
+    """Return the state that `pack_blobs` turned into `packed`."""
     pool = packed[POOL]
     blobs = list(_split(zlib.decompress(tensor_to_blob(pool["data"])), pool["lengths"]))
     state: dict[str, Any] = _unpack({name: part for name, part in packed.items() if name != POOL}, blobs)
@@ -60,7 +61,7 @@ def unpack_blobs(packed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_packed(state: dict[Any, Any]) -> bool:
-    """Return whether a dict is what `pack_blobs` gave."""
+    """Return whether a dict is a result of `pack_blobs`."""
     pool = dict.get(state, POOL)
     return type(pool) is dict and pool.keys() == {"lengths", "data"}
 

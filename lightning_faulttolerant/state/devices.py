@@ -1,7 +1,7 @@
-"""The accelerators of this process, by names that hold in the process that continues for it.
+"""The accelerators of this process, by names that also hold in the process that resumes.
 
-A rank's own device may have another number there: eight ranks on one machine have ``cuda:0`` to ``cuda:7``, on two
-machines twice ``cuda:0`` to ``cuda:3``. So the one that is current is ``cuda``; only the others have a number.
+A rank's own device may have another number there: eight ranks on one machine have ``cuda:0`` to ``cuda:7``, but on two
+machines twice ``cuda:0`` to ``cuda:3``. So the current device is just ``cuda``; only the others have a number.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _KINDS = ("cuda", "xpu")
 def initialised() -> list[tuple[str, Any]]:
     """Return the kind and torch's module of every accelerator that is in use in this process."""
     # `is_initialized` is False in a forked data-loading worker, where a call into CUDA would fail.
-    # It is asked first: `is_available` may ask the driver.
+    # It is checked first: `is_available` may call the driver.
     modules = [(kind, getattr(torch, kind, None)) for kind in _KINDS]
     return [(kind, m) for kind, m in modules if m is not None and m.is_initialized() and m.is_available()]
 
 
 def is_device(name: str) -> bool:
-    """Return whether `name` is that of an accelerator's device."""
+    """Return whether `name` is the name of an accelerator's device."""
     return name.partition(":")[0] in _KINDS
 
 

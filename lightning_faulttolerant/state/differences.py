@@ -1,4 +1,4 @@
-"""What of a state differs from another one: the states of many ranks are mostly alike, and each is kept once.
+"""The difference between two states: the states of many ranks are mostly alike, and each part is kept once.
 
 A state is nested dicts of tensors, bytes, lists and plain values.
 """
@@ -20,7 +20,7 @@ _KEYS, _OWN = "keys", "own"
 
 
 def digests_of(state: Any) -> Any:
-    """Return the dicts of `state` with a digest in the place of everything else."""
+    """Return the dicts of `state` with a digest in place of every other value."""
     if isinstance(state, Mapping):
         return {key: digests_of(value) for key, value in state.items()}
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -29,11 +29,11 @@ def digests_of(state: Any) -> Any:
 
 
 def difference(state: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `patched` needs to make `state` of the one that `digests` are of.
+    """Return the input that `patched` needs to turn the state with `digests` into `state`.
 
     Args:
         state: A state.
-        digests: What `digests_of` gave of another one.
+        digests: The result of `digests_of` for another state.
     """
     own: dict[str, Any] = {}
     for key, value in state.items():
@@ -47,9 +47,9 @@ def difference(state: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str
 
 
 def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of which `difference` from `reference` gave `delta`.
+    """Return the state that `difference` reduced to `delta`, relative to `reference`.
 
-    A part that `reference` lacks although it had it then is left out.
+    A part that `reference` had then but lacks now is left out.
     """
     state = {}
     for key in delta[_KEYS]:
@@ -77,7 +77,7 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, item)
     elif isinstance(value, bytes):
         digest.update(b"b%d" % len(value) + value)
-    elif not isinstance(value, _PLAIN):  # an object, of which the text may leave things out
+    elif not isinstance(value, _PLAIN):  # an object, whose text may leave parts out
         text = pickle.dumps(value)
         digest.update(b"o%d" % len(text) + text)
     else:

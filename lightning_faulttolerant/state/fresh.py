@@ -1,6 +1,6 @@
-"""Random generators for those that a saved run did not have: states of their own, the same at each resume.
+"""Random generators for ranks and workers that a saved run did not have: separate states, the same at each resume.
 
-They follow from a saved state and from who asks, so that two ranks, or two workers, never draw the same numbers.
+They follow from a saved state and from the caller's names, so two ranks or workers never draw the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_faulttolerant.state.generators import make_generator, pack_genera
 
 
 def fresh_rng_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
-    """Return global generators' states that follow from those of `source` and from `names`."""
+    """Return the global generators' states that follow from those of `source` and from `names`."""
     seed = _seed("".join(sorted(source)).encode() + b"".join(source[name] for name in sorted(source)), *names)
     return {name: _fresh_global(name, blob, seed) for name, blob in source.items()}
 
@@ -28,12 +28,12 @@ def of_devices_here(state: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def fresh_torch_state(*names: object) -> bytes:
-    """Return a state of a torch generator on the CPU that follows from `names` alone."""
+    """Return the state of a torch generator on the CPU that follows from `names` alone."""
     return packing.pack_torch(torch.Generator().manual_seed(_seed(b"", *names)).get_state())
 
 
 def fresh_held_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
-    """Return the states of generators that objects hold, by path, likewise."""
+    """Return the states of held generators, by path, that follow from those of `source` and from `names`."""
     return {path: _fresh_held(blob, _seed(blob, path, *names)) for path, blob in source.items()}
 
 

@@ -1,6 +1,6 @@
-"""Random generators that objects hold as attributes: found by walking, captured and put back like the global ones.
+"""Random generators that objects hold as attributes: found by walking, captured and restored like the global ones.
 
-Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``).
+Data sets, transforms, samplers and modules often keep their own generator (``self.rng = default_rng(0)``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_faulttolerant.state.reachable import (
 
 _log = logging.getLogger(__name__)
 
-# So many objects, the nearest ones, are looked at each time; the rest takes at most so much of the time.
+# This many objects, the nearest ones, are checked each time. The rest takes at most this share of the time.
 _MAX_NEAR = 1_000
 _FAR_SHARE = 0.01
 
@@ -44,7 +44,7 @@ class HeldGenerators:
     """The generators that can be reached from some objects, as one state.
 
     Args:
-        roots: The objects to search, by a name that opens their paths in the state.
+        roots: The objects to search, by a name that begins their paths in the state.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -60,16 +60,16 @@ class HeldGenerators:
         return len(self._paths)
 
     def search(self) -> None:
-        """Look for generators again, for objects that made one after the last search."""
+        """Search again, for objects that created a generator after the last search."""
         self._paths, self._watched, self._known = {}, [], set()
         self._note(walk(deque(((("item", name),), root) for name, root in self._roots.items())))
 
     def refresh(self, *, whole: bool = False) -> None:
-        """Look for generators in what objects and containers have got since, more items or something for a ``None``.
+        """Find generators in new items of objects and containers, and in values that replaced a ``None``.
 
         Args:
-            whole: Look at all of them. Else those further down, where there are many, only as often as that takes 1 %
-                of the time.
+            whole: Check all of them. Otherwise, if there are many, those further down are only checked as often as that
+                takes 1 % of the time.
         """
         watched = self._watched
         num_near = _MAX_NEAR if len(watched) > _MAX_NEAR else len(watched)
@@ -88,7 +88,7 @@ class HeldGenerators:
             self._look_at_made()
 
     def _look_at(self, entry: _Watched) -> None:
-        """Search what a container has got, and nothing else."""
+        """Search only the new items of a container."""
         found = deque(((*entry.path, step), child) for step, child in entry.update())
         self._note(walk(found, known=self._known))
 
@@ -100,7 +100,7 @@ class HeldGenerators:
                 self._watch(path, value)
 
     def _look_at_made(self) -> None:
-        """Say it if an object has replaced a generator that was made for it, which nothing was drawn from."""
+        """Warn if an object has replaced a generator that was created for it, before anything was drawn from it."""
         for name, (generator, blob) in list(self._made.items()):
             now = self._resolve(self._paths.get(name, ()))
             is_unused = pack_generator(generator) == blob
@@ -118,19 +118,19 @@ class HeldGenerators:
     def _watch(self, path: Path, value: Any) -> None:
         is_container = isinstance(value, (dict, list, deque))
         if isinstance(value, types.FunctionType) or is_opaque(value):
-            return  # nobody makes a generator for a function later
+            return  # a function never gets a generator later
         container = value if is_container else own_dict(value)
         if isinstance(container, (dict, list, deque)) and len(container) <= MAX_ITEMS:
             left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
             kind = "item" if is_container else "attribute"
             self._watched.append(_Watched(path=path, value=value, container=container, kind=kind, left_out=left_out))
-            self._known.add(id(value))  # which stays its own: the entry holds it
+            self._known.add(id(value))  # the id stays valid: the entry holds the object
 
     def state_dict(self, *, of: Sequence[Any] | None = None) -> dict[str, bytes]:
-        """Return the state of each generator by its path; one that is gone is left out.
+        """Return the state of each generator by its path; a generator that no longer exists is left out.
 
         Args:
-            of: Only those of these generators; ``None`` for all.
+            of: Only these generators; ``None`` for all.
         """
         found = self.generators()
         if of is not None:
@@ -143,13 +143,13 @@ class HeldGenerators:
         return {name: generator for name, generator in found if is_generator(generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
-        """Put each generator back to its state.
+        """Set each generator to its saved state.
 
-        An attribute that is ``None`` still, or missing, because its object makes the generator when first used, is set
+        Some objects create their generator on first use. If such an attribute is still ``None`` or missing, it is set
         to a new generator of the saved kind.
 
         Returns:
-            The paths of the state for which there is neither a generator nor an empty place.
+            The paths in the state that have neither a generator nor an empty place.
         """
         self.search()
         missing = []
@@ -171,7 +171,7 @@ class HeldGenerators:
         return value
 
     def _fill(self, name: str, blob: bytes) -> bool:
-        """Make a generator where its object would make one when it is first used; return whether there is a place."""
+        """Create a generator where its object would create one on first use; return whether there is a place for it."""
         walked = walk(deque(((("item", root_name),), root) for root_name, root in self._roots.items()))
         owners = ((path_name(path), value) for path, value in walked)
         place = next(((owner, rest) for path, owner in owners if (rest := _last_step(path, owner, name))), None)
@@ -188,7 +188,7 @@ class HeldGenerators:
 
 @dataclass(kw_only=True, slots=True)
 class _Watched:
-    """A container, or the attributes of an object, and what they held when they were last looked at."""
+    """A container, or the attributes of an object, and their content at the last check."""
 
     path: Path
     value: Any
@@ -202,11 +202,11 @@ class _Watched:
         self.update()
 
     def has_changed(self) -> bool:
-        """Return whether there are more items, or fewer, or something in the place of a ``None``."""
+        """Return whether there are more or fewer items, or a value has replaced a ``None``."""
         return len(self.container) != self.size or any(_holds(self.container, key) for key in self.empty)
 
     def update(self) -> list[tuple[tuple[str, Any], Any]]:
-        """Note what there is now, and return what came since: where it is, and the value."""
+        """Record the current content, and return the new items with their places."""
         container, size = self.container, len(self.container)
         if size > MAX_ITEMS:
             self.size, self.empty = size, ()
@@ -232,7 +232,7 @@ def _last_step(path: str, owner: Any, name: str) -> tuple[str, Any] | None:
     if isinstance(owner, dict) and rest.startswith("[") and rest.endswith("]"):
         try:
             key = ast.literal_eval(rest[1:-1])
-        except (SyntaxError, ValueError):  # a key that is no literal, or a step further
+        except (SyntaxError, ValueError):  # a key that is not a literal, or a further step
             return None
         return ("item", key) if repr(key) == rest[1:-1] and owner.get(key) is None else None
     return None
@@ -260,10 +260,10 @@ def pack_generator(generator: Any) -> bytes:
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:
-    """Put `generator` to the state in `blob`.
+    """Set `generator` to the state in `blob`.
 
     Raises:
-        ValueError: If the state is that of another kind of generator.
+        ValueError: If the state belongs to another kind of generator.
     """
     kind, spawning, state = _parts(blob)
     if isinstance(generator, torch.Generator) and kind.startswith("torch:"):
@@ -297,14 +297,14 @@ def _load_bits(bits: Any, spawning: str, state: Mapping[str, Any]) -> None:
 
 
 def _parts(blob: bytes) -> tuple[str, str, bytes]:
-    """Return the kind, what it spawns from, if anything, and the state."""
+    """Return the kind, the seed sequence that it spawns from (if any), and the state."""
     tag, _, state = blob.partition(b"\n")
     kind, _, spawning = tag.decode().partition(" ")
     return kind, spawning, state
 
 
 def make_generator(blob: bytes) -> Any:
-    """Return a new generator of the kind, and in the state, of `blob`."""
+    """Return a new generator with the kind and the state in `blob`."""
     kind, spawning, state = _parts(blob)
     generator: Any
     if kind.startswith("torch:"):
@@ -336,13 +336,13 @@ def _tagged(kind: str, state: bytes) -> bytes:
 def _holds(container: Any, key: Any) -> bool:
     try:
         return container[key] is not None
-    except (KeyError, IndexError):  # something else took its place
+    except (KeyError, IndexError):  # another object took its place
         return True
 
 
 def _assign(owner: Any, attribute: str, generator: Any) -> bool:
     try:
         setattr(owner, attribute, generator)
-    except (AttributeError, TypeError):  # a slot that is not there, a frozen object
+    except (AttributeError, TypeError):  # a slot that does not exist, a frozen object
         return False
     return True

@@ -1,8 +1,8 @@
-"""States of Python's and NumPy's Mersenne Twisters, read where they lie in memory: 30 times as fast as their getters.
+"""States of Python's and NumPy's Mersenne Twisters, read directly from memory: 30 times as fast as their getters.
 
-Where in an object a state lies is not assumed but found, once, on generators of our own whose state the getters tell;
-where it is not found, or for a generator of another type, there is no such reading and the getters have to do. Only
-memory inside of the objects is read.
+The position of a state in an object is not assumed. It is found once, with private generators, by comparison with the
+getters. If it is not found, or for other types of generators, this module can't read the state and callers use the
+getters. Only memory inside of the objects is read.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NO_GAUSS = struct.pack("<id", -1, 0.0)
 
 
 def read_random(generator: random.Random) -> bytes | None:
-    """Return what `packing.pack_random` makes of the state, or ``None`` if it can't be read here."""
+    """Return the state as `packing.pack_random` would, or ``None`` if it can't be read here."""
     found = _python_offsets()
     if found is None or type(generator) is not random.Random:
         return None
     words, index = found
     address = id(generator)
-    gauss = generator.gauss_next  # type: ignore[attr-defined]  # undocumented, and in `getstate` as the third item
+    gauss = generator.gauss_next  # type: ignore[attr-defined]  # undocumented, but the third item of `getstate`
     return (
         ctypes.string_at(address + words, _WORDS_BYTES)
         + ctypes.string_at(address + index, _INDEX_BYTES)
@@ -39,18 +39,18 @@ def read_random(generator: random.Random) -> bytes | None:
 
 
 def read_random_state(generator: Any) -> bytes | None:
-    """Return what `packing.pack_numpy` makes of a ``RandomState``'s state, or ``None`` if it can't be read here."""
+    """Return a ``RandomState``'s state as `packing.pack_numpy` would, or ``None`` if it can't be read here."""
     found = _numpy_offsets()
     numpy_random = sys.modules["numpy.random"]
     if found is None or type(generator) is not numpy_random.RandomState:
         return None
-    # Asked for each time: `set_bit_generator` puts another one in, perhaps of another type.
+    # Read each time: `set_bit_generator` may replace it, even by one of another type.
     bits = generator._bit_generator
     if type(bits) is not numpy_random.MT19937:
         return None
     flag, gauss = found
     address = id(generator)
-    # Flag and value of the cached second Gaussian are the RandomState's, not the bit generator's.
+    # Flag and value of the cached second Gaussian belong to the RandomState, not to the bit generator.
     return b"M%b%b%b" % (
         ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES + _INDEX_BYTES),
         ctypes.string_at(address + flag, 4),
@@ -59,7 +59,7 @@ def read_random_state(generator: Any) -> bytes | None:
 
 
 def read_bit_generator(bits: Any) -> bytes | None:
-    """Return what `packing.pack_numpy` makes of a bit generator's state, or ``None`` if it can't be read here."""
+    """Return a bit generator's state as `packing.pack_numpy` would, or ``None`` if it can't be read here."""
     if _numpy_offsets() is None or type(bits) is not sys.modules["numpy.random"].MT19937:
         return None
     return b"M%b%b" % (ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES + _INDEX_BYTES), _NO_GAUSS)
@@ -67,7 +67,7 @@ def read_bit_generator(bits: Any) -> bytes | None:
 
 @functools.cache
 def _python_offsets() -> tuple[int, int] | None:
-    """Return where in a ``random.Random`` its words and its index lie."""
+    """Return the positions of the words and of the index in a ``random.Random``."""
     if not _has_addresses():
         return None
     offsets = None
@@ -90,7 +90,7 @@ def _python_offsets() -> tuple[int, int] | None:
 
 @functools.cache
 def _numpy_offsets() -> tuple[int, int] | None:
-    """Return where in a ``RandomState`` flag and value of its cached Gaussian lie, if all is where it should be."""
+    """Return the positions of flag and value of a ``RandomState``'s cached Gaussian, if all are where expected."""
     numpy_random = sys.modules["numpy.random"]
     if not _has_addresses():
         return None

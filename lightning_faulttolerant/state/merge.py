@@ -1,7 +1,7 @@
-"""The states of several ranks, merged into those of any other number of ranks, so that what all have together stays.
+"""Merge the states of several ranks into those of any number of ranks, so that their total stays the same.
 
-A sum goes to the first rank and nothing to the others; an extreme is the same on all; a mean is the mean on all; lists
-go to the first rank in the order of the ranks.
+A sum goes to the first rank and nothing to the others. An extreme is the same on all, and so is a mean. Lists go to the
+first rank in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ States = Sequence[Mapping[str, Any]]
 
 
 def merged_gradients(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradients that each of any number of ranks is to have: the mean, as DDP takes it when it steps.
+    """Return the gradients for each of any number of ranks: the mean, which DDP uses when it steps.
 
-    One that is in shards stays that of the first rank.
+    A gradient in shards stays that of the first rank.
     """
     names = {name for state in states for name in state}
     return {name: _merged_gradient([s[name] for s in states if name in s], len(states)) for name in sorted(names)}
@@ -34,13 +34,13 @@ def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
 
 
 def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the state of one rank's metrics, as `metrics_state` gives it, and a line for each that can't be merged.
+    """Return the state of one rank's metrics, as `metrics_state` does, and a line for each that can't be merged.
 
     Args:
-        states: Those of all ranks that saved.
-        module: Whose metrics they are: they say how each of their states is reduced.
-        rank: Which of the new ranks.
-        num_ranks: How many of these there are.
+        states: The states of all ranks that saved.
+        module: The metrics' module; the metrics define how each of their states is reduced.
+        rank: The new rank.
+        num_ranks: The number of new ranks.
     """
     first = states[0]
     metrics, lost = {}, []
@@ -65,7 +65,7 @@ def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: i
 def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[str, Any], list[str]]:
     first = states[0]
     values, lost = {}, []
-    # A metric without a reduction says by it how its values are to be gathered; ours is torchmetrics' own list of them.
+    # A state's reduction, even a missing one, says how its values are gathered; this is torchmetrics' own list of them.
     reductions: Any = metric._reductions
     for name in first["values"]:
         merge = _MERGES.get(reductions.get(name)) or _merge_unknown

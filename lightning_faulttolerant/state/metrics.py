@@ -1,4 +1,4 @@
-"""Every ``torchmetrics.Metric`` of a module, persistent or not, as one state; also what groups and tracks them."""
+"""Every ``torchmetrics.Metric`` of a module, persistent or not, as one state; also the groups and trackers of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_ITEMS = 1_000
 
 
 def named_metrics(module: nn.Module) -> dict[str, Metric]:
-    """Return each metric in `module` by its path, also those in plain lists and dicts that its modules hold."""
+    """Return each metric in `module` by its path, including metrics in plain lists and dicts of its modules."""
     return _of_kind(Metric, _children(module))
 
 
@@ -27,7 +27,7 @@ def _of_kind(kind: type[Any], children: Mapping[str, nn.Module]) -> dict[str, An
 def _is_kept(value: object) -> bool:
     """Return whether `value` is a metric, or groups or tracks metrics.
 
-    `isinstance` takes a millisecond for each class that it has not seen: `Metric` is an ABC, which asks its subclasses.
+    `isinstance` takes a millisecond for each new class: `Metric` is an ABC, which checks its subclasses.
     """
     return not _KINDS.isdisjoint(type(value).__mro__)
 
@@ -37,14 +37,14 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     seen = set(map(id, children.values()))
     for name, held in [found for prefix, child in children.items() for found in _in_containers(prefix, child)]:
         for path, inner in held.named_modules(prefix=name):
-            if id(inner) not in seen:  # a list of what the module has as attributes, too
+            if id(inner) not in seen:  # a list of modules that are also attributes
                 seen.add(id(inner))
                 children[path] = inner
     return children
 
 
 def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give what torch doesn't know of as a part of `module`, by path."""
+    """Yield the modules that torch doesn't know as a part of `module`, by path."""
     if type(module).__module__.startswith("torch."):  # most modules of a model; they hold no metrics
         return
     for name, value in vars(module).items():
@@ -67,12 +67,12 @@ def metrics_of(holder: object) -> dict[str, nn.Module]:
 
 
 def with_metrics_state(module: nn.Module) -> list[nn.Module]:
-    """Return all metrics, collections, and trackers whose state `metrics_state` returns."""
+    """Return all metrics, collections, and trackers that `metrics_state` covers."""
     return [child for child in _children(module).values() if _is_kept(child)]
 
 
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return a copy of the state of each metric, and of what groups and tracks them, by path."""
+    """Return a copy of the state of each metric, collection and tracker, by path."""
     children = _children(module)
     metrics = {name: metric_state(metric) for name, metric in _of_kind(Metric, children).items()}
     if not metrics:
@@ -85,7 +85,7 @@ def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Put each metric back to its state; return the paths of what has nothing to go to."""
+    """Restore the state of each metric; return the paths of states without a metric."""
     grow_trackers(module, state)
     children = _children(module)
     metrics, collections = _of_kind(Metric, children), _of_kind(MetricCollection, children)
@@ -98,7 +98,7 @@ def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> l
 
 
 def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let each MetricTracker have a metric for each step that it had; does nothing the second time."""
+    """Give each MetricTracker a metric for each step that it had; does nothing the second time."""
     trackers = _of_kind(MetricTracker, _children(module))
     for name in state["trackers"].keys() & trackers.keys():
         while trackers[name].n_steps < state["trackers"][name]:
@@ -112,18 +112,18 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def load_metric(metric: Metric, state: Mapping[str, Any]) -> list[str]:
-    """Put one metric back to a state of `metric_state`; return the names of the states that it doesn't have."""
+    """Restore one metric from a result of `metric_state`; return the names of the states that it doesn't have."""
     for name, value in {**state["values"], **state["attributes"]}.items():
         setattr(metric, name, _copy(value, device=metric.device))
-    # torchmetrics has no public way to say that a metric was updated; without it `compute` warns and `sync` misjudges.
+    # torchmetrics has no public way to mark a metric as updated; without it `compute` warns and `sync` misjudges.
     metric._update_count = state["update_count"]
     metric._computed = None
-    # A metric that makes its states in its first update would make them again, and forget these.
+    # A metric that creates its states in its first update would create them again, and lose these.
     return sorted(state["values"].keys() - metric.metric_state.keys())
 
 
 def _groups_state(collection: MetricCollection) -> dict[str, Any]:
-    # Groups are found in the first update, by states that happen to be equal then: another time they may be others.
+    # Groups are found in the first update, by states that happen to be equal then. In another run they may differ.
     return {
         "groups": [list(group) for group in collection.compute_groups.values()],
         "checked": collection._groups_checked,
@@ -141,8 +141,8 @@ def _load_groups(collection: MetricCollection, state: Mapping[str, Any]) -> None
 
 
 def _attributes(metric: Metric) -> dict[str, Any]:
-    # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states, and
-    # some metrics an image or a map.
+    # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states. Some
+    # metrics keep an image or a map there.
     is_wrapper = any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__)
     kinds = (Tensor, int, float, bool) if is_wrapper else (Tensor,)
     states = metric.metric_state

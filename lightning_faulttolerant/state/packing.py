@@ -20,29 +20,29 @@ from lightning_faulttolerant.state.blobs import blob_to_tensor, tensor_to_blob
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY_MT19937_TAIL = struct.Struct("<iid")
 _PYTHON_VERSION = 3
-# Of a device's generator: its seed, and how many numbers it has drawn since.
+# For a device's generator: its seed, and how many numbers it has drawn since.
 _DEVICE = struct.Struct("<Qq")
 
 
 def random_state(generator: Any) -> bytes:
-    """Return the state of one of Python's generators, or of the module's."""
+    """Return the state of a Python generator, or of the ``random`` module's."""
     return memory.read_random(generator) or pack_random(generator.getstate())
 
 
 def numpy_state(generator: Any) -> bytes:
-    """Return the state of NumPy's ``RandomState``, its module's, or of a ``Generator``."""
+    """Return the state of a NumPy ``RandomState``, its module's, or of a ``Generator``."""
     if hasattr(generator, "get_state"):
         return memory.read_random_state(generator) or pack_numpy(generator.get_state(legacy=False))
     return bits_state(generator.bit_generator)
 
 
 def bits_state(bits: Any) -> bytes:
-    """Return the state of one of NumPy's bit generators."""
+    """Return the state of a NumPy bit generator."""
     return memory.read_bit_generator(bits) or pack_numpy(bits.state)
 
 
 def pack_random(state: tuple[Any, ...]) -> bytes:
-    """Return what ``random.Random.getstate`` gave as bytes."""
+    """Return the result of ``random.Random.getstate`` as bytes."""
     _, words, gauss = state
     return _PYTHON.pack(*words, gauss is not None, 0.0 if gauss is None else gauss)
 
@@ -54,7 +54,7 @@ def unpack_random(blob: bytes) -> tuple[Any, ...]:
 
 
 def pack_torch(state: Tensor) -> bytes:
-    """Return what ``torch.Generator.get_state`` gave as bytes."""
+    """Return the result of ``torch.Generator.get_state`` as bytes."""
     return tensor_to_blob(state)
 
 
@@ -64,7 +64,7 @@ def unpack_torch(blob: bytes) -> Tensor:
 
 
 def has_drawn(blob: bytes) -> bool:
-    """Return whether a generator of a device, of this state, has drawn anything since it was seeded."""
+    """Return whether a device's generator with this state has drawn any numbers since it was seeded."""
     return len(blob) != _DEVICE.size or _DEVICE.unpack(blob)[1] != 0
 
 
@@ -88,7 +88,7 @@ def unpack_numpy(blob: bytes) -> dict[str, Any]:
     key = np.frombuffer(blob[1 : 1 + 624 * 4], dtype=np.uint32).copy()
     pos, has_gauss, gauss = _NUMPY_MT19937_TAIL.unpack(blob[1 + 624 * 4 :])
     state = {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}}
-    # -1: the state of a bare bit generator, which knows no cached Gaussian.
+    # -1: the state of a bare bit generator, which has no cached Gaussian.
     return state if has_gauss < 0 else {**state, "has_gauss": has_gauss, "gauss": gauss}
 
 

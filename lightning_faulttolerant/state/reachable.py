@@ -1,7 +1,7 @@
-"""Every object that can be reached from some roots, with the path that leads to it.
+"""Walk over every object that can be reached from some roots, with its path.
 
-No property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures, and
-bound methods hold is looked at, and no container of more than 1,000 items.
+The walk evaluates no properties and calls no methods. It only reads what ``vars``, containers, partials, closures, and
+bound methods hold, and no containers of more than 1,000 items.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _log = logging.getLogger(__name__)
 Path = tuple[tuple[str, Any], ...]
 
 _PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
-# Libraries whose objects hold large data or the whole program, and no generator that a user put there.
+# Libraries whose objects hold large data or the whole program, but none of the user's generators.
 _OPAQUE_ROOTS = {"IPython", "PIL", "_asyncio", "_io", "_pytest", "argparse", "asyncio", "concurrent", "datetime",
                  "hypothesis", "importlib", "io", "ipykernel", "jupyter_client", "lightning", "lightning_fabric",
                  "logging", "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow", "pytorch_lightning",
                  "pytest", "ray", "re", "sqlalchemy", "threading", "traitlets", "typing", "weakref", "zmq"}  # fmt: skip
-# What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
+# Our own objects that a run's callbacks can reach hold the whole run, and the user's loaders by a second path.
 # A streaming data set knows each of its shards, and draws from no generator that it keeps.
 _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
-# What lhotse lists of a corpus: up to millions of cuts and recordings.
+# The items of a corpus that lhotse lists: up to millions of cuts and recordings.
 MANIFESTS = ("lhotse.array", "lhotse.audio", "lhotse.cut", "lhotse.features", "lhotse.lazy", "lhotse.serialization",
              "lhotse.shar", "lhotse.supervision")  # fmt: skip
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.twin", "lightning_faulttolerant.loader",
@@ -40,15 +40,15 @@ _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.t
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
 _LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
-# Tensors by parameter, as many as the model has: of an optimizer these are in the checkpoint, and large.
+# Tensors by parameter, as many as the model has. An optimizer's are in the checkpoint, and large.
 OF_OPTIMIZERS = ("state", "param_groups")
-# Nobody keeps generators among so many items; walking them would take seconds at each autosave.
+# Large containers hold no generators in practice; walking them would take seconds at each autosave.
 MAX_ITEMS = 1_000
 _MAX_VISITED = 200_000
 
 
 def path_name(path: Path) -> str:
-    """Return the name under which the state lists a path, such as ``dataset.transform[0].rng``."""
+    """Return the name of a path in the state, such as ``dataset.transform[0].rng``."""
     name = ""
     for kind, key in path:
         name += f".{key}" if kind == "attribute" else f"[{key!r}]" if name else str(key)
@@ -56,7 +56,7 @@ def path_name(path: Path) -> str:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether `value` has a state that is drawn from: a generator of Python, NumPy or torch, or its seeds."""
+    """Return whether `value` has a state that draws change: a generator of Python, NumPy or torch, or its seeds."""
     if isinstance(value, torch.Generator):
         return True
     if isinstance(value, random.Random):
@@ -69,13 +69,13 @@ def is_generator(value: Any) -> bool:
 
 
 def walk(queue: deque[tuple[Path, Any]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
-    """Return what can be reached from the objects of `queue`, each once, the nearest first.
+    """Yield everything that can be reached from the objects of `queue`, each object once, the nearest first.
 
     Args:
-        queue: Paths and objects to begin with; it is used up.
-        known: The ``id`` of objects that are not looked at.
+        queue: Paths and objects to begin with; it is emptied.
+        known: The ``id`` of objects that are skipped.
     """
-    # Breadth first: what lies near is found before large data further down uses up the number of visits.
+    # Breadth first: near objects are found before large data further down uses up the number of visits.
     visited: set[int] = set()
     while queue:
         path, value = queue.popleft()
@@ -100,7 +100,7 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
     elif isinstance(value, functools.partial):
         yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
-        # Lightning gives each callback the module's `log`: who holds a callback does not hold the module.
+        # Lightning gives each callback the module's `log`: a callback's holder does not hold the module.
         if is_generator(value.__self__) or not _is_opaque_module(value.__func__.__module__ or ""):
             yield ("attribute", "__self__"), value.__self__
     elif isinstance(value, types.FunctionType):
@@ -115,7 +115,7 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
 
 
 def is_pythons(key: Any) -> bool:
-    """Return whether `key` is one of Python's own names among the globals of a module, such as ``__builtins__``."""
+    """Return whether `key` is one of Python's own names in the globals of a module, such as ``__builtins__``."""
     return isinstance(key, str) and key.startswith("__") and key.endswith("__")
 
 
@@ -126,7 +126,7 @@ def _is_bare(value: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Return whether the attributes of `value` are not looked at."""
+    """Return whether the walk skips the attributes of `value`."""
     return not isinstance(value, (dict, list, deque)) and not _is_walked(type(value))
 
 
@@ -142,7 +142,7 @@ def _is_opaque_module(module: str) -> bool:
 
 
 def has_dict(kind: type) -> bool:
-    """Return whether objects of a class have a ``__dict__`` that Python code can read: tasks of asyncio have none."""
+    """Return whether objects of a class have a ``__dict__`` that Python code can read; asyncio's tasks have none."""
     return _has_dict(kind)
 
 
@@ -152,7 +152,7 @@ def _has_dict(kind: Any) -> bool:
 
 
 def own_dict(value: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object as it lies there: no code of its class is asked."""
+    """Return the ``__dict__`` of an object directly, without running code of its class."""
     if not has_dict(type(value)) or isinstance(value, type):
         return None
     found: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -160,7 +160,7 @@ def own_dict(value: Any) -> dict[str, Any] | None:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what an object holds in its own attributes, in slots too: no code of its class is asked."""
+    """Yield an object's own attributes, slots included, without running code of its class."""
     yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:
         if "__slots__" in vars(kind):
@@ -184,7 +184,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def take_step(value: Any, kind: str, key: Any) -> Any:
-    """Return what one step of a path leads to."""
+    """Return the value that one step of a path leads to."""
     if kind == "attribute":
         own = own_dict(value)
         return own[key] if own is not None and key in own else getattr(value, key)

@@ -1,7 +1,7 @@
 """The process-wide random generators of Python, NumPy, torch and its accelerators, as one state.
 
-Reading the state draws nothing and starts nothing: a library that is not imported, or an accelerator that is not
-initialised, has no state here.
+Reading the state draws nothing and starts nothing. A library that is not imported, or an accelerator that is not
+initialized, has no state here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def rng_state() -> dict[str, bytes]:
     """Return the state of every global generator that is in use in this process.
 
     Returns:
-        ``python``, ``numpy`` (where imported), ``torch``, and one for every device of an initialised accelerator, by
-        its name in `devices`: about 10 kB.
+        ``python``, ``numpy`` (if imported), ``torch``, and one for every device of an initialized accelerator, by its
+        name in `devices`: about 10 kB.
     """
     state = {"python": packing.random_state(_generator_of(random.getstate) or random)}
     numpy_random = _numpy_random()
@@ -41,7 +41,7 @@ def torch_rng_state() -> dict[str, bytes]:
 
 
 def set_rng_state(state: Mapping[str, bytes]) -> None:
-    """Put every global generator that `state` names back to it.
+    """Set every global generator that `state` names to its saved state.
 
     Raises:
         ValueError: If `state` holds draws on a device that this process doesn't have.
@@ -58,7 +58,7 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
 
 
 def _generator_of(function: Any) -> Any:
-    """Return the global generator of which a module's function is a method, if it is one."""
+    """Return the global generator that a module's function is a method of, if it is one."""
     return getattr(function, "__self__", None)
 
 

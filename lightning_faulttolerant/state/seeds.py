@@ -1,6 +1,7 @@
-"""NumPy's seed sequences: what ``Generator.spawn`` makes children from is beside the state of the generator.
+"""NumPy's seed sequences: ``Generator.spawn`` makes children from them, and the generator's state lacks them.
 
-A sequence counts its children, and one that nobody has seeded was seeded by the system: other children in each process.
+A sequence counts its children. A sequence without a user's seed was seeded by the system: its children differ in each
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def sequence_of(bits: Any) -> Any:
 
 
 def pack_sequence(sequence: Any) -> str:
-    """Return all that a seed sequence consists of as a text without spaces or ends of lines."""
+    """Return the full content of a seed sequence as a text without spaces or line ends."""
     entropy = sequence.entropy
     if not isinstance(entropy, (int, type(None))):
         entropy = [int(word) for word in entropy]
@@ -32,14 +33,14 @@ def pack_sequence(sequence: Any) -> str:
 
 
 def load_sequence(sequence: Any, packed: str) -> None:
-    """Make `sequence`, which generators hold, what `pack_sequence` told."""
+    """Restore `sequence`, which generators hold, from a result of `pack_sequence`."""
     entropy, spawn_key, pool_size, num_children = json.loads(packed)
     options = {"spawn_key": spawn_key, "pool_size": pool_size, "n_children_spawned": num_children}
     type(sequence).__init__(sequence, entropy, **options)
 
 
 def new_sequence(packed: str) -> Any:
-    """Return a new seed sequence as `pack_sequence` told; without a text one that nobody has seeded."""
+    """Return a new seed sequence from a result of `pack_sequence`; without a text, one seeded by the system."""
     sequence = sys.modules["numpy.random"].SeedSequence()
     if packed:
         load_sequence(sequence, packed)
@@ -47,7 +48,7 @@ def new_sequence(packed: str) -> Any:
 
 
 def reseed(generator: Any, seed: int) -> None:
-    """Seed a ``Generator``, a bit generator or a seed sequence as if it were made from `seed`."""
+    """Seed a ``Generator``, a bit generator or a seed sequence as if it were created from `seed`."""
     if is_sequence(generator):
         type(generator).__init__(generator, seed)
         return

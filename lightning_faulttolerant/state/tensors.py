@@ -1,4 +1,4 @@
-"""Gradients, buffers and flags of a module: what its ``state_dict`` leaves out or a forward pass changes."""
+"""Gradients, buffers and flags of a module: state that its ``state_dict`` omits or that a forward pass changes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LAZY = "not made yet"
 
 
 def shard_of(tensor: Any) -> Any:
-    """Return what this rank holds of a tensor that is spread over ranks (torch's ``DTensor``), any other as it is.
+    """Return this rank's part of a tensor that is spread over ranks (torch's ``DTensor``); any other as it is.
 
-    It shares its memory with the tensor, but not always the count of its changes.
+    The part shares its memory with the tensor, but not always its version counter.
     """
-    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):  # asked of every tensor at each capture
+    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):  # runs for every tensor at each capture
         return tensor
     with torch.no_grad():
         return tensor.to_local()
 
 
 def gradients_state(module: nn.Module) -> dict[str, Any]:
-    """Return a copy of every gradient that is there, by the parameter's name: of one in shards, this rank's."""
+    """Return a copy of every existing gradient, by the parameter's name; for one in shards, this rank's part."""
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {name: _gradient_state(grad) for name, grad in grads.items() if grad is not None}
 
 
 def load_gradients(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Make the gradients of `module` those of `state`; a parameter that it doesn't name gets none."""
+    """Set the gradients of `module` to those of `state`; a parameter that is not in it gets none."""
     for name, parameter in module.named_parameters():
         grad = state.get(name)
         parameter.grad = None if grad is None else _gradient(grad, parameter)
@@ -56,7 +56,7 @@ def _gradient(state: Any, parameter: Any) -> Any:
 
 
 def _placements(names: list[str], parameter: Any) -> list[Any]:
-    """Return how a gradient is spread: as its parameter, or as a sum that is not made yet."""
+    """Return how a gradient is spread: like its parameter, or as a sum that is not reduced yet."""
     if names == [repr(p) for p in parameter.placements]:
         return list(parameter.placements)
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415, RUF100 - takes a second to import
@@ -71,7 +71,7 @@ def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[
 
     Args:
         module: Searched with all its children.
-        persistent: Only those that are (or are not) in the ``state_dict``; ``None`` for all.
+        persistent: Only buffers that are (or are not) in the ``state_dict``; ``None`` for all.
     """
     buffers = buffers_of(module, persistent=persistent)
     return {name: shard_of(buffer).detach().clone() for name, buffer in buffers.items()}
@@ -87,21 +87,21 @@ def buffers_of(module: nn.Module, *, persistent: bool | None = None) -> dict[str
 
 
 def _non_persistent(module: nn.Module) -> Iterator[str]:
-    # torch has no public way to ask; a state_dict would tell, but runs the users' hooks and takes 100 times as long.
+    # torch has no public way to get this; a state_dict shows it, but runs the users' hooks and takes 100 times as long.
     for prefix, child in module.named_modules():
         yield from (f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set)
 
 
 def kinds_of_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, str]:
-    """Return type and shape of each buffer by name, ``None`` of one not there yet.
+    """Return type and shape of each buffer by name, ``None`` for one that does not exist yet.
 
     Args:
         module: Searched with all its children.
-        persistent: Those in the ``state_dict``, rather than those outside it.
+        persistent: The buffers in the ``state_dict``, rather than those outside it.
     """
     found = {}
     for prefix, child in module.named_modules():
-        left_out, buffers = child._non_persistent_buffers_set, dict(child._buffers.items())  # of a scripted one no dict
+        left_out, buffers = child._non_persistent_buffers_set, dict(child._buffers.items())  # not a dict if scripted
         for own in buffers.keys() - left_out if persistent else left_out:
             found[f"{prefix}.{own}" if prefix else own] = _kind(buffers.get(own))
     return found
@@ -114,13 +114,13 @@ def _kind(buffer: Any) -> str:
 def make_room(
     module: nn.Module, state: Mapping[str, Tensor], *, began: Mapping[str, str], here: Mapping[str, str]
 ) -> None:
-    """Let buffers that training has made, or given another shape, be there as `state` has them, for `load_buffers`.
+    """Create buffers for `load_buffers` that training has created or resized, with the shapes in `state`.
 
     Args:
-        module: Whose.
-        state: The buffers to make room for, by name.
-        began: `kinds_of_buffers` where the saved fit began.
-        here: The same where this one began. A buffer that began as another one is left as it is.
+        module: The buffers' module.
+        state: The buffers to create, by name.
+        began: `kinds_of_buffers` at the start of the saved fit.
+        here: The same at the start of this fit. A buffer that started differently is left as it is.
     """
     now, modules = kinds_of_buffers(module), dict(module.named_modules())
     for name, value in state.items():
@@ -133,7 +133,7 @@ def make_room(
 
 
 def room_for(value: Tensor, owner: nn.Module, module: nn.Module) -> Tensor:
-    """Return a tensor that `value` can be loaded into, on the device of the part of `module` that is to own it."""
+    """Return a tensor that `value` can be loaded into, on the device of the part of `module` that will own it."""
     near = (*owner.parameters(), *owner.buffers(), *module.parameters())
     return torch.empty_like(value, device=next((tensor.device for tensor in near), value.device))
 
@@ -149,9 +149,9 @@ def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
-    """Return a copy of what the ``state_dict`` holds besides parameters and buffers, by key.
+    """Return a copy of the ``state_dict``'s entries besides parameters and buffers, by key.
 
-    Empty, without asking, where no module adds anything: asking runs users' code.
+    Empty, without a call, if no module adds any: a call runs users' code.
     """
     if not any(_adds_to_state_dict(child) for child in module.modules()):
         return {}
@@ -166,7 +166,7 @@ def _adds_to_state_dict(module: nn.Module) -> bool:
 
 
 def flags_state(module: nn.Module) -> dict[str, list[str]]:
-    """Return which modules are in evaluation mode, which norms track nothing, and which parameters are frozen."""
+    """Return the modules in evaluation mode, the norms that track nothing, and the frozen parameters."""
     return {
         "evaluating": [name for name, child in module.named_modules() if not child.training],
         "untracked": [name for name, child in _norms(module) if not child.track_running_stats],
@@ -175,12 +175,12 @@ def flags_state(module: nn.Module) -> dict[str, list[str]]:
 
 
 def load_flags(module: nn.Module, state: Mapping[str, list[str]]) -> None:
-    """Put each module's ``training``, each norm's tracking and each parameter's ``requires_grad`` back."""
+    """Restore each module's ``training``, each norm's tracking and each parameter's ``requires_grad``."""
     evaluating, untracked, frozen = (set(state[name]) for name in ("evaluating", "untracked", "frozen"))
     for name, child in module.named_modules():
         child.training = name not in evaluating
     for name, norm in _norms(module):
-        if norm.track_running_stats == (name in untracked):  # of a scripted module it is a constant
+        if norm.track_running_stats == (name in untracked):  # in a scripted module it is a constant
             norm.track_running_stats = name not in untracked
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in frozen):
@@ -193,10 +193,10 @@ def _norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class TensorMarks:
-    """Tells later whether any of some tensors has changed since, without a copy of them.
+    """Marks that show later whether any of some tensors has changed, without a copy of them.
 
     A tensor has changed if it is another object or storage, if its version counter moved, or if the sums of its bits
-    did: ``p.data.mul_()`` moves no version counter. The sums stay on the tensors' device until they are compared.
+    changed: ``p.data.mul_()`` moves no version counter. The sums stay on the tensors' device until they are compared.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -215,7 +215,7 @@ class TensorMarks:
 
 
 def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a sum of each tensor's bits, of one in shards of this rank's: much cheaper than a copy of it.
+    """Return a sum of each tensor's bits, for one in shards only of this rank's part: much cheaper than a copy.
 
     Tensors that have drifted apart differ in it, unless their differences happen to cancel out.
     """
@@ -223,7 +223,7 @@ def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, tensor in tensors.items():
         sums.setdefault(tensor.device, {})[name] = _sum_of_bits(tensor)
     found: dict[str, int] = {}
-    for own in sums.values():  # one wait for a device
+    for own in sums.values():  # one wait for each device
         found.update(zip(own, torch.stack(list(own.values())).tolist(), strict=True))
     return found
 
@@ -247,15 +247,15 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def bit_sums(tensor: Tensor) -> Tensor:
-    """Return sums of a tensor's bits, which differ where its content does, also where elements change places.
+    """Return sums of a tensor's bits, which differ if its content differs, even if elements only swap places.
 
-    They are taken of rows of words of 4 bytes: the sum of each column, and the sum of the rows' sums, each times the
-    row's number. Two words that change places are in other columns, or in other rows.
+    The tensor is split into rows of 4-byte words. The sums are the sum of each column, and the sum of the rows' sums,
+    each multiplied by the row's number. Two swapped words are in different columns, or in different rows.
     """
     words, rest = _words_of(tensor)
     rows = words[: words.numel() // _NUM_SUMS * _NUM_SUMS].view(-1, _NUM_SUMS)
     if words.device.type == "cpu" and len(rows) > _ROWS_AT_ONCE:
-        # Words are widened as they are summed: of few rows at a time that stays in the CPU's cache.
+        # Words are widened as they are summed: in blocks of a few rows, that stays in the CPU's cache.
         parts = [_sums_of(part) for part in torch.split(rows, _ROWS_AT_ONCE)]
         columns, by_row = torch.stack([part for part, _ in parts]).sum(0), torch.cat([part for _, part in parts])
     else:
@@ -269,7 +269,7 @@ def _sums_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the bits of a tensor as whole words, and the bytes that are left, if there are any."""
+    """Return the bytes of a tensor as whole words, and the remaining bytes, if there are any."""
     flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -283,7 +283,7 @@ def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def plain_copy(value: Tensor) -> Tensor:
-    """Return a copy of a logged value, as a plain tensor also where a library has a class of its own (MONAI's)."""
+    """Return a copy of a logged value, as a plain tensor even if a library has its own class (MONAI's)."""
     if type(value).__module__.partition(".")[0] == "torch":
         return value.detach().clone()
     with torch._C.DisableTorchFunctionSubclass():

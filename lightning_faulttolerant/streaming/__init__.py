@@ -1,4 +1,4 @@
-"""Streaming data sets that resume at once: reading, writing, ordering and caching shards. Works without Lightning."""
+"""Streaming data sets that resume immediately: read, write, order, and cache shards. Works without Lightning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "merge_index",
 ]
 
-# The modules of this package import each other through it: a name that was imported here at once would be a cycle.
+# The modules of this package import each other through it: importing a name here immediately would be a cycle.
 _LAZY = {
     "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",

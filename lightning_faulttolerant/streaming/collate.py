@@ -1,4 +1,4 @@
-"""Makes a batch of samples: what torch's `default_collate` makes, sooner for dicts of integers and arrays."""
+"""Collates samples into a batch as torch's `default_collate` does, faster for dicts of integers and arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.data import default_collate, get_worker_info
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return what ``default_collate(samples)`` returns: the same types, dtypes and values, in memory of its own.
+    """Return what ``default_collate(samples)`` returns: the same types, dtypes, and values, in new memory.
 
     Args:
-        samples: At least one.
+        samples: The samples, at least one.
     """
     first = samples[0]
     if type(first) is not dict:
@@ -38,18 +38,18 @@ def _integers(values: list[int]) -> Any:
     try:
         return torch.from_numpy(np.array(values, dtype=np.int64))
     except OverflowError:
-        return default_collate(values)  # says so in its own words
+        return default_collate(values)  # raises in its own words
 
 
 def _stacked(arrays: list[np.ndarray[Any, Any]]) -> torch.Tensor:
-    """Return them one after the other: as np.stack, which takes three times as long for many small ones."""
+    """Return the arrays stacked, as np.stack does, which takes three times as long for many small ones."""
     length, *rest = arrays[0].shape
     num_elements = len(arrays) * arrays[0].size
     batch = torch.from_numpy(np.empty(0, arrays[0].dtype))
     if get_worker_info() is None:
         batch = batch.new_empty(num_elements)
     else:
-        # As default_collate does: where the main process sees it, so that it is not copied to there.
+        # As default_collate does: in memory that the main process sees, so that the batch is not copied there.
         storage = batch._typed_storage()._new_shared(num_elements, device=batch.device)  # type: ignore[no-untyped-call]
         batch = batch.new(storage).resize_(num_elements)
     np.concatenate(arrays, out=batch.numpy().reshape(len(arrays) * length, *rest))
@@ -57,7 +57,7 @@ def _stacked(arrays: list[np.ndarray[Any, Any]]) -> torch.Tensor:
 
 
 def _alike(arrays: list[np.ndarray[Any, Any]]) -> bool:
-    """Whether these are arrays of numbers that can be put one after the other."""
+    """Whether these are arrays of numbers that can be stacked."""
     first = arrays[0]
     if not first.ndim or first.dtype.kind not in "biufc" or not first.dtype.isnative:
         return False
@@ -66,5 +66,5 @@ def _alike(arrays: list[np.ndarray[Any, Any]]) -> bool:
 
 
 def _own(arrays: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """Return them as arrays that may be written to: torch warns of others."""
+    """Return them as writable arrays: torch warns about others."""
     return [array if array.flags.writeable else array.copy() for array in arrays]

@@ -30,53 +30,53 @@ from lightning_faulttolerant.streaming.world import HandedWorld, World, current_
 
 _log = logging.getLogger(__name__)
 
-_BATCHES_AHEAD = 8  # as the original's, where predownload is None
+_BATCHES_AHEAD = 8  # the original's value, if predownload is None
 
 
 class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
     """An iterable data set of shards in a directory or behind a URL, resumable in the middle of an epoch.
 
-    Every iteration is one epoch. The order of an epoch depends on `shuffle_seed`, the epoch and `num_canonical_nodes`
-    only; ranks and data-loading workers take their parts of it. So a position in it means the same samples for any
-    number of ranks and workers, and a resume begins there at once. A sample that can't be had raises where it is
-    waited for: an epoch is never shorter than planned.
+    Every iteration is one epoch. The order of an epoch depends only on `shuffle_seed`, the epoch, and
+    `num_canonical_nodes`. Ranks and data-loading workers take their parts of it. A position therefore means the same
+    samples for any number of ranks and workers, and a resume begins there immediately. A sample that can't be read
+    raises where it is needed: an epoch is never shorter than planned.
 
     Args:
-        local: Directory of the shards, or where they are cached; ``None`` with `streams`.
-        remote: Directory or URL they are fetched from (``s3://``, ``gs://``, ``hf://``, ``http://``, any of fsspec's);
+        local: Directory of the shards, or of their cache; ``None`` with `streams`.
+        remote: Directory or URL to fetch them from (``s3://``, ``gs://``, ``hf://``, ``http://``, any of fsspec's);
             ``None`` if all are in `local`.
-        split: Sub-directory of both.
+        split: Subdirectory of both.
         shuffle: Whether an epoch's order is random.
-        predownload: How many samples ahead of the one that is needed shards are fetched.
+        predownload: How many samples ahead of the current one shards are fetched.
         keep_zip: Whether compressed shards are kept beside the decompressed ones; ``None``: if `remote` is local.
-        download_retry: How many times a download that failed is tried again.
+        download_retry: How many times a failed download is tried again.
         download_timeout: Seconds for one download.
-        validate_hash: Algorithm by which shards are checked; sizes are checked always.
-        shuffle_seed: Of the order.
+        validate_hash: Hash algorithm to check shards with. Their sizes are always checked.
+        shuffle_seed: Seed of the order.
         num_canonical_nodes: How many parts of the data are read side by side; ``None``: the number of nodes of the
             first run.
-        batch_size: Samples of one batch of one rank. `StreamingDataLoader` knows its own; any other loader with
-            several workers needs it here for positions to be exact.
+        batch_size: Samples per batch of one rank. `StreamingDataLoader` knows its own. With any other loader that has
+            several workers, set it here to make positions exact.
         streams: Data sets to mix, in place of `local` and `remote`.
-        cache_limit: Bytes that the cache may take on this machine: a number, or a text such as ``"10gb"``.
-        epoch_size: Samples of an epoch, where streams are mixed by proportions or have no weight.
-        shuffle_algo: How it is shuffled; ``None`` is ``"blocks"``, which costs nothing in advance; ``"py1e"``,
-            ``"py1s"``, ``"py1br"``, ``"py2s"`` and ``"naive"`` give the original library's order.
-        shuffle_block_size: What the algorithm takes for a block, in samples.
-        sampling_method: ``"balanced"`` or ``"fixed"``: of a stream that is read in part, whether each epoch draws
-            other samples.
-        sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
-        batching_method: ``"random"``: batches are mixed of all streams; ``"stratified"``: each has the same share of
-            each stream; ``"per_stream"``: each global batch is of one stream. The last two need `batch_size`, and an
-            equal global batch when a run continues.
-        partition_algo: Accepted; any number of ranks can read here.
-        allow_unsafe_types: Read pickled columns, which run whatever code is in them.
-        replication: How many ranks in a row get the same samples (tensor or sequence parallelism).
-        storage_options: For fsspec's file system: credentials, addresses.
+        cache_limit: Bytes that the cache may take on this machine: a number, or a string such as ``"10gb"``.
+        epoch_size: Samples of an epoch, if streams are mixed by proportions or have no weight.
+        shuffle_algo: The shuffle algorithm. ``None`` is ``"blocks"``, which needs no preparation. ``"py1e"``,
+            ``"py1s"``, ``"py1br"``, ``"py2s"``, and ``"naive"`` yield the original library's order.
+        shuffle_block_size: The block size of the algorithm, in samples.
+        sampling_method: ``"balanced"`` or ``"fixed"``: whether each epoch draws other samples of a stream that is read
+            in part.
+        sampling_granularity: How many samples are taken from a shard at a time, if it is read in part.
+        batching_method: ``"random"``: each batch mixes all streams. ``"stratified"``: each has the same share of each
+            stream. ``"per_stream"``: each global batch is of one stream. The last two need `batch_size`, and the same
+            global batch size when a run continues.
+        partition_algo: Accepted without effect; any number of ranks can read here.
+        allow_unsafe_types: Read pickled columns, which run any code that is in them.
+        replication: How many consecutive ranks get the same samples (tensor or sequence parallelism).
+        storage_options: Options of fsspec's file system: credentials, addresses.
 
     Raises:
         ValueError: If arguments contradict each other.
-        IndexFileError: If an index can't be had or read.
+        IndexFileError: If an index can't be fetched or read.
 
     Example:
         >>> dataset = StreamingDataset("/data/train", shuffle=True, batch_size=32)  # doctest: +SKIP
@@ -149,31 +149,31 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
 
     @property
     def shuffle_seed(self) -> int:
-        """The seed of the order: that of a state, once one was loaded."""
+        """The seed of the order: the seed in a state, once one was loaded."""
         return self._book.seeding.seed
 
     @property
     def num_canonical_nodes(self) -> int:
-        """How many parts of the data are read side by side."""
+        """The number of parts of the data that are read side by side."""
         return self._ordering.num_canonical_nodes(self._book.seeding, self._world().num_nodes)
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that the next iteration is."""
+        """The epoch of the next iteration."""
         return self._book.next_epoch
 
     @property
     def num_positions(self) -> int:
-        """How many positions an epoch has, for all ranks together."""
+        """The number of positions in an epoch, for all ranks together."""
         return self._num_positions()
 
     @property
     def book(self) -> EpochBook:
-        """Where the epochs of this data set are kept."""
+        """The record of this data set's epochs."""
         return self._book
 
     def __len__(self) -> int:
-        """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
+        """Return the number of samples of this rank in a whole epoch, wherever this one was entered."""
         return -(-self._num_positions() // self._world().num_ranks)
 
     def __iter__(self) -> Iterator[Any]:
@@ -192,10 +192,10 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
 
     def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
-        """Begin the next iteration, in the main process; for a loader, which tells its workers by `tell`.
+        """Begin the next iteration in the main process, for a loader that informs its workers by `tell`.
 
         Args:
-            batch_size: Samples of one batch of one rank.
+            batch_size: Samples per batch of one rank.
             drop_last: Whether a last batch that is not full is left out.
         """
         world = self._world()
@@ -205,8 +205,8 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
 
     @contextlib.contextmanager
     def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
-        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
-        # A derived class's __iter__ may be a generator, which begins at its first sample: in this process, afterwards.
+        """Let iterations and workers that are created in the block learn from a loader where they begin."""
+        # A derived class's __iter__ may be a generator. In this process it begins later, at its first sample.
         self._channel, self._unheard = channel, channel if is_read_here else None
         try:
             yield
@@ -227,11 +227,11 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: Start, world: World) -> Deal:
-        """Return how what is left of an epoch is dealt to the readers.
+        """Return how the rest of an epoch is dealt to the readers.
 
         Args:
             start: Where it begins.
-            world: Who reads.
+            world: The readers.
 
         Raises:
             ValueError: If the epoch can't be entered there with these batches.
@@ -259,7 +259,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
                     yield from self._own_samples(ids, wait)
 
     def _own_samples(self, ids: Ids, wait: Wait | None) -> Iterator[Any]:
-        """Yield what a derived class makes of samples."""
+        """Yield the samples as a derived class returns them."""
         shards, _ = self._shards.locate(ids)
         for number, shard in zip(ids.tolist(), shards.tolist(), strict=True):
             self._shards.reader(shard, wait)
@@ -275,14 +275,14 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         return Prefetcher(caches, needs, predownload=ahead, first=plan.end_of_batch(num_taken))
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """Return the place in the epoch, as a state that is the same on every rank.
+        """Return the position in the epoch, as a state that is the same on every rank.
 
         Args:
-            num_samples: How many samples all ranks together have consumed.
+            num_samples: The number of samples that all ranks together have consumed.
             from_beginning: Whether they are counted from the epoch's beginning, or from where this iteration began.
 
         Raises:
-            StreamingError: If the place can't be told, since several workers take turns in batches of unknown size.
+            StreamingError: If the position is unknown, because several workers take turns in batches of unknown size.
         """
         if num_samples and self._book.is_vague:
             raise StreamingError(
@@ -294,12 +294,13 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         return self.state_at(epoch, num_samples if from_beginning else start + num_samples)
 
     def state_at(self, epoch: int, sample: int, *, least: int = 1) -> dict[str, Any]:
-        """Return the state of a place.
+        """Return the state of a position.
 
         Args:
-            epoch: Which.
-            sample: How many samples of it all ranks together have consumed.
-            least: How many have to be left; with fewer it is the beginning of the next epoch.
+            epoch: The epoch.
+            sample: The number of its samples that all ranks together have consumed.
+            least: The smallest number of samples that must be left. With fewer, the state is the start of the next
+                epoch.
         """
         readers, seeding = self._readers(), self._book.seeding
         num_nodes = readers.world.num_nodes
@@ -316,14 +317,14 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         }
 
     def load_state_dict(self, obj: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the next iteration begin at the place of a state, of this class or of the original library's.
+        """Let the next iteration begin at the position of a state, of this class or of the original library.
 
         Args:
             obj: The state.
-            strict: Whether other data, or another order, is an error; else it is a warning.
+            strict: Whether other data, or another order, is an error. Otherwise it is a warning.
 
         Raises:
-            ValueError: If it is no state of a streaming data set.
+            ValueError: If it is not a state of a streaming data set.
             FingerprintMismatchError: If it was saved with other data, or in another order.
         """
         epoch, sample = checked_place(obj)
@@ -368,5 +369,5 @@ def _check_counts(*, batch_size: int | None, predownload: int | None, replicatio
         warnings.warn(
             f"predownload < batch_size ({predownload} < {batch_size}). A batch then waits for shards that could be"
             " fetched before it. Give a predownload of at least batch_size.",
-            stacklevel=3,  # where the data set is made
+            stacklevel=3,  # where the data set is created
         )

@@ -1,9 +1,9 @@
-"""Which epoch an iteration is, and where in it it begins: known to a data set's copies in all processes of one rank.
+"""The epoch of an iteration, and where in it it begins: known to a data set's copies in all processes of one rank.
 
-The numbers lie in a piece of shared memory without a name (nothing of it is left when the processes are gone). It is
-that of one main process and its data-loading workers: a copy, and a rank that was forked or spawned with the data set,
-has its own. It is written by whoever begins an iteration: the process itself, its `StreamingDataLoader`, or, under any
-other loader, worker 0; the other workers of that loader wait for what worker 0 found. No lock is taken.
+The numbers are in unnamed shared memory, which disappears with the processes. It belongs to one main process and its
+data-loading workers. A copy has its own, and so has a rank that was forked or spawned with the data set. The memory is
+written by the process that begins an iteration, by its `StreamingDataLoader`, or, with any other loader, by worker 0.
+The other workers of that loader wait for the numbers of worker 0. No lock is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLOTS, _SLOT = 64, 4  # a slot: pool, iteration of the pool, epoch, sample
 _WAIT_SECONDS = 120.0
 _POLL_SECONDS = 0.001
 
-# From epoch and sample: the same place, where the end of an epoch is the beginning of the next one.
+# Maps epoch and sample to the same position, with the end of an epoch as the beginning of the next one.
 Normal = Callable[[int, int], tuple[int, int]]
 
 
@@ -37,11 +37,11 @@ class Start:
     """Where an iteration begins.
 
     Args:
-        epoch: Which.
-        sample: How many samples all ranks have consumed of it before.
-        batch_size: Of a rank's steps, if somebody knows it.
-        world: This rank's place, if the main process has found it out already.
-        are_lent: Whether samples are only made batches of, which copies them.
+        epoch: The epoch.
+        sample: The number of its samples that all ranks have consumed before.
+        batch_size: The batch size of a rank's steps, if it is known.
+        world: This rank's place, if the main process has already found it.
+        are_lent: Whether samples are only collated into batches, which copies them.
     """
 
     epoch: int
@@ -52,12 +52,12 @@ class Start:
 
 
 class _SharedNumbers:
-    """Whole numbers that a main process shares with its data-loading workers, and with nobody else.
+    """Integers that a main process shares only with its data-loading workers.
 
-    Ranks that are forked or spawned with a data set would else count each other's epochs as their own.
+    Otherwise, ranks that are forked or spawned with a data set would count each other's epochs as their own.
 
     Args:
-        size: How many; all are 0 at first.
+        size: The number of integers; all are 0 at first.
     """
 
     def __init__(self, size: int) -> None:
@@ -71,13 +71,13 @@ class _SharedNumbers:
         _all_shared.add(self)
 
     def own(self) -> torch.Tensor:
-        """Return the numbers of this process; of its main process, if it is a data-loading worker."""
+        """Return the numbers of this process, or of its main process if it is a data-loading worker."""
         if self._process_id != os.getpid() and get_worker_info() is None:
             self._put(self._when_left)
         return self._tensor
 
     def leave(self) -> None:
-        """Get ready to be in another process, which will have these numbers as they are now, worker or not."""
+        """Prepare to be in another process, worker or not. It gets the current values of these numbers."""
         self._when_left = self.own().tolist()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,17 +104,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class EpochBook:
-    """Keeps the epoch that is next, the one that is under way, and what a loaded state says of the order.
+    """Keeps the next epoch, the current one, and the seeding of the order from a loaded state.
 
     Args:
-        seeding: Of the order, until a state is loaded.
+        seeding: The seeding of the order, until a state is loaded.
     """
 
     def __init__(self, seeding: Seeding) -> None:
         self._shared = _SharedNumbers(_HEADER + _SLOTS * _SLOT)
         self._numbers[_HEADER:] = -1
         self.num_put = 0
-        """How many times this process has said where the next iteration begins."""
+        """How many times this process has set where the next iteration begins."""
         self.put(0, 0, seeding)
         self._pool: int | None = None
         self._num_begun = 0
@@ -125,40 +125,40 @@ class EpochBook:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that the next iteration is."""
+        """The epoch of the next iteration."""
         return int(self._numbers[_NEXT_EPOCH])
 
     @property
     def next_place(self) -> tuple[int, int]:
-        """Epoch, and samples consumed of it, where the next iteration begins."""
+        """The epoch where the next iteration begins, and the number of its samples that are consumed."""
         epoch, sample = self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist()
         return epoch, sample
 
     @property
     def is_vague(self) -> bool:
-        """Whether several workers take turns under a loader whose batch size nobody has told."""
+        """Whether several workers take turns in a loader with an unknown batch size."""
         return bool(self._numbers[_IS_VAGUE])
 
     @property
     def is_moved(self) -> bool:
-        """Whether the iterator of the last iteration was moved to another place by a state of its own."""
+        """Whether the last iteration's iterator was moved to another position by its own state."""
         return bool(self._numbers[_IS_MOVED])
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was an iteration since a state was loaded."""
+        """Whether an iteration has begun since a state was loaded."""
         return bool(self._numbers[_EPOCH] >= 0)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Epoch, and samples consumed of it, where the last iteration began; where the next one begins if none has."""
+        """Epoch and consumed samples at the start of the last iteration; of the next iteration if none has begun."""
         at = _EPOCH if self.has_begun else _NEXT_EPOCH
         epoch, sample = self._numbers[at : at + 2].tolist()
         return epoch, sample
 
     @property
     def seeding(self) -> Seeding:
-        """What the order is drawn from."""
+        """The values that the order is drawn from."""
         seed, parts, nodes = self._numbers[_SEED : _NODES + 1].tolist()
         return Seeding(seed=seed, num_canonical_nodes=parts or None, initial_nodes=nodes or None)
 
@@ -171,7 +171,7 @@ class EpochBook:
         self.num_put += 1
 
     def note(self, epoch: int, sample: int, *, is_vague: bool = False, is_moved: bool = False) -> None:
-        """Note that an iteration has begun there, or was moved there; the next one is the next epoch."""
+        """Note that an iteration has begun or was moved there. The next iteration is the next epoch."""
         self._numbers[_EPOCH], self._numbers[_SAMPLE] = epoch, sample
         self._numbers[_IS_VAGUE], self._numbers[_IS_MOVED] = int(is_vague), int(is_moved)
         self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch + 1, 0
@@ -180,18 +180,18 @@ class EpochBook:
         """Begin the next iteration in this process; return its epoch and its first sample.
 
         Args:
-            normal: Returns the beginning of the next epoch for the end of one.
-            is_vague: Whether the place in this iteration can't be told.
+            normal: Maps the end of an epoch to the beginning of the next one.
+            is_vague: Whether the position in this iteration can't be determined.
         """
         epoch, sample = normal(*self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist())
         self.note(epoch, sample, is_vague=is_vague)
         return epoch, sample
 
     def begin_in_worker(self, normal: Normal, *, is_vague: bool = False) -> tuple[int, int]:
-        """Begin the next iteration in one of the workers of a loader that has said nothing; return the same.
+        """Begin the next iteration in a worker of a loader that has not set a start; return the same.
 
         Raises:
-            StreamingError: If worker 0 does not begin it too.
+            StreamingError: If worker 0 does not begin it, too.
         """
         info = get_worker_info()
         assert info is not None
@@ -202,7 +202,7 @@ class EpochBook:
         if info.id == 0:
             epoch, sample = self.begin(normal, is_vague=is_vague and info.num_workers > 1)
             self._numbers[at] = -1
-            # In this order: who reads the number of the iteration reads the place after it.
+            # In this order: a reader that sees the number of the iteration then reads the position.
             self._numbers[at + 2], self._numbers[at + 3] = epoch, sample
             self._numbers[at + 1] = iteration
             self._numbers[at] = self._pool
@@ -225,9 +225,9 @@ class EpochBook:
 
 
 def _pool_of(worker: int) -> int:
-    """Return a number that the workers of one iterator have in common, and those of no other one of this process."""
-    # A process numbers its children, and a loader makes its workers one after the other. The number is in the name:
-    # ForkProcess-3, or ForkProcess-1:3 where the main process is a child, too.
+    """Return a number that the workers of one iterator share, and that no other iterator of this process has."""
+    # A process numbers its children, and a loader creates its workers one after the other. The number is in the name:
+    # ForkProcess-3, or ForkProcess-1:3 if the main process is a child, too.
     number = multiprocessing.current_process().name.rpartition("-")[2].rpartition(":")[2]
     if not number.isdigit():
         raise StreamingError(
@@ -238,10 +238,10 @@ def _pool_of(worker: int) -> int:
 
 
 class Channel:
-    """Tells the workers of one `StreamingDataLoader` where each iteration begins, also those that live on.
+    """Informs the workers of one `StreamingDataLoader` where each iteration begins, including persistent workers.
 
     Args:
-        is_shared: Whether workers live on from one iteration to the next, so that they must be told by shared memory.
+        is_shared: Whether workers persist from one iteration to the next, and so must be informed by shared memory.
     """
 
     def __init__(self, *, is_shared: bool) -> None:
@@ -249,7 +249,7 @@ class Channel:
         self._start: Start | None = None
 
     def tell(self, start: Start) -> None:
-        """Say where the next iteration begins, before its workers are made or woken."""
+        """Set where the next iteration begins, before its workers are created or woken."""
         self._start = start
         if self._shared is not None:
             numbers = self._shared.own()

@@ -1,4 +1,4 @@
-"""The loader of a streaming data set: it knows how many samples it has handed out, and its state says so."""
+"""The loader of a streaming data set: it counts the samples that it hands out, and its state contains the count."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lightning_faulttolerant.streaming.epochs import Channel, Start
 class StreamingDataLoader(DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` for a `StreamingDataset`, resumable in the middle of an epoch.
 
-    A batch counts once it is handed out in the main process; what workers have fetched ahead does not. The state is the
-    same on every rank, and may be loaded with another number of ranks or workers.
+    A batch counts once it is handed out in the main process; batches that workers have fetched ahead don't count. The
+    state is the same on every rank, and may be loaded with another number of ranks or workers.
 
-    An iteration that is left early is over: the next one is the next epoch, in whole. To continue in the epoch that was
-    left, load the loader's own state: ``loader.load_state_dict(loader.state_dict())``.
+    An iteration that is left early is over: the next one is the whole next epoch. To continue in the same epoch, load
+    the loader's own state: ``loader.load_state_dict(loader.state_dict())``.
 
     Args:
-        *args: As ``torch.utils.data.DataLoader`` has them.
-        **kwargs: As ``torch.utils.data.DataLoader`` has them.
+        *args: Arguments of ``torch.utils.data.DataLoader``.
+        **kwargs: Arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
-        TypeError: If the data set is no `StreamingDataset`.
-        ValueError: If batches have another size than the data set was told, or may come in any order.
+        TypeError: If the data set is not a `StreamingDataset`.
+        ValueError: If batches have another size than the data set's, or may come in any order.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.collate_fn is default_collate:
-            self.collate_fn = collate  # the same batches, sooner
+            self.collate_fn = collate  # the same batches, faster
         if not isinstance(self.dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets"
@@ -59,11 +59,11 @@ class StreamingDataLoader(DataLoader[Any]):
         return _Batches(self)
 
     def make_batches(self) -> tuple[Iterator[Any], _Place]:
-        """Make torch's iterator for the next iteration, and what keeps its place."""
+        """Create torch's iterator for the next iteration, and the object that keeps its position."""
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
         start = dataset.begin_epoch(batch_size=self.batch_size or 1, drop_last=self.drop_last)
-        # Nobody but our own collate sees the samples, and it copies what is in them.
+        # Only our own collate sees the samples, and it copies their contents.
         are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
         start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
@@ -73,10 +73,10 @@ class StreamingDataLoader(DataLoader[Any]):
         return batches, self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last batch that was handed out; below 1 kB, the same on every rank.
+        """Return the position after the last batch that was handed out; below 1 kB, the same on every rank.
 
         Raises:
-            StreamingError: If the place can't be told, since an iterator was moved behind the loader's back.
+            StreamingError: If the position is unknown, because an iterator was moved without the loader's knowledge.
         """
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
@@ -85,14 +85,14 @@ class StreamingDataLoader(DataLoader[Any]):
         return dataset.state_at(*dataset.book.place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the next iteration begin at the place of a state; also one of which no batch was asked for yet.
+        """Let the next iteration begin at the position of a state, even if one was created but no batch requested yet.
 
         Args:
-            state_dict: Of this class, of the data set, or of the original library's.
-            strict: Whether other data, or another order, is an error; else it is a warning.
+            state_dict: A state of this class, of the data set, or of the original library.
+            strict: Whether other data, or another order, is an error. Otherwise it is a warning.
 
         Raises:
-            ValueError: If it is no state of a streaming data set.
+            ValueError: If it is not a state of a streaming data set.
             FingerprintMismatchError: If it was saved with other data, or in another order.
         """
         assert isinstance(self.dataset, StreamingDataset)
@@ -100,7 +100,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
 
 class _Place:
-    """How far one iteration is: counted in steps of the plan, whose sizes are known, not by looking at batches."""
+    """The position of one iteration. It counts steps of the plan, which have known sizes, and reads no batches."""
 
     def __init__(self, dataset: StreamingDataset, start: Start, *, drop_last: bool) -> None:
         assert start.world is not None
@@ -130,7 +130,7 @@ class _Place:
         return self._dataset.state_at(self._start.epoch, sample, least=self._least)
 
     def check_end(self) -> None:
-        """Raise StreamingError if the iteration ends before all that was planned was handed out."""
+        """Raise StreamingError if the iteration ends before all planned batches were handed out."""
         is_own = type(self._dataset).__iter__ is not StreamingDataset.__iter__
         if is_own or self._dataset.book.is_moved or self.num_batches == self._num_planned:
             return
@@ -141,7 +141,7 @@ class _Place:
 
 
 class _Batches(Iterator[Any]):
-    """Hands out what torch's iterator gives, and counts it."""
+    """Yields the batches of torch's iterator, and counts them."""
 
     def __init__(self, loader: StreamingDataLoader) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""A map-style data set of the shards in a directory: for samplers and loaders that choose samples themselves."""
+"""A map-style data set of the shards in a directory, for samplers and loaders that choose samples themselves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class LocalDataset(ShardedDataset, Dataset[Any]):
 
     Args:
         local: Directory of the shards.
-        split: Sub-directory of it.
-        allow_unsafe_types: Read pickled columns, which run whatever code is in them.
+        split: Subdirectory of it.
+        allow_unsafe_types: Read pickled columns, which run any code that is in them.
 
     Raises:
-        IndexFileError: If there is no index, or it can't be read.
+        IndexFileError: If the index is missing, or can't be read.
         UnsafeDataError: If a column is pickled, and that is not allowed.
 
     Example:

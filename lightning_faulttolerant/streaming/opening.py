@@ -1,4 +1,4 @@
-"""Reads the indexes of streams, and makes the caches of their shards."""
+"""Reads the indexes of streams, and creates the caches of their shards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_faulttolerant.streaming.stream import Stream
 def given_streams(
     streams: Sequence[Stream] | None, local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None
 ) -> Sequence[Stream]:
-    """Return the streams that a data set was given, or the one of its directory and its remote.
+    """Return the streams passed to a data set, or the single stream of its directory and remote.
 
     Raises:
-        ValueError: If it was given both, or neither.
+        ValueError: If both were given, or neither.
     """
     if bool(streams) == (local is not None or remote is not None):
         raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
@@ -33,11 +33,11 @@ def open_streams(streams: Sequence[Stream], cache_limit: int | str | None) -> li
     """Read the index of each stream.
 
     Args:
-        streams: With all that they left open filled in.
+        streams: The streams, with all open settings filled in.
         cache_limit: Bytes that all of them together may take in their caches.
 
     Raises:
-        IndexFileError: If an index can't be had, is damaged, or lists no samples.
+        IndexFileError: If an index can't be fetched, is damaged, or lists no samples.
         ValueError: If the limit is too low.
     """
     limit = None if cache_limit is None else CacheLimit(cache_limit)

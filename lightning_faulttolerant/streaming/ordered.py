@@ -1,4 +1,4 @@
-"""What the arguments of a data set make of the order of its epochs, by the names of these arguments."""
+"""The arguments of a data set that determine the order of its epochs, as properties of the same names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_faulttolerant.streaming.ordering import Ordering
 
 
 class OrderedDataset:
-    """A data set that reads its samples in an order of its own."""
+    """A data set that reads its samples in its own order."""
 
     _ordering: Ordering
 
@@ -18,30 +18,30 @@ class OrderedDataset:
 
     @property
     def shuffle_algo(self) -> str:
-        """How it is shuffled."""
+        """The shuffle algorithm."""
         return self._ordering.algorithm or DEFAULT
 
     @property
     def shuffle_block_size(self) -> int | None:
-        """What that takes for a block, in samples; ``None`` is its own choice."""
+        """The block size of the shuffle algorithm, in samples; ``None`` is the algorithm's choice."""
         return self._ordering.block_size
 
     @property
     def sampling_method(self) -> str:
-        """Whether each epoch draws other samples, of a stream that is read in part."""
+        """Whether each epoch draws other samples of a stream that is read in part."""
         return self._ordering.sampling_method
 
     @property
     def sampling_granularity(self) -> int:
-        """How many samples are taken from a shard at a time, where it is read in part."""
+        """How many samples are taken from a shard at a time, if it is read in part."""
         return self._ordering.sampling_granularity
 
     @property
     def batching_method(self) -> str:
-        """Of which streams the samples of a batch are."""
+        """Which streams the samples of a batch come from."""
         return self._ordering.batching_method
 
     @property
     def epoch_size(self) -> int:
-        """Samples of an epoch, of all ranks together."""
+        """The number of samples of an epoch, of all ranks together."""
         return self._ordering.shares.epoch_size

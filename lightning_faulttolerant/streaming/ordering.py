@@ -1,4 +1,4 @@
-"""The order of a streaming data set's epochs, as its arguments say it."""
+"""The order of a streaming data set's epochs, as its arguments define it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ WHAT = {
     "sampling": "sampling_method and sampling_granularity",
     "weights": "how many samples of each stream an epoch has",
 }
-"""What an order depends on, by its key in a state."""
+"""The settings that an order depends on, by their keys in a state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seeding:
-    """What a state says of the order, and a resume takes over.
+    """The part of a state that determines the order; a resume takes it over.
 
     Args:
-        seed: Of the order.
-        num_canonical_nodes: How many parts of the data are read side by side; ``None``: as the first run has nodes.
-        initial_nodes: The number of nodes of the first run, where a state has said it.
+        seed: The seed of the order.
+        num_canonical_nodes: How many parts of the data are read side by side; ``None``: the first run's number of
+            nodes.
+        initial_nodes: The number of nodes of the first run, if a state contains it.
 
     Raises:
-        ValueError: If the number of parts is none.
+        ValueError: If the number of parts is invalid.
     """
 
     seed: int
@@ -69,11 +70,11 @@ class Seeding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readers:
-    """What of the readers an order may depend on.
+    """The properties of the readers that an order may depend on.
 
     Args:
-        world: Of their ranks; the same for each of them.
-        batch_size: Samples of one batch of one rank.
+        world: The world of their ranks; the same for each of them.
+        batch_size: Samples per batch of one rank.
     """
 
     world: World = field(default_factory=World)
@@ -81,24 +82,24 @@ class Readers:
 
     @classmethod
     def of(cls, world: World, batch_size: int) -> Readers:
-        """Return those of which a reader of a world is one."""
+        """Return the readers that a reader of `world` belongs to."""
         return cls(world=World(num_ranks=world.num_ranks, ranks_per_node=world.ranks_per_node), batch_size=batch_size)
 
 
 class Ordering:
-    """Makes the order of an epoch.
+    """Creates the order of an epoch.
 
     Args:
         shard_sizes: The number of samples of each shard, for each stream.
-        streams: With their weights.
+        streams: The streams, with their weights.
         shuffle: Whether the order is random.
-        algorithm: How it is shuffled.
-        block_size: What the algorithm takes for a block, in samples.
-        epoch_size: Samples of an epoch: a number, or a text such as ``"10k"``.
-        seeding: What the order is drawn from, until a state says otherwise.
+        algorithm: The shuffle algorithm.
+        block_size: The block size of the algorithm, in samples.
+        epoch_size: Samples of an epoch: a number, or a string such as ``"10k"``.
+        seeding: The values that the order is drawn from, until a state replaces them.
         sampling_method: Whether samples are drawn again in each epoch.
         sampling_granularity: How many samples are taken from a shard at a time.
-        batching_method: Of which streams the samples of a batch are.
+        batching_method: Which streams the samples of a batch come from.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -134,7 +135,7 @@ class Ordering:
         self._orders: dict[tuple[int, Seeding, Readers], EpochOrder] = {}
         if shuffle:
             _warn_of_small_blocks(algorithm, block_size, seeding, self._shard_sizes)
-        if not self.is_batched:  # says what is wrong with the arguments
+        if not self.is_batched:  # raises if the arguments are wrong
             self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class Ordering:
         )
 
     def num_positions(self, seeding: Seeding, readers: Readers) -> int:
-        """Return how many positions every epoch has; where that can be told without it, no order is made."""
+        """Return the number of positions of every epoch. An order is created only if the number depends on it."""
         if self.is_batched:
             return self.of(0, seeding, readers).num_positions
         if not self.is_original:
@@ -191,13 +192,13 @@ class Ordering:
         ).num_positions
 
     def deal(self, sample: int, seeding: Seeding, world: World, batch_size: int) -> Deal:
-        """Return how what is left of an epoch is dealt to its readers.
+        """Return how the rest of an epoch is dealt to its readers.
 
         Args:
-            sample: How many samples of the epoch were consumed before, by all ranks.
-            seeding: What the order is drawn from.
-            world: Who reads.
-            batch_size: Samples of one batch of one rank.
+            sample: The number of samples of the epoch that all ranks have consumed before.
+            seeding: The values that the order is drawn from.
+            world: The readers.
+            batch_size: Samples per batch of one rank.
 
         Raises:
             ValueError: If the epoch can't be entered there.
@@ -221,11 +222,11 @@ class Ordering:
         )
 
     def num_canonical_nodes(self, seeding: Seeding, num_nodes: int) -> int:
-        """Return how many parts of the data are read side by side."""
+        """Return the number of parts of the data that are read side by side."""
         return seeding.num_canonical_nodes or default_canonical_nodes(self.algorithm, num_nodes)
 
     def _initial_nodes(self, seeding: Seeding, num_nodes: int) -> int | None:
-        """Return the number of nodes that batches are dealt to first, where the original library does so."""
+        """Return the number of nodes that batches are dealt to first, in cases where the original library does so."""
         if not self.is_original:
             return None
         return kept_nodes(
@@ -235,13 +236,13 @@ class Ordering:
         )
 
     def check_batches(self, batch_size: int | None) -> None:
-        """Raise ValueError if the order depends on a batch size that is not known."""
+        """Raise ValueError if the order depends on a batch size that is unknown."""
         if self.is_batched and batch_size is None:
             raise ValueError(f"batching_method={self.batching_method!r} needs batch_size: the order depends on it.")
 
     @property
     def is_batched(self) -> bool:
-        """Whether the order depends on the global batch size, and an epoch can be entered between batches only."""
+        """Whether the order depends on the global batch size, so an epoch can only be entered between batches."""
         return self.batching_method != "random"
 
     @property
@@ -250,7 +251,7 @@ class Ordering:
         return self.algorithm not in (None, DEFAULT)
 
     def describe(self, readers: Readers) -> dict[str, Any]:
-        """Return what the order depends on, beside seed and canonical nodes: plain values for a state."""
+        """Return everything that the order depends on besides seed and canonical nodes: plain values for a state."""
         global_batch_size = readers.world.num_ranks * readers.batch_size
         return {
             "batching": f"{self.batching_method} {global_batch_size}" if self.is_batched else self.batching_method,
@@ -274,7 +275,7 @@ def _warn_of_small_blocks(
     warnings.warn(
         f"Shuffle block size was smaller than shard size for some shards ({block_size} < {largest} samples). Within an"
         " epoch these are not mixed with other shards. Give a shuffle_block_size of several shards.",
-        stacklevel=4,  # where the data set is made
+        stacklevel=4,  # where the data set is created
     )
 
 

@@ -14,7 +14,7 @@ from lightning_faulttolerant.streaming.order import Deal, EpochOrder
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World
 
-# From the plan and the number of samples taken of it, the samples that are left.
+# Maps a plan, and the number of samples already taken from it, to the remaining samples.
 Read = Callable[["Plan", int], Iterator[Any]]
 
 
@@ -22,9 +22,9 @@ class Plan:
     """The part of an epoch that one worker of one rank reads, from where the iteration begins.
 
     Args:
-        order: Of the epoch.
-        deal: Of what is left of it, to this worker of this rank.
-        are_lent: Whether its samples are only made batches of, which copies them.
+        order: The order of the epoch.
+        deal: The deal of its rest to this worker of this rank.
+        are_lent: Whether its samples are only collated into batches, which copies them.
     """
 
     def __init__(self, order: EpochOrder, deal: Deal, *, are_lent: bool = False) -> None:
@@ -33,15 +33,15 @@ class Plan:
         self.deal = deal
 
     def end_of_batch(self, num_taken: int) -> int:
-        """Return how many samples will have been taken at the end of the batch that comes next, or is under way."""
+        """Return the number of samples taken at the end of the current batch, or of the next one."""
         return num_taken - num_taken % self.deal.batch_size + self.deal.batch_size
 
     def blocks(self, num_taken: int, *, at_most: int) -> Iterator[Ids]:
-        """Yield the ids of the samples that are left, many at a time: at first one batch, which waits for no others.
+        """Yield the ids of the remaining samples in blocks. The first block is one batch, which waits for no others.
 
         Args:
-            num_taken: How many samples of this part have been taken.
-            at_most: How many ids are in a block, if a batch is not larger.
+            num_taken: The number of samples of this part that have been taken.
+            at_most: The number of ids in a block, if a batch is not larger.
         """
         batch_size = self.deal.batch_size
         batch, skipped = divmod(num_taken, batch_size)
@@ -58,14 +58,14 @@ class Plan:
 class Samples(Iterator[Any]):
     """The samples of one worker in one epoch.
 
-    Its state is for the same worker of the same world: that of the data set is for any.
+    Its state is valid for the same worker of the same world; the data set's state is valid for any.
 
     Args:
-        plan: Makes the plan of an iteration that begins at a place.
-        read: Reads what is left of a plan.
-        note: Told of a place that this iteration was moved to.
+        plan: Creates the plan of an iteration that begins at a position.
+        read: Reads the rest of a plan.
+        note: Called with a position that this iteration was moved to.
         start: Where the iteration begins.
-        world: Who reads.
+        world: The reader.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Samples(Iterator[Any]):
         except StopIteration:
             raise
         except Exception as error:
-            # A generator that has raised ends, and an epoch must not seem to have ended.
+            # A generator that has raised ends. The epoch must not seem to have ended.
             self._samples = _Failed(error)
             raise
         self._num_taken += 1
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which epoch this is, where this iteration began in it, and how many samples this worker has given."""
+        """Return the epoch, where this iteration began in it, and the number of samples this worker has yielded."""
         return {
             "version": 1,
             "epoch": self._start.epoch,
@@ -106,10 +106,10 @@ class Samples(Iterator[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where another iteration of the same worker was.
+        """Continue at the position of another iteration of the same worker.
 
         Raises:
-            NotExactError: If it was of another worker, or the ranks or workers were others.
+            NotExactError: If it was of another worker, or the ranks or workers differ.
         """
         saved = World(**state_dict["world"])
         if saved != self._world:

@@ -1,4 +1,4 @@
-"""Samples by their number, and the shards that they are in: what every data set of shards offers."""
+"""Samples by number, and the shards that hold them: the base of every data set of shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_faulttolerant.streaming.stream import Stream
 
 @final
 class Shard(Sequence[dict[str, Any]]):
-    """One shard of a data set: its samples, and what the index says of it.
+    """One shard of a data set: its samples, and its entry in the index.
 
     Args:
-        shards: Of the data set.
-        number: Over all streams.
+        shards: The shards of the data set.
+        number: The number of the shard, over all streams.
     """
 
     def __init__(self, shards: Shards, number: int) -> None:
@@ -34,7 +34,7 @@ class Shard(Sequence[dict[str, Any]]):
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         return self.samples
 
     def __len__(self) -> int:
@@ -45,26 +45,26 @@ class Shard(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, at: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, at: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return a sample by its number in the shard, or a list of samples; the shard is fetched if it is not here."""
+        """Return a sample by its number in the shard, or a list of samples. The shard is fetched if it is missing."""
         reader = self._shards.reader(self._number)
         return [reader[place] for place in range(len(self))[at]] if isinstance(at, slice) else reader[at]
 
     def get_raw_size(self) -> int:
-        """Return the bytes of its decompressed files."""
+        """Return the size of its decompressed files in bytes."""
         return sum(file.num_bytes for file in self._info.files)
 
     def get_zip_size(self) -> int | None:
-        """Return the bytes of its compressed files, or ``None`` if it has none."""
+        """Return the size of its compressed files in bytes, or ``None`` if it has none."""
         return sum(file.num_bytes for file in self._info.zip_files) if self._info.zip_files else None
 
     def get_max_size(self) -> int:
-        """Return the bytes of all its files, while it is decompressed."""
+        """Return the size of all its files in bytes, while it is decompressed."""
         return self.get_raw_size() + (self.get_zip_size() or 0)
 
 
 @final
 class _ShardList(Sequence[Shard]):
-    """The shards of a data set; each is made when it is asked for."""
+    """The shards of a data set; each is created when it is requested."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -82,12 +82,12 @@ class _ShardList(Sequence[Shard]):
 
 
 class ShardedDataset:
-    """A data set whose samples have numbers, over all shards of all its streams.
+    """A data set with numbered samples, over all shards of all its streams.
 
     Args:
-        streams: Where the shards are.
+        streams: The streams of shards.
         cache_limit: Bytes that all of them together may take in their caches.
-        allow_unsafe_types: Read pickled columns too.
+        allow_unsafe_types: Whether to read pickled columns, too.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class ShardedDataset:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all shards of all streams."""
+        """The number of samples in all shards of all streams."""
         return self._shards.num_samples
 
     @property
     def size(self) -> int:
-        """Samples of all shards of all streams: what an index may be, for ``[]``."""
+        """The number of samples in all shards of all streams: the range of an index for ``[]``."""
         return self._shards.num_samples
 
     @property
     def num_streams(self) -> int:
-        """How many data sets are mixed."""
+        """The number of data sets that are mixed."""
         return len(self.streams)
 
     @property
@@ -121,34 +121,34 @@ class ShardedDataset:
 
     @property
     def num_shards(self) -> int:
-        """How many shards all streams have."""
+        """The number of shards of all streams."""
         return self._shards.num_shards
 
     @property
     def samples_per_shard(self) -> Ids:
-        """How many samples each shard has; shape ``(num_shards,)``."""
+        """The number of samples of each shard; shape ``(num_shards,)``."""
         return np.concatenate(self._shards.sizes)
 
     @property
     def samples_per_stream(self) -> Ids:
-        """How many samples each stream has; shape ``(num_streams,)``."""
+        """The number of samples of each stream; shape ``(num_streams,)``."""
         return np.array([sizes.sum() for sizes in self._shards.sizes], np.int64)
 
     @property
     def cache_usage(self) -> int:
-        """Bytes that the files in the directories of all streams take."""
+        """The size of the files in the directories of all streams, in bytes."""
         return self._shards.num_cached_bytes()
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Fetch a shard, if it is not here, and check it.
+        """Fetch a shard if it is missing, and check it.
 
         Args:
             shard_id: Its number, over all streams.
             blocking: Whether to wait if another process is fetching it.
 
         Raises:
-            IndexError: If there is no such shard.
-            ShardError: If it can't be had.
+            IndexError: If the shard doesn't exist.
+            ShardError: If it can't be fetched or read.
         """
         self._shards.prepare(self._checked(shard_id), is_awaited=blocking)
 
@@ -159,7 +159,7 @@ class ShardedDataset:
             shard_id: Its number, over all streams.
 
         Raises:
-            IndexError: If there is no such shard.
+            IndexError: If the shard doesn't exist.
             ValueError: If its stream has no remote: this would be the only copy.
         """
         self._shards.evict(self._checked(shard_id))
@@ -168,7 +168,7 @@ class ShardedDataset:
         """Delete the files of the shard that was used least recently, of those that were fetched and are not in use.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If no such shard exists.
         """
         self._shards.evict_coldest()
 
@@ -178,13 +178,13 @@ class ShardedDataset:
         return operator.index(shard)
 
     def __getitem__(self, at: Any) -> Any:
-        """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
+        """Return a sample, or a list of samples, by number over all shards. A missing shard is fetched.
 
         Args:
             at: A number, negative from the end; a slice; or a list or an array of numbers.
 
         Raises:
-            IndexError: If there is no such sample.
+            IndexError: If the sample doesn't exist.
         """
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(self.size))]
@@ -196,7 +196,7 @@ class ShardedDataset:
         return self.get_item(number % self.size)
 
     def get_item(self, sample_id: int) -> Any:
-        """Return a sample by its number; what ``[]`` and an iteration give, if a derived class has its own.
+        """Return a sample by its number. ``[]`` and an iteration use this method if a derived class overrides it.
 
         Args:
             sample_id: Its number, from 0.
@@ -205,5 +205,5 @@ class ShardedDataset:
 
     @classmethod
     def _gives_plain_samples(cls) -> bool:
-        """Whether no derived class has a say in what a sample is."""
+        """Whether no derived class changes what a sample is."""
         return cls.__getitem__ is ShardedDataset.__getitem__ and cls.get_item is ShardedDataset.get_item

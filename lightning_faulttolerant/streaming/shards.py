@@ -1,4 +1,4 @@
-"""The shards of all streams as one list: which of them has a sample, and readers of those that are in use."""
+"""The shards of all streams as one list: it finds the shard of a sample, and keeps readers of shards in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_faulttolerant.streaming.format.opening import check_safe, open_sh
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
 Ids = npt.NDArray[np.int64]
-# Told the stream and the shard that is needed now, before it is opened; raises what went wrong with it before.
+# Called with the stream and the shard that is needed now, before it is opened; raises an earlier error of that shard.
 Wait = Callable[[int, int], object]
 
 _MAX_BLOCK_SAMPLES = 2048
@@ -38,12 +38,12 @@ class OpenedStream:
 class Shards:
     """Reads samples by their number over all shards of all streams; opens a file once, and keeps it mapped.
 
-    It can be pickled and forked; a process opens what it reads.
+    It can be pickled and forked. Each process opens the files that it reads.
 
     Args:
-        streams: In their order.
-        allow_unsafe_types: Read pickled columns too.
-        limit: Of the caches, if they have one: shards that were fetched may be gone later.
+        streams: The streams, in order.
+        allow_unsafe_types: Whether to read pickled columns, too.
+        limit: The limit of the caches, if they have one: fetched shards may then disappear later.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Shards:
 
     @property
     def num_samples(self) -> int:
-        """Of all shards."""
+        """The number of samples of all shards."""
         return int(self._stops[-1]) if len(self._stops) else 0
 
     @property
@@ -100,32 +100,32 @@ class Shards:
         return shards, ids - self._starts[shards]
 
     def stream_of(self, shard: int) -> tuple[int, int]:
-        """Return the stream of a shard, and which of the stream's shards it is."""
+        """Return the stream of a shard, and its index among the stream's shards."""
         stream = int(np.searchsorted(self._first_of_stream, shard, side="right")) - 1
         return stream, shard - int(self._first_of_stream[stream])
 
     @property
     def num_shards(self) -> int:
-        """Of all streams."""
+        """The number of shards of all streams."""
         return len(self._stops)
 
     def info(self, shard: int) -> ShardInfo:
-        """Return what the index says of a shard."""
+        """Return the index entry of a shard."""
         stream, number = self.stream_of(shard)
         return self._streams[stream].shards[number]
 
     @property
     def infos(self) -> list[ShardInfo]:
-        """What the indexes say of all shards."""
+        """The index entries of all shards."""
         return [shard for stream in self._streams for shard in stream.shards]
 
     @property
     def caches(self) -> list[ShardCache]:
-        """Of each stream."""
+        """The cache of each stream."""
         return [stream.cache for stream in self._streams]
 
     def reader(self, shard: int, wait: Wait | None = None) -> ShardReader:
-        """Return the reader of a shard; its files are fetched if they are not here."""
+        """Return the reader of a shard. Missing files are fetched."""
         reader = self._readers.get(shard)
         return self._opened(shard, wait) if reader is None else reader
 
@@ -140,19 +140,19 @@ class Shards:
             self._readers[shard] = reader
         while len(self._readers) > self._max_open:
             self._let_go_of_oldest()
-        # Each data set alone would keep below the limit of the process; all of them together must.
+        # Each data set alone would stay below the process's limit; all of them together must.
         while sum(len(shards._readers) for shards in list(_all_shards)) > _max_files():
             max(_all_shards, key=lambda shards: len(shards._readers))._let_go_of_oldest()
         return reader
 
     def _let_go_of_oldest(self) -> None:
         with self._lock:
-            # Not closed: somebody may be reading from it. Its mapping goes with the last reference.
+            # Not closed: it may still be read from. Its mapping disappears with the last reference.
             for oldest in list(self._readers)[:1]:
                 del self._readers[oldest]
 
     def prepare(self, shard: int, *, is_awaited: bool) -> None:
-        """Fetch a shard if it is not here; if another process is about to, wait for it or leave it to that."""
+        """Fetch a shard if it is missing. If another process is about to, wait for it, or leave it to that process."""
         stream, number = self.stream_of(shard)
         cache = self._streams[stream].cache
         if is_awaited or not cache.is_being_fetched(number):
@@ -182,7 +182,7 @@ class Shards:
         raise ValueError("There is no shard to evict: none that was fetched is here and not in use.")
 
     def num_cached_bytes(self) -> int:
-        """Return how much room all that is in the directories of the streams takes."""
+        """Return the size of all files in the directories of the streams."""
         return sum(cache.contents().num_bytes for cache in {cache.directory: cache for cache in self.caches}.values())
 
     def sample(self, number: int) -> dict[str, Any]:
@@ -191,23 +191,23 @@ class Shards:
         return self.reader(int(shards[0]))[int(places[0])]
 
     def samples_ahead(self, wanted: int, *, num_readers: int) -> int:
-        """Return how many samples ahead one of several readers of a machine may fetch shards, so that all find room.
+        """Return how many samples ahead one of a machine's readers may fetch shards, so that all of them find room.
 
         Args:
-            wanted: How many, where there is no limit.
+            wanted: The number without a limit.
             num_readers: Processes that read from the same cache.
         """
         if self._limit is None:
             return wanted
-        # Half of the room is for what is being read.
+        # Half of the room is for the samples being read.
         return max(1, min(wanted, self._limit // (2 * num_readers * self._mean_bytes)))
 
     def needs(self, blocks: Iterator[Ids], place: int) -> Iterator[Need]:
-        """Yield the shards that blocks of samples need, each once, or in each block again if shards are evicted.
+        """Yield the shards that blocks of samples need: each once, or once per block if shards are evicted.
 
         Args:
             blocks: Ids of samples, in the order of their need.
-            place: Of the first sample, in what the process reads.
+            place: The position of the first sample in the part that the process reads.
         """
         known: set[int] = set()
         for ids in blocks:
@@ -222,12 +222,12 @@ class Shards:
                 known.clear()
 
     def samples(self, ids: Ids, wait: Wait | None = None, *, are_lent: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield samples in the order of `ids`; those of one shard are decoded together.
+        """Yield samples in the order of `ids`. Those of one shard are decoded together.
 
         Args:
-            ids: Their numbers.
+            ids: The numbers of the samples.
             wait: Waits for a shard.
-            are_lent: Whether they are copied at once, so that large arrays may be parts of the files.
+            are_lent: Whether the caller copies them immediately, so large arrays may be parts of the files.
         """
         shards, places = self.locate(ids)
         if len(ids) and (shards == shards[0]).all():
@@ -242,7 +242,7 @@ class Shards:
             of_shard = self._of_shard(int(in_order[begin]), places[where], wait, are_lent=are_lent)
             for place, sample in zip(where.tolist(), of_shard, strict=True):
                 samples[place] = sample
-        # Given away one by one: nobody is kept waiting to have his memory back.
+        # Yielded and released one by one: the consumer gets its memory back immediately.
         samples.reverse()
         while samples:
             yield samples.pop()
@@ -256,12 +256,12 @@ _all_shards: weakref.WeakSet[Shards] = weakref.WeakSet()
 
 
 def _max_files() -> int:
-    # A mapped file keeps one of the process's file descriptors.
+    # A mapped file uses one of the process's file descriptors.
     return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 def _max_mapped(limit: int | None, mean_bytes: int) -> int:
-    # It keeps its room on the disk, too, even if it is evicted.
+    # A mapped file keeps its room on the disk even if it is evicted.
     return _max_files() if limit is None else min(_max_files(), max(1, limit // max(1, 4 * mean_bytes)))
 
 
@@ -270,7 +270,7 @@ def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], Sha
         try:
             return open_shard(info, directory, allow_unsafe_types=allow_unsafe_types)
         except MissingShardError as error:
-            # Evicted by another process since it was fetched: so the cache knows that it has to fetch it again.
+            # Evicted by another process since it was fetched. This error makes the cache fetch it again.
             raise FileNotFoundError(str(error)) from error
 
     return opener

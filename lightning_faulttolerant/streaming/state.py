@@ -1,7 +1,7 @@
-"""The state of a streaming data set: a place in the epoch, and what that place's meaning depends on.
+"""The state of a streaming data set: a position in the epoch, and everything that its meaning depends on.
 
-It says nothing of ranks or workers, so it is the same on every rank, and it may be loaded with other numbers of them.
-Paths are no part of it: the data may have moved.
+It contains nothing about ranks or workers, so it is the same on every rank and can be loaded with another number of
+them. It contains no paths: the data may have moved.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ WHAT = {
     "basenames": "names of the files",
     "sizes": "sizes of the files",
 }
-"""What a fingerprint says, by its key."""
+"""What each entry of a fingerprint means, by its key."""
 
 Fingerprint = dict[str, Any]
 
 
 def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:
-    """Return what identifies the data: counts, names, sizes of the shards in their order; a hash, if the index has one.
+    """Return what identifies the data: counts, names, and sizes of the shards in order; a hash, if the index has one.
 
-    Of the hashes that all files have, the first by name counts: data of samples of one size differ in nothing else.
+    Of the hashes that all files have, the first by name is used: data with equally large samples differs in nothing
+    else.
     """
     files = [file for shard in shards for file in shard.files]
     algorithms = sorted(set.intersection(*(set(file.hashes) for file in files)) if files else ())
@@ -48,15 +49,15 @@ def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:
 
 
 def digest(values: Iterable[object]) -> str:
-    """Return a short text that differs where the values do."""
+    """Return a short string that differs if the values do."""
     return hashlib.blake2b("\0".join(map(str, values)).encode(), digest_size=8).hexdigest()
 
 
 def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return epoch and position of a state.
+    """Return the epoch and the position of a state.
 
     Raises:
-        ValueError: If it is no state of a streaming data set.
+        ValueError: If it is not a state of a streaming data set.
     """
     missing = [key for key in _PLACE if key not in state]
     if missing:
@@ -67,19 +68,19 @@ def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
     if state.get("version", VERSION) > VERSION:
         raise ValueError(f"This state was written by a newer version ({state['version']}); this one knows {VERSION}.")
     epoch, sample = int(state["epoch"]), int(state["sample_in_epoch"])
-    # What the original writes before its first iteration.
+    # The original library writes this before its first iteration.
     return (0, 0) if epoch < 0 else (epoch, max(0, sample))
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], what: Mapping[str, str]) -> list[str]:
-    """Return what differs between two fingerprints, each with both values."""
+    """Return the differences between two fingerprints, each with both values."""
     return [
         f"{what.get(key, key)}: {saved[key]} -> {now[key]}" for key in now if key in saved and saved[key] != now[key]
     ]
 
 
 def mismatch(differing: Sequence[str]) -> FingerprintMismatchError:
-    """Return the error that says that a state is of other data, or of another order."""
+    """Return the error that reports a state of other data, or of another order."""
     return FingerprintMismatchError(
         "The state was saved with other data or in another order than this data set has, so its position would mean"
         f" other samples. Saved -> now: {'; '.join(differing)}. Use the data set that saved it, or pass"

@@ -1,4 +1,4 @@
-"""One of the data sets that a streaming data set is mixed of: where it is, and how much of it an epoch reads."""
+"""One of the data sets that a streaming data set mixes: its location, and how much of it an epoch reads."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Weights = tuple[float | None, float | None, int | None]
 class Stream:
     """One directory of shards, with its own weight in the mixture.
 
-    At most one of `proportion`, `repeat` and `choose` may be given, and `proportion` by all streams or by none. The
-    `StreamingDataset` fills in the others: proportions then add up to 1. What is ``None`` of the rest is as it says.
+    At most one of `proportion`, `repeat`, and `choose` may be given, and `proportion` by all streams or by none. The
+    `StreamingDataset` fills in the others; proportions then add up to 1. Any other argument that is ``None`` gets the
+    data set's value.
 
     Args:
-        remote: Directory or URL where the shards are; ``None`` if all of them are in `local`.
-        local: Directory where shards are, or are cached; by default one of the temporary directory, with a name that
-            is made of `remote`.
-        split: Sub-directory of both.
+        remote: Directory or URL of the shards; ``None`` if all of them are in `local`.
+        local: Directory of the shards, or of their cache; by default a temporary directory with a name derived from
+            `remote`.
+        split: Subdirectory of both.
         proportion: Share of the samples of an epoch, relative to those of the other streams.
         repeat: How many times each sample is read in an epoch; fractions read a part of them.
         choose: How many samples are read in an epoch.
-        download_retry: How many times a download that failed is tried again.
+        download_retry: How many times a failed download is tried again.
         download_timeout: Seconds for one download.
-        validate_hash: Algorithm by which files are checked.
+        validate_hash: Hash algorithm to check files with.
         keep_zip: Whether compressed files are kept beside the decompressed ones.
-        storage_options: For fsspec's file system.
+        storage_options: Options of fsspec's file system.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -63,12 +64,12 @@ class Stream:
 
     @property
     def directory(self) -> str:
-        """Where the shards are cached, or are."""
+        """The directory of the shards or of their cache."""
         return os.path.join(os.fspath(self.local or ""), self.split or "")
 
     @property
     def address(self) -> str | None:
-        """Where the shards come from, or ``None``."""
+        """The source of the shards, or ``None``."""
         if self.remote is None:
             return None
         remote = os.fspath(self.remote)
@@ -76,13 +77,13 @@ class Stream:
 
     @property
     def weight(self) -> Weight:
-        """How much of it an epoch reads, as it was given: not what a data set has made of it."""
+        """How much of it an epoch reads, as given by the user, not as resolved by a data set."""
         if self._given is not None and self._weights() == self._resolved:
             return self._given
         return Weight(proportion=self.proportion, repeat=self.repeat, choose=self.choose)
 
     def with_defaults(self, **defaults: Any) -> Stream:
-        """Return a copy of this stream with what it leaves open."""
+        """Return a copy of this stream with its open settings filled in."""
         completed = copy.copy(self)
         for name, value in defaults.items():
             if getattr(completed, name) is None:
@@ -90,11 +91,11 @@ class Stream:
         return completed
 
     def resolve(self, shares: Shares, number: int) -> None:
-        """Say in `proportion`, `repeat` and `choose` what the weights of all streams come to.
+        """Set `proportion`, `repeat`, and `choose` to the results of all streams' weights.
 
         Args:
-            shares: What they come to.
-            number: Which of the streams this is.
+            shares: The results.
+            number: The index of this stream.
         """
         self._given = self.weight
         self.proportion = shares.proportions[number]
@@ -107,6 +108,6 @@ class Stream:
 
 
 def _temporary(remote: str, split: str) -> str:
-    # The original's, where a cache of its own may be.
+    # The original library's path: its cache may exist there.
     name = hashlib.blake2s(remote.encode(), digest_size=16).hexdigest()
     return os.path.join(tempfile.gettempdir(), name, split)

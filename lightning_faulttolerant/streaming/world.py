@@ -1,7 +1,7 @@
-"""Who reads: this process among all ranks, and this worker among those of its rank.
+"""The reader: this process among all ranks, and this worker among those of its rank.
 
-It is asked when an iteration begins, never in a constructor: a data set is often made before the process group. No
-process group is made here, and no device is touched.
+It is determined when an iteration begins, never in a constructor: a data set is often created before the process group.
+This module creates no process group and touches no device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class World:
     """The place of one reader.
 
     Args:
-        rank: Of this process among those that get different data, from 0.
-        num_ranks: How many of those there are.
-        ranks_per_node: How many of them share a machine, and its cache.
-        worker: Of this rank, from 0.
-        num_workers: Of each rank, at least 1: a process without workers is its own.
+        rank: The rank of this process among those that get different data, from 0.
+        num_ranks: The number of those ranks.
+        ranks_per_node: The number of them that share a machine and its cache.
+        worker: The worker of this rank, from 0.
+        num_workers: The workers of each rank, at least 1: a process without workers counts as its own worker.
     """
 
     rank: int = 0
@@ -46,19 +46,19 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return self.num_ranks // self.ranks_per_node
 
     @property
     def readers_per_node(self) -> int:
-        """How many processes of a machine read, each its own part."""
+        """The number of processes of a machine that read, each its own part."""
         return self.ranks_per_node * self.num_workers
 
     def replicated(self, replication: int) -> World:
         """Return the world in which each run of `replication` ranks gets the same data.
 
         Raises:
-            ValueError: If the ranks are not a multiple of it.
+            ValueError: If the number of ranks is not a multiple of it.
         """
         if self.num_ranks % replication:
             raise ValueError(
@@ -70,7 +70,7 @@ class World:
         return replace(self, rank=self.rank // replication, num_ranks=num_ranks, ranks_per_node=per_node)
 
     def in_this_worker(self) -> World:
-        """Return this world with the data-loading worker that asks, if it is one."""
+        """Return this world with the current data-loading worker, if this process is one."""
         info = get_worker_info()
         if info is None:
             return replace(self, worker=0, num_workers=1)
@@ -78,16 +78,16 @@ class World:
 
 
 def current_world(environment: Mapping[str, str] | None = None) -> World:
-    """Return which rank this process is, without its workers.
+    """Return the rank of this process, without its workers.
 
-    The process group is believed first, where there is one; then what torchrun, Lightning's own launcher and SLURM put
-    into the environment. Without any of them, this process is alone.
+    The process group comes first, if one exists. Then comes the environment as set by torchrun, Lightning's own
+    launcher, and SLURM. Without any of them, this process is alone.
 
     Args:
         environment: ``os.environ`` by default.
 
     Raises:
-        StreamingError: If there are several ranks and it can't be told which one this is.
+        StreamingError: If there are several ranks and the rank of this process is unknown.
     """
     env = os.environ if environment is None else environment
     if dist.is_available() and dist.is_initialized():
@@ -105,11 +105,11 @@ def current_world(environment: Mapping[str, str] | None = None) -> World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedWorld:
-    """What a main process found out, for a worker that it starts again and that may find out something else.
+    """The world that a main process found, for a worker that it starts anew and that might find another one.
 
     Args:
-        process_id: Of the main process.
-        world: Of that process.
+        process_id: The id of the main process.
+        world: The world of that process.
     """
 
     process_id: int
@@ -117,7 +117,7 @@ class HandedWorld:
 
     @classmethod
     def of_this_process(cls) -> HandedWorld | None:
-        """Return that of this process, if it can be told here."""
+        """Return the world of this process, if it can be determined here."""
         try:
             return cls(process_id=os.getpid(), world=current_world())
         except StreamingError:
@@ -125,7 +125,7 @@ class HandedWorld:
 
     @property
     def is_for_this_worker(self) -> bool:
-        """Whether this process is a data-loading worker of that one."""
+        """Whether this process is a data-loading worker of the main process."""
         parent = multiprocessing.parent_process()
         return get_worker_info() is not None and parent is not None and parent.pid == self.process_id
 
@@ -146,8 +146,8 @@ def _rank(env: Mapping[str, str], num_ranks: int) -> int:
 
 
 def _ranks_per_node(env: Mapping[str, str], num_ranks: int) -> int:
-    # All ranks must find the same number, so only what all of them are told counts. Where nothing is known, one node
-    # is assumed: which rank gets which sample changes by it, the samples of a step don't.
+    # All ranks must find the same number, so only values that all of them get count. If nothing is known, one node is
+    # assumed. This changes which rank gets which sample, but not the samples of a step.
     if "LOCAL_WORLD_SIZE" in env:
         per_node = int(env["LOCAL_WORLD_SIZE"])
     elif "SLURM_PROCID" in env and num_ranks == int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "0"))):
@@ -158,7 +158,7 @@ def _ranks_per_node(env: Mapping[str, str], num_ranks: int) -> int:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    # A script that sbatch or salloc runs itself, not by srun, has SLURM_NTASKS too, and is alone all the same.
+    # A script that sbatch or salloc runs directly, without srun, has SLURM_NTASKS too, but is alone.
     if "SLURM_PROCID" not in env or not any(name in env for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")):
         return False
     return any(name in env for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))

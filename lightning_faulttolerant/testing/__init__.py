@@ -1,6 +1,6 @@
 """For your own tests: `assert_resumes_exactly`, and files that fail, are lost, or kill the process at a chosen step.
 
-The faults need no Lightning; it is imported when `assert_resumes_exactly` or one of its parts is asked for.
+The faults do not need Lightning. It is imported with `assert_resumes_exactly` or one of its parts.
 """
 
 from __future__ import annotations

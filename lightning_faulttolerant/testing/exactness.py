@@ -1,6 +1,6 @@
-"""Holds your own model and loaders to the law: interrupted and resumed equals uninterrupted, event by event.
+"""Test your own model and loaders: an interrupted and resumed run equals an uninterrupted one, event by event.
 
-Needs a system that can fork (not Windows): each run is one process for each rank, and they all start from this one,
+Needs a system that can fork (not Windows). Each run is one process per rank, and all of them start from this process,
 which has imported everything.
 """
 
@@ -27,26 +27,26 @@ from lightning_faulttolerant.trainer.recorder import KillAt, Recorder, record_en
 
 __all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run"]
 
-# Gets callbacks and a directory, gives the Trainer: this module does not import Lightning.
+# Takes callbacks and a directory, returns the Trainer: this module does not import Lightning.
 Fit = Callable[[list[Any], Path], Any]
 
 _SEED = 1
 _OTHER_SEED = 20_000
-# How much of what a rank has printed is told when a run fails: room for the stacks of a process and its workers.
+# How much of a rank's output is shown when a run fails: enough for the stacks of a process and its workers.
 _PRINTED_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruption:
-    """What one interruption cost; with several ranks, what it cost rank 0.
+    """The cost of one interruption; with several ranks, the cost for rank 0.
 
     Args:
-        exit_code: Of the process that was interrupted, with several ranks of the one that failed first; negative for a
-            signal that killed it.
-        epoch: Where the next process continued.
-        batch: Where in the epoch.
-        num_batches_twice: How many training batches were done before and again after the interruption.
-        num_batches_kept: How many were done before and not again.
+        exit_code: Of the interrupted process, or with several ranks of the first one that failed; negative for a signal
+            that killed it.
+        epoch: The epoch in which the next process continued.
+        batch: The batch of the epoch at which it continued.
+        num_batches_twice: How many training batches ran both before and after the interruption.
+        num_batches_kept: How many ran before and not again.
     """
 
     exit_code: int
@@ -69,34 +69,33 @@ def assert_resumes_exactly(
 ) -> list[Interruption]:
     """Run `fit` uninterrupted, then with `faults`, and compare the two.
 
-    Compared are the contents of every batch, losses, learning rates, every value that a logger receives with its step,
-    every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
-    and the states of those that the module and the loaders hold. The uninterrupted run has no callback, but with
-    ``worker_rng="per_sample"``: without it nothing seeds each sample.
+    The comparison covers the contents of every batch, losses, learning rates, every value that a logger receives with
+    its step, every validation batch and result, the final weights and optimizer states, the next draw of each global
+    generator, and the states of the generators that the module and the loaders hold. The uninterrupted run has no
+    callback, except with ``worker_rng="per_sample"``: only the callback seeds each sample.
 
-    With several ranks each run is one process for each, as under torchrun; what a rank does is compared with what the
-    same rank did in the uninterrupted run, and all must continue in one place.
+    With several ranks each run is one process per rank, as under torchrun. Each rank is compared with the same rank of
+    the uninterrupted run, and all ranks must continue at the same place.
 
     Args:
-        fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
-            calls ``fit`` and returns the trainer. It must not seed: each process is seeded differently before it is
-            called, but for the first, whose seed the uninterrupted run has too. With several ranks each calls it, and
+        fit: Takes callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
+            calls ``fit`` and returns the trainer. It must not seed: each process gets a different seed before the call,
+            except the first, which has the seed of the uninterrupted run. With several ranks each rank calls it, and
             its Trainer has ``accelerator="cpu", devices=num_ranks, strategy="ddp"``.
-        faults: One for each run that is to be interrupted: a callback, such as `KillAt`, or several. Each rank has
-            them.
+        faults: One for each interrupted run: a callback, such as `KillAt`, or several. Each rank gets them.
         options: Arguments of `FaultTolerance`.
-        without: A part of the state to leave out of what is resumed from (see ``PARTS``): a negative control.
+        without: A part of the state to leave out of the checkpoint before a resume (see ``PARTS``): a negative control.
         directory: Where the runs are kept; a temporary one by default.
-        may_begin_anew: Whether a process may begin from the beginning.
+        may_begin_anew: Whether a process may start from the beginning.
         timeout_seconds: For each run.
-        num_ranks: How many processes train together.
+        num_ranks: The number of processes that train together.
 
     Returns:
-        What each interruption cost.
+        The cost of each interruption.
 
     Raises:
-        NotTheSame: If the runs differ; it names the first event that does, and the attributes of an object state that
-            was left out.
+        NotTheSame: If the runs differ. It names the first event that differs, and the attributes of an object state
+            that was left out.
 
     Example::
 
@@ -116,7 +115,7 @@ def assert_resumes_exactly(
 
 
 def _uninterrupted(runs: Runs, *, with_callback: bool) -> list[list[Event]]:
-    """Return what each rank does in a run that nobody interrupts; the callback must change nothing of it."""
+    """Return the events of each rank in an uninterrupted run; the callback must change none of them."""
     reference = runs.uninterrupted("uninterrupted", with_callback=with_callback)
     if reference.exit_code != 0:
         raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
@@ -133,10 +132,10 @@ class Runs:
 
     Args:
         fit: As for `assert_resumes_exactly`.
-        root: Where their directories and traces go.
+        root: The directory for their directories and traces.
         options: Arguments of `FaultTolerance`.
         timeout_seconds: For each run.
-        num_ranks: How many processes train together.
+        num_ranks: The number of processes that train together.
     """
 
     def __init__(
@@ -150,16 +149,16 @@ class Runs:
         self._num_started = 0
 
     def uninterrupted(self, name: str, *, with_callback: bool) -> Outcome:
-        """Run `fit` in the new directory `name`, with nothing that interrupts it, and wait for its end.
+        """Run `fit` in the new directory `name` without interruption, and wait until it finishes.
 
-        What it does depends on nothing but `fit`, `num_ranks`, and, with the callback, its `options`.
+        The run depends only on `fit`, `num_ranks`, and, with the callback, its `options`.
         """
         return self.start(name, [], seed=_SEED, with_callback=with_callback)
 
     def start(
         self, name: str, faults: Sequence[Any], *, seed: int, with_callback: bool, options: Mapping[str, Any] = {}
     ) -> Outcome:
-        """Run `fit` in the directory `name`, and wait for its end."""
+        """Run `fit` in the directory `name`, and wait until it finishes."""
         self._num_started += 1
         directory = self._root / name
         directory.mkdir(exist_ok=True)
@@ -196,7 +195,7 @@ class Runs:
 
 
 def _printed(outputs: list[Path]) -> str:
-    """Return the end of what each rank printed."""
+    """Return the end of each rank's output."""
     printed = [path.read_text()[-_PRINTED_CHARACTERS:] if path.exists() else "" for path in outputs]
     if len(printed) == 1:
         return printed[0]
@@ -204,7 +203,7 @@ def _printed(outputs: list[Path]) -> str:
 
 
 class _Interrupted:
-    """One run that is interrupted again and again, and what all its processes did together."""
+    """One run that is interrupted again and again, with the events of all its processes together."""
 
     def __init__(self, runs: Runs, reference: list[list[Event]], *, may_begin_anew: bool, without: str | None) -> None:
         self._runs = runs
@@ -215,7 +214,7 @@ class _Interrupted:
         self._costs: list[Interruption] = []
         self._last: Outcome | None = None
         self.left_out: set[str] = set()
-        """The attributes of what was left out."""
+        """The attributes that were left out."""
 
     def run(self, faults: Sequence[Any]) -> list[Interruption]:
         """Run it with one fault after the other, then to the end."""
@@ -285,12 +284,12 @@ def _num_batches(events: list[Event]) -> int:
 
 
 def _leave_out(path: Path, part: str) -> set[str]:
-    """Take a part out of a checkpoint; return the attributes that rank 0 has in no other one."""
+    """Remove a part from a checkpoint; return the attributes that rank 0 has in no other part."""
     checkpoint = load_file(path)
     ranks = checkpoint["lightning_faulttolerant"]["ranks"]
     found = names_in(ranks[0][OBJECTS]) if part == OBJECTS and ranks[0].get(OBJECTS) else set()
     for rank in ranks:
-        for held in (rank, rank.get("own", {})):  # of the others it holds what differs from rank 0's
+        for held in (rank, rank.get("own", {})):  # for other ranks it holds their difference from rank 0
             held.pop(part, None)
     atomic_torch_save(checkpoint, path)
     return found

@@ -1,7 +1,7 @@
-"""What may go wrong in a step.
+"""The faults that can happen in a step.
 
-A fault is a function of the step and of the function that carries it out, and what it returns or raises is what the
-program sees. Write your own where these are not enough::
+A fault is a function of the step and of the function that carries it out. Its return value or error is what the
+program sees. Write your own if these are not enough::
 
     def slow(step, carry_out):
         time.sleep(0.1)
@@ -17,12 +17,12 @@ from typing import Any
 
 from lightning_faulttolerant.testing.steps import Step
 
-# ``carry_out()`` does the whole step; ``carry_out(n)`` writes only the first n bytes, where the step is a write.
+# ``carry_out()`` does the whole step. ``carry_out(n)`` writes only the first n bytes, if the step is a write.
 Fault = Callable[[Step, Callable[..., Any]], Any]
 
 
 def fail_with(error_number: int) -> Fault:
-    """Make a fault that raises an ``OSError`` instead of doing the step.
+    """Return a fault that raises an ``OSError`` instead of doing the step.
 
     Args:
         error_number: Such as ``errno.ENOSPC`` (no space), ``EIO`` (bad disk), ``EACCES`` (not yours), ``EDQUOT``
@@ -36,7 +36,7 @@ def fail_with(error_number: int) -> Fault:
 
 
 def write_short(step: Step, carry_out: Callable[..., Any]) -> Any:
-    """Write only the first half of what a write was given, and say so, as a system call may."""
+    """Write only the first half of the data, and return the short count, as a system call may."""
     _demand_kind(step, ("write",), "write_short")
     return carry_out((step.num_bytes + 1) // 2)
 
@@ -48,12 +48,12 @@ def lose(step: Step, carry_out: Callable[..., Any]) -> Any:
 
 
 def kill_before(step: Step, carry_out: Callable[..., Any]) -> Any:
-    """Kill the process (SIGKILL) instead of doing the step: use it in a process made for that."""
+    """Kill the process (SIGKILL) instead of doing the step: use it in a process started for that."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_after(step: Step, carry_out: Callable[..., Any]) -> Any:
-    """Do the step, then kill the process (SIGKILL), also if it failed: use it in a process made for that."""
+    """Do the step, then kill the process (SIGKILL), even if the step failed: use it in a process started for that."""
     try:
         carry_out()
     finally:

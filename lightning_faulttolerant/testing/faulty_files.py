@@ -1,6 +1,7 @@
-"""Count the steps that this process takes with the files below a directory, and let chosen ones go wrong.
+"""Count the steps of this process with the files below a directory, and make chosen ones fail.
 
-Replaced while the block runs, and put back exactly: ``open``, and the functions of ``os`` that change or list files.
+``FaultyFiles`` replaces ``open``, and the functions of ``os`` that change or list files, while its block runs. Then it
+restores them exactly.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from lightning_faulttolerant.testing.steps import Step
 from lightning_faulttolerant.testing.writable import open_writable
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Two blocks of one process would put back one another's functions if they ended out of order.
+# Two blocks of one process would restore each other's functions if they ended out of order.
 _blocks: list[FaultyFiles] = []
 
 
 @final
 class FaultyFiles:
-    """Counts the file-system steps below a directory while its block runs, and gives chosen ones to a fault.
+    """A context manager that counts the file-system steps below a directory, and applies a fault to chosen ones.
 
-    All threads of the process are seen, and processes forked in the block. A step of a file that is open for writing is
-    what reaches the system: a small write that stays in Python's buffer is none, the flush that empties it is one
-    "write".
+    It sees all threads of the process, and processes forked in the block. For a file that is open for writing, a step
+    is a call that reaches the system: a small write that stays in Python's buffer is not a step, and the flush that
+    empties the buffer is one "write".
 
-    Not seen, because they don't go through Python: writers in other languages, such as ``torch.save(obj, path)``, which
-    opens a path in C++ (``torch.save(obj, file)`` is seen); sqlite; processes started by ``exec``. Nor ``io.FileIO``
-    where a program calls it itself, files that were open before the block, and functions that somebody has kept under
-    a name of his own (``from os import replace``).
+    It does not see steps that don't go through Python: writers in other languages, such as ``torch.save(obj, path)``,
+    which opens a path in C++ (``torch.save(obj, file)`` is seen); sqlite; processes started by ``exec``. Nor does it
+    see ``io.FileIO`` called directly by a program, files that were open before the block, and functions that a module
+    has imported under its own name (``from os import replace``).
 
     Args:
-        directory: The steps below it count; it must exist, what is below may come later.
-        fault: What happens in the chosen steps, such as ``fail_with(errno.ENOSPC)``; None only counts.
-        kind: Only steps of this kind, or of these kinds (see ``KINDS``), are chosen; of all by default.
+        directory: The steps below it count; it must exist, but the files below may come later.
+        fault: Applied in the chosen steps, such as ``fail_with(errno.ENOSPC)``; None only counts.
+        kind: Only steps of this kind, or of these kinds (see ``KINDS``), are chosen; all by default.
         at: The number of the chosen step among those of its kind, from 1; None for each of them.
-        lasting: Whether from `at` on each step of its kind is chosen, as on a disk that is full and stays full.
+        lasting: Whether each step of its kind from `at` on is chosen, as on a disk that is full and stays full.
 
     Example:
         >>> import errno, tempfile
@@ -75,7 +76,7 @@ class FaultyFiles:
 
     @property
     def steps(self) -> list[Step]:
-        """What has been done so far, the chosen steps included."""
+        """The steps so far, including the chosen ones."""
         return self._faulty.steps
 
     def __enter__(self) -> FaultyFiles:
@@ -94,7 +95,7 @@ class FaultyFiles:
         _blocks.remove(self)
 
     def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
-        """Count a step, and do it, or what the fault makes of it."""
+        """Count a step, and do it, or apply the fault to it."""
         is_over = self not in _blocks
         return perform() if is_over else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
 
@@ -114,7 +115,7 @@ class FaultyFiles:
             **{name: self._write(getattr(os, name)) for name in ("write", "pwrite") if hasattr(os, name)},
             "open": self._open_descriptor(os.open),
         }
-        if hasattr(os, "sendfile"):  # what shutil copies with
+        if hasattr(os, "sendfile"):  # shutil copies with it
             by_name["sendfile"] = self._of_one("write", os.sendfile)
         yield from ((os, name, ours) for name, ours in by_name.items())
         opens = self._open(builtins.open)
@@ -126,7 +127,7 @@ class FaultyFiles:
             yield from ((accessor, name, staticmethod(ours[name])) for name in sorted(set(ours) & set(vars(accessor))))
 
     def _of_one(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand in for a function whose first argument is the path or the descriptor."""
+        """Return a replacement for a function with the path or the descriptor as its first argument."""
 
         @functools.wraps(real)
         def call(file: Any = ".", *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
@@ -138,7 +139,7 @@ class FaultyFiles:
         return call
 
     def _of_two(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand in for a function of an old and a new path."""
+        """Return a replacement for a function of an old and a new path."""
 
         @functools.wraps(real)
         def call(source: Any, target: Any, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Number the steps that are taken, and give chosen ones to a fault."""
+"""Number the steps, and apply a fault to chosen ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FaultySteps:
     """The steps of one block.
 
     Args:
-        fault: What happens in the chosen steps; None only counts.
-        kind: Only steps of this kind, or of these kinds, are chosen; of all by default.
+        fault: Applied in the chosen steps; None only counts.
+        kind: Only steps of this kind, or of these kinds, are chosen; all by default.
         at: The number of the chosen step among those of its kind, from 1; None for each of them.
-        lasting: Whether from `at` on each step of its kind is chosen.
+        lasting: Whether each step of its kind from `at` on is chosen.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FaultySteps:
         self._lock = threading.RLock()  # a signal handler may take a step too
 
     def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
-        """Count a step, and do it, or what the fault makes of it; steps within a step are not counted."""
+        """Count a step, and do it, or apply the fault to it; steps within a step are not counted."""
         if getattr(_inside, "is_set", False):
             return perform()
         with self._lock:

@@ -1,6 +1,6 @@
-"""A remote file system in memory, ``faulty://``, whose steps are counted, and of which chosen ones go wrong.
+"""A remote file system in memory, ``faulty://``, that counts its steps and makes chosen ones fail.
 
-It is as bad as a remote one can be: a file is visible while it is written, and a move is no single step.
+It is as bad as a remote one can be: a file is visible while it is written, and a move is more than one step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _blocks: list[FaultySteps] = []
 
 @final
 class FaultyURLs:
-    """Counts the steps below ``faulty://`` while its block runs, and gives chosen ones to a fault.
+    """A context manager that counts the steps below ``faulty://``, and applies a fault to chosen ones.
 
-    What was written is there until the process ends, also outside of a block. A "close" is the end of an upload. No
-    step is an fsync, and "mkdir" and "rmdir" are none of an object store's.
+    Written data exists until the process ends, also outside of a block. A "close" is the end of an upload. There is no
+    fsync step, and as in an object store, no "mkdir" or "rmdir".
 
     Args:
-        fault: What happens in the chosen steps, such as ``fail_with(errno.EIO)``; None only counts.
+        fault: Applied in the chosen steps, such as ``fail_with(errno.EIO)``; None only counts.
         kind: As in ``FaultyFiles``.
         at: As in ``FaultyFiles``.
         lasting: As in ``FaultyFiles``.
@@ -54,7 +54,7 @@ class FaultyURLs:
 
     @property
     def steps(self) -> list[Step]:
-        """What has been done so far, the chosen steps included."""
+        """The steps so far, including the chosen ones."""
         return self._faulty.steps
 
     def __enter__(self) -> FaultyURLs:
@@ -72,7 +72,7 @@ def _take(kind: str, path: str, perform: Any, *, num_bytes: int = 0) -> Any:
 
 @final
 class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
-    """A file that is visible from its first byte on."""
+    """A file that is visible from its first byte."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -94,7 +94,7 @@ class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
 
 @final
 class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
-    """What ``faulty://`` leads to."""
+    """The file system behind ``faulty://``."""
 
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
@@ -110,7 +110,7 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
             return perform()
 
         def begin() -> Any:
-            perform()  # for what it checks
+            perform()  # for its checks
             self.store[path] = file = _File(self, path, options.get("data"))
             return file
 

@@ -1,4 +1,4 @@
-"""Find the absolute path of what a function of ``os`` was given: a path, relative or not, or a descriptor."""
+"""Find the absolute path for the argument of an ``os`` function: a path, relative or not, or a descriptor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def locate(file: Any, dir_fd: int | None = None) -> Path | None:
-    """Return the path, links in its directories followed, the last name as it is; None where there is none.
+    """Return the path with links in its directories resolved, but not the last name; None if there is no path.
 
     Args:
         file: A path (str, bytes, ``PathLike``), or an open descriptor.

@@ -1,6 +1,6 @@
-"""Simulate that the machine loses its power at a chosen step: of the files, only what a disk had to keep is left.
+"""Simulate a power loss at a chosen step: of the files, only the content that a disk had to keep is left.
 
-What had to be kept: the content of a file as of its last fsync, and a name as of the last fsync of its directory.
+A disk has to keep the content of a file as of its last fsync, and a name as of the last fsync of its directory.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Kept = Literal["synced", "names", "removals"]
 
 
 class PowerLost(BaseException):  # not an Exception: no program may catch it and continue
-    """Raised in the program whose machine loses its power; ``PowerLoss`` takes it back at the end of its block."""
+    """Raised in the program when the machine loses its power; ``PowerLoss`` catches it at the end of its block."""
 
 
 @final
 class PowerLoss:
-    """Loses the power before a chosen step, or at the end of the block; then the directory holds what a disk kept.
+    """A context manager that loses the power before a chosen step, or at the end of its block.
 
-    From the chosen step on every step raises ``PowerLost`` and does nothing. At the end of the block the files below
-    the directory are put into the state of the disk. It sees the steps that ``FaultyFiles`` sees: a file written in
-    another way counts as never synced.
+    Afterwards the directory holds what a disk kept. From the chosen step on, every step raises ``PowerLost`` and does
+    nothing. At the end of the block, the files below the directory are set to the state of the disk. It sees the same
+    steps as ``FaultyFiles``: a file written in another way counts as never synced.
 
-    File systems may keep more than they must, and some of it without the rest. A protocol is safe if it bears each of
-    the three:
+    File systems may keep more than they must, and some of it without the rest. A protocol is safe if it survives all
+    three modes:
 
     - ``"synced"``: only what was synced, file by file and directory by directory.
-    - ``"names"``: all new names, renames and removals, but no content that was not synced: such a file is empty.
-    - ``"removals"``: as ``"synced"``, but files that were deleted are gone, though the directory was not synced.
+    - ``"names"``: all new names, renames and removals, but no unsynced content: such a file is empty.
+    - ``"removals"``: like ``"synced"``, but deleted files are gone even if the directory was not synced.
 
     Args:
-        directory: What is in it when the block begins counts as synced.
-        at: The number of the step (see ``FaultyFiles``) that does not happen any more; None: the end of the block.
-        keeps: Which of the three.
+        directory: Its content at the start of the block counts as synced.
+        at: The number of the first step (see ``FaultyFiles``) that does not happen; None: the end of the block.
+        keeps: One of the three modes.
 
     Attributes:
         has_lost: Whether the power was lost at a step, not at the end of the block.
@@ -74,7 +74,7 @@ class PowerLoss:
 
     @property
     def steps(self) -> list[Step]:
-        """What was done up to the step at which the power was lost, which is the last."""
+        """The steps up to the power loss; the last one is the step at which it happened."""
         return self._files.steps[: self._at]
 
     def __enter__(self) -> PowerLoss:
@@ -96,7 +96,7 @@ class PowerLoss:
         return isinstance(error, PowerLost)
 
     def _take(self, step: Step, carry_out: Callable[..., Any]) -> Any:
-        with self._lock:  # one step at a time, so that what is noted of a step is what was done
+        with self._lock:  # one step at a time, so that the recorded state matches the done steps
             if self._image is None and self._at is not None and step.number >= self._at:
                 self._image = self._disk.image(self._keeps)
             if self._image is not None:
@@ -115,7 +115,7 @@ class _Node:
     unlinked: set[str] = field(default_factory=set)
 
     def write_to(self, path: Path) -> None:
-        """Make it at a path; a directory may be there already."""
+        """Create it at a path; a directory may already exist."""
         if stat.S_ISDIR(self.mode):
             path.mkdir(exist_ok=True)
             for name, node in self.entries.items():
@@ -127,7 +127,7 @@ class _Node:
 
 
 class _Disk:
-    """Notes what the disk has to keep. A node is known by its inode as long as that has a name."""
+    """Records what the disk has to keep. A node is identified by its inode as long as that has a name."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -141,11 +141,11 @@ class _Disk:
         return _without_unlinked(root) if keeps == "removals" else _copy(root)
 
     def carry_out(self, step: Step, carry_out: Callable[..., Any]) -> Any:
-        if step.kind in ("fsync", "fsync_directory"):  # noted, not done: it is slow, and this disk is not the true one
+        if step.kind in ("fsync", "fsync_directory"):  # recorded, not done: slow, and this is not the real disk
             return self._note(step)
         gone = _inode_that_goes(step)
         result = carry_out()
-        if gone is not None:  # the next file may get its number
+        if gone is not None:  # the next file may get its inode number
             self._nodes.pop(gone, None)
         self._note(step)
         return result

@@ -1,4 +1,4 @@
-"""Runs a function in forked processes, one for each rank, as torchrun would start, watch and end them."""
+"""Run a function in forked processes, one per rank, and start, watch and end them like torchrun."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ import torch
 from torch import distributed as dist
 
 _HOST = "127.0.0.1"
-# How long the others have when one has failed; torchrun gives them 30 seconds.
+# How long the other ranks may run after one has failed; torchrun gives them 30 seconds.
 _GRACE_SECONDS = 10.0
-# More than this between two looks is time in which the machine stood still.
+# A longer time between two checks is time in which the machine stood still.
 _LONGEST_LOOK_SECONDS = 1.0
-# How long a process that did not end in time has to print where it is, before the next one prints.
+# How long a process that did not end in time has to print its stacks, before the next one prints.
 _TELLING_SECONDS = 0.2
 
 
 def fork_and_run(
     main: Callable[[], Any], *, output: Path, seed: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run `main` in a forked process, leader of a group of its own; return the process id.
+    """Run `main` in a forked process, the leader of its own group; return the process id.
 
     Args:
-        main: What to run; ``SystemExit`` and other exceptions give the exit code that a script would have.
-        output: A file for all that it prints.
+        main: The function; ``SystemExit`` and other exceptions give the exit code that a script would have.
+        output: A file for all its output.
         seed: For the generators of Python, NumPy and torch.
-        environment: Variables of its environment.
+        environment: Environment variables.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -45,7 +45,7 @@ def fork_and_run(
     if process_id:
         return process_id
     code = 1
-    # What the parent has left over is not to be collected here: a finalizer may wait for a thread that was not forked.
+    # The parent's garbage must not be collected here: a finalizer may wait for a thread that was not forked.
     gc.freeze()
     try:
         os.setsid()
@@ -56,7 +56,7 @@ def fork_and_run(
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - whatever ends a run is its outcome
+    except BaseException:  # noqa: BLE001 - any error that ends a run is its outcome
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -67,17 +67,17 @@ def fork_and_run(
 def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, timeout_seconds: float) -> int:
     """Run `main` in one process for each rank, and wait for all of them.
 
-    The processes of several ranks have one thread for arithmetic and the environment that torchrun would give them.
-    When one of them fails, the others get SIGTERM, and SIGKILL 10 seconds later.
+    With several ranks, each process has one thread for arithmetic and the environment that torchrun would set. When one
+    of them fails, the others get SIGTERM, and SIGKILL 10 seconds later.
 
     Args:
-        main: Gets the rank.
-        outputs: For each rank a file for all that it prints.
-        seed: For rank 0's generators; each other rank has one of its own.
+        main: Takes the rank.
+        outputs: For each rank, a file for all its output.
+        seed: For rank 0's generators; each other rank has its own seed.
         timeout_seconds: How long the processes may take; time in which the machine stood still does not count.
 
     Returns:
-        0 if all came to their end, else the exit code of the one that failed first; negative for a signal.
+        0 if all finished, else the exit code of the first one that failed; negative for a signal.
 
     Raises:
         TimeoutError: If they did not end in time; they print the stacks of their threads, and are killed.
@@ -104,12 +104,12 @@ def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, tim
 
 def _run_rank(main: Callable[[int], Any], rank: int, num_ranks: int) -> None:
     if num_ranks > 1:
-        torch.set_num_threads(1)  # more would be more than there are cores, and sums depend on how many there are
+        torch.set_num_threads(1)  # more threads would exceed the cores, and sums depend on their number
     main(rank)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun tells its processes, by which Lightning knows that it need not start any."""
+    """Return torchrun's environment variables, which tell Lightning that it need not start any processes."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -131,9 +131,9 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 @final
 class _Rendezvous:
-    """Where ranks meet, on a port that nobody else can have taken meanwhile: in a process of its own, as torchrun's.
+    """The meeting point of the ranks, on a port that no other process can take, in its own process like torchrun's.
 
-    Not in this process: forking one that has threads may hang.
+    It can't run in this process: forking a process that has threads may hang.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class _Rendezvous:
                 os.close(self._ended)
                 store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
                 os.write(port_write, f"{store.port}\n".encode())
-                os.read(ended_read, 1)  # returns when all who have the other end are gone, however that came
+                os.read(ended_read, 1)  # returns when all holders of the other end are gone, for whatever reason
             finally:
                 os._exit(0)
         os.close(ended_read)
@@ -162,14 +162,14 @@ class _Rendezvous:
 
 @final
 class _RunningTime:
-    """Counts seconds, but none in which this process did not run: a machine that slept, or was paused."""
+    """Counts the seconds in which this process ran, without those in which the machine slept or was paused."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._last_look = time.monotonic()
 
     def seconds(self) -> float:
-        """Return how many there were; ask often."""
+        """Return the seconds so far; call it often."""
         now = time.monotonic()
         self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
         self._last_look = now
@@ -178,7 +178,7 @@ class _RunningTime:
 
 @final
 class _Processes:
-    """The processes of one run, each the leader of a group of its own."""
+    """The processes of one run, each the leader of its own group."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
@@ -191,8 +191,8 @@ class _Processes:
         while self.running:
             ended = self._take_ended()
             if ended:
-                # The one that was looked at first may have failed since another had: look at all again, and a signal
-                # comes from outside, where a code may be the answer to it.
+                # The process that was checked first may have failed after another one. So check all again, and prefer a
+                # signal: it comes from outside, while an exit code may be a reaction to it.
                 for exit_code in sorted([*ended, *self._take_ended()], key=lambda code: code >= 0):
                     self._note(exit_code)
             if self._time.seconds() > deadline:
@@ -231,10 +231,10 @@ class _Processes:
                 os.kill(process_id, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill those that still run, and their workers."""
+        """Kill the processes that still run, and their workers."""
         for process_id in self.running:
             _kill(process_id, os.killpg)
-            _kill(process_id, os.kill)  # one that has not yet made its group
+            _kill(process_id, os.kill)  # it may not have created its group yet
             os.waitpid(process_id, 0)
         self.running.clear()
 
@@ -245,7 +245,7 @@ def _kill(process_id: int, kill: Callable[[int, int], None]) -> None:
 
 
 def _children(process_id: int) -> list[int]:
-    """Return the processes that a process has started, as far as this system tells."""
+    """Return the child processes of a process, as far as this system reports them."""
     try:
         return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
     except OSError:
@@ -256,7 +256,7 @@ def _print_to(output: Path) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    # A test runner may have put objects of its own here, and loggers have kept the streams of their time.
+    # A test runner may have replaced these streams, and loggers have kept the streams from their creation.
     sys.stdout = sys.stderr = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the end
     loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
     for handler in (handler for logger in loggers for handler in logger.handlers):

@@ -1,4 +1,4 @@
-"""What a program does with its files, as a row of numbered steps."""
+"""The steps of a program with its files, as a numbered sequence."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-# "open": for writing. "write" and "truncate": of content. "close": of a file that was open for writing, which on some
-# file systems is where an error comes out. "rename": also over an existing file. "link": a hard or a symbolic one.
+# "open": for writing. "write" and "truncate": of content. "close": of a file that was open for writing; some file
+# systems report errors only there. "rename": also over an existing file. "link": a hard or a symbolic one.
 KINDS = (
     "open",
     "write",
@@ -30,10 +30,10 @@ class Step:
     """One step.
 
     Args:
-        number: Counts the steps of a block, from 1.
+        number: The step's number in its block, from 1.
         kind: One of `KINDS`.
-        path: What it is about; of a rename and a link, the new name.
-        num_bytes: How many bytes a write was given.
+        path: The path of the step; for a rename or a link, the new name.
+        num_bytes: The number of bytes in a write.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""What a run did on each of its ranks, event by event, and the comparison of two runs."""
+"""The events of a run on each of its ranks, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 Event = dict[str, Any]
 
 
-class NotTheSame(AssertionError):  # noqa: N818 - reads as what it says
+class NotTheSame(AssertionError):  # noqa: N818 - reads as a plain statement
     """An interrupted run, resumed, did not do what the uninterrupted one did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What one rank's process did.
+    """The events of one rank's process.
 
     Args:
-        events: In order, without the one that says where it continued.
-        resumed: That one, if it continued from a checkpoint and came as far as the next batch or validation run.
+        events: In order, without the event that says where it continued.
+        resumed: That event, if the process continued from a checkpoint and reached the next batch or validation run.
     """
 
     events: list[Event]
@@ -30,12 +30,12 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the processes of a run ended, and what they did.
+    """The end of a run's processes, and their events.
 
     Args:
-        exit_code: 0 if all came to their end, else of the one that failed first; negative for a signal.
-        traces: One of each rank.
-        output: The end of what they printed.
+        exit_code: 0 if all finished, else that of the first one that failed; negative for a signal.
+        traces: One per rank.
+        output: The end of their output.
     """
 
     exit_code: int
@@ -44,15 +44,15 @@ class Outcome:
 
     @property
     def events(self) -> list[Event]:
-        """What rank 0 did."""
+        """The events of rank 0."""
         return self.traces[0].events
 
     @property
     def resumed(self) -> Event | None:
-        """Where the ranks continued, which must be one place.
+        """The place where the ranks continued, which must be the same for all.
 
         Raises:
-            NotTheSame: If they continued in different places, or one of them from the beginning.
+            NotTheSame: If they continued in different places, or one of them started from the beginning.
         """
         places = {rank: trace.resumed for rank, trace in enumerate(self.traces) if trace.resumed or trace.events}
         if len({str(place) for place in places.values()}) > 1:
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def read_trace(path: Path) -> Trace:
-    """Return what a recorder has written; nothing, if it was never called."""
+    """Return the trace that a recorder has written; empty if it was never called."""
     lines = path.read_text().splitlines() if path.exists() else []
     events = [json.loads(line) for line in lines]
     resumed = [event for event in events if event["event"] == "resumed"]
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def before(events: list[Event], resumed: Event | None) -> list[Event]:
-    """Return the events in front of the place where a run continued; none if it began from the beginning."""
+    """Return the events before the place where a run continued; none if it started from the beginning."""
     if resumed is None:
         return []
     name = "validation" if "validation" in resumed["text"] else "batch"
@@ -84,10 +84,10 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
 
 
 def compare(expected: Sequence[list[Event]], found: Sequence[list[Event]], what: str) -> None:
-    """Compare what two runs did, rank by rank.
+    """Compare the events of two runs, rank by rank.
 
     Raises:
-        NotTheSame: If they differ; it names the first event that does.
+        NotTheSame: If they differ; it names the first event that differs.
     """
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
         _compare(one, other, what if len(expected) == 1 else f"rank {rank} of {what}")

@@ -1,4 +1,4 @@
-"""Files open for writing whose every system call is a step."""
+"""Files open for writing, with a step for every system call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import IO, Any, final
 
-# Gets the kind of the step, the function that does it and, by name, ``num_bytes``.
+# Takes the kind of the step, the function that does it and, by name, ``num_bytes``.
 Take = Callable[..., Any]
 
 
@@ -22,7 +22,7 @@ def open_writable(
     closefd: bool = True,
     opener: Any = None,
 ) -> IO[Any]:
-    """Open a file as ``open`` does, whose arguments follow the first, on top of a raw file that takes steps."""
+    """Open a file like ``open``, with its arguments after the first, on top of a raw file that takes steps."""
     is_binary = "b" in mode
     if is_binary and not (encoding is None and errors is None and newline is None):
         raise ValueError("binary mode doesn't take an encoding, errors or newline argument")
@@ -37,13 +37,13 @@ def open_writable(
     if is_binary:
         return buffered
     text = io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
-    vars(text)["mode"] = mode  # as open does
+    vars(text)["mode"] = mode  # like open
     return text
 
 
 @final
 class _Raw(io.FileIO):
-    """What Python's buffers write to."""
+    """The raw file that Python's buffers write to."""
 
     def __init__(self, take: Take, file: Any, mode: str, *, closefd: bool, opener: Any) -> None:
         self._take: Take | None = None  # a file that could not be opened is closed too

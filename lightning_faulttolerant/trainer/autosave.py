@@ -1,4 +1,4 @@
-"""Checkpoints that we write of our own accord: when, with what in them, and what is done in the background."""
+"""Autosaves: when they are written, what is in them, and which work is done in the background."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Autosaver:
     """Writes the autosaves of one fit.
 
     Args:
-        trainer: Whose fit it is.
-        series: Where they go; ``None`` on ranks that write none.
-        run_state: What goes in besides Lightning's checkpoint.
-        options: When.
-        ranks: Who saves together: each of the methods that save is a collective.
-        header: Gives what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
-        history: Is told of each.
+        trainer: The trainer that runs the fit.
+        series: Writes the files; ``None`` on ranks that write none.
+        run_state: Reads the state that Lightning's checkpoint lacks.
+        options: Say when to save.
+        ranks: The ranks that save together. Each method that saves is a collective.
+        header: Returns what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
+        history: Records each autosave.
     """
 
     def __init__(
@@ -79,42 +79,41 @@ class Autosaver:
         self._header = header
         self._history = history
         self.pace = Pace(trainer, options, history, speaks=ranks.rank == 0)
-        """When a save is due, and what became of the last one."""
+        """Knows when a save is due, and whether the last one succeeded."""
         self._writer = BackgroundWriter("autosave")
         self._staging = Staging()
         self._replicas = Replicas(trainer, ranks, strict=options.strict)
         self._shards = writer_of(trainer, series, ranks)
-        """What writes the autosaves if a strategy shards; ``None`` if they are files."""
+        """Writes the autosaves if the strategy shards; ``None`` if they are files."""
         self._trust = Trust(options)
         run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: self._trust.is_trusted_series(series))
         self._packed = Packed({}, {}, [], {})
         """The objects of the last save."""
         self.counts_steps = options.every_n_train_steps is not None
-        """Whether steps say when an autosave is due, not the time."""
+        """Whether an autosave is due by steps rather than by time."""
         self.save_seconds = 0.0
-        """How long the longest save took that was waited for."""
+        """The duration of the longest save that training waited for."""
         self._behind: Position | None = None
-        """Where the state was taken that is written in the background, or was."""
+        """The position of the last state that was given to the background writer."""
         self._is_proven = False
-        """Whether an autosave of this process was written and loaded again."""
+        """Whether this process has written an autosave and loaded it again."""
         self.is_saved_before: Callable[[Position], bool] = lambda position: False
-        """Tells at the first boundary whether its state is that of the autosave that the fit has resumed from."""
+        """Returns at the first boundary whether its state is the one that the fit resumed from."""
         self.is_dumping = False
         self.on_saved: Sequence[Callable[[Position, str], None]] = ()
-        """Called with its position and path, by who has written it; also from the thread in the background."""
+        """Called with the position and path of each autosave, also from the background thread."""
 
     def is_due(self) -> bool:
-        """Return whether an autosave is due at this boundary. The first boundary's is always.
+        """Return whether an autosave is due at this boundary. At the first boundary one always is.
 
         Raises:
-            Exception: What the write in the background has raised since the last boundary, as it was, unless it only
-                could not write.
+            Exception: The error of the background write since the last boundary, unless it is only an ``OSError``.
         """
         self._take_failure()
         return self.pace.is_due() and (self.counts_steps or not self._writer.is_busy)
 
     def _take_failure(self) -> None:
-        """Note why the write in the background has failed, if it has; raise it if it is no fault of the store's."""
+        """Note why the background write failed, if it did. Raise the error if the store did not cause it."""
         error = self._writer.take_error()
         if error is None:
             return
@@ -123,7 +122,7 @@ class Autosaver:
         self.pace.note_failure(self._behind, described(error), self.pace.now())
 
     def save_due(self, position: Position) -> None:
-        """Save the state of this boundary, in the background if it is to be so and this is not the first time."""
+        """Save the state of this boundary: in the background with ``async_save``, except for the first autosave."""
         if self.pace.is_first and self._is_saved_before(position):
             return
         if self.pace.is_first:
@@ -149,7 +148,7 @@ class Autosaver:
             self.pace.is_urgent = False
 
     def _is_saved_before(self, position: Position) -> bool:
-        """Return whether the state of the first boundary need not be saved; a collective."""
+        """Return whether the state of the first boundary is saved already; a collective."""
         self.pace.begin()
         answers = self._ranks.to_first("who has it saved", self.is_saved_before(position))
         is_saved: bool = self._ranks.from_first("all have it saved", answers is not None and all(answers))
@@ -158,12 +157,12 @@ class Autosaver:
         return is_saved
 
     def _save_behind(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
-        """Begin to write in the background; return whether it was written at once instead."""
+        """Begin to write in the background. Return whether the checkpoint was written immediately instead."""
         assert checkpoint is not None
         self._run_state.files.flush()
         try:
             staged = self._staging.copy(checkpoint)
-        except Exception as error:  # noqa: BLE001 - deepcopy runs users' code; what it can't copy torch.save may write
+        except Exception as error:  # noqa: BLE001 - deepcopy runs user code; torch.save may write what it can't copy
             _log.warning("A copy to be written in the background failed, so this save is waited for: %r", error)
             self._write_now(checkpoint, position, began)
             return True
@@ -173,17 +172,17 @@ class Autosaver:
         return False
 
     def save(self, position: Position) -> None:
-        """Save the state of this instant. If it could not be written, `pace` knows it.
+        """Save the state of this instant. A failed write is noted in `pace`.
 
         Raises:
-            Exception: What goes wrong before anything is written, and at the first save of the fit whatever does.
+            Exception: Any error before the write begins; at the first save of the fit, any error at all.
         """
         began = self.pace.now()
         self.settle()
         self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
 
     def save_unless_saved(self, position: Position) -> None:
-        """Save the state of this instant, unless that was done just now."""
+        """Save the state of this instant, unless it was just saved."""
         self.settle()
         if self.pace.is_first and self._is_saved_before(position):
             return
@@ -191,12 +190,12 @@ class Autosaver:
             self.save(position)
 
     def save_capture(self, capture: Capture) -> None:
-        """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
+        """Save the state of `capture`. Parameters and optimizer states are taken from the trainer now."""
         began = self.pace.now()
         self.settle()
         module = self._trainer.lightning_module
         now = buffers_state(module)
-        # Until the file is written: a state_dict holds the buffers themselves, not copies.
+        # They stay until the file is written: a state_dict holds the buffers themselves, not copies.
         load_buffers(module, capture.buffers)
         try:
             self._save(self._gathered(capture.position, capture.state, capture), capture.position, began)
@@ -204,7 +203,7 @@ class Autosaver:
             load_buffers(module, now)
 
     def settle(self) -> None:
-        """Wait for the write in the background. If it failed, what comes next is to make up for it."""
+        """Wait for the background write. If it failed, only warn: the next save makes up for it."""
         self._writer.wait()
         error = self._writer.take_error()
         if error is not None:
@@ -212,12 +211,12 @@ class Autosaver:
             _log.warning("An autosave could not be written in the background; the one before it is there: %r", error)
 
     def close(self) -> None:
-        """Wait for the write in the background, and give its memory back."""
+        """Wait for the background write, and free its memory."""
         self.settle()
         self._staging.clear()
 
     def put_part(self, checkpoint: dict[str, Any], save: HookSave) -> None:
-        """Put our part into a checkpoint that somebody else asks for; a collective, but for one of a rank by itself."""
+        """Put our part into a checkpoint that other code saves; a collective, unless one rank saves alone."""
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         inexact = save.inexact if save.is_of_one_rank else (*save.inexact, *self._replicas.why_not_exact())
@@ -235,7 +234,7 @@ class Autosaver:
         checkpoint: Mapping[str, Any],
         instead: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Return our part of a checkpoint on rank 0, ``None`` on the others."""
+        """Return our part of a checkpoint on rank 0, and ``None`` on the others."""
         header = self._header()
         if ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
@@ -259,7 +258,7 @@ class Autosaver:
     def _gathered(
         self, position: Position, state: Mapping[str, Any], capture: Capture | None = None
     ) -> dict[str, Any] | None:
-        """Return the whole checkpoint on rank 0, ``None`` on the others; of a strategy that shards each rank's own."""
+        """Return the whole checkpoint on rank 0, else ``None``; if the strategy shards, each rank's own part."""
         self._replicas.check()
         self.pace.note_taken(position)
         self.is_dumping = True
@@ -273,7 +272,7 @@ class Autosaver:
         if capture is not None:
             put_instead(checkpoint, capture.instead(), position, self._trainer)
         packed = pack(checkpoint, leave=() if self._shards is None else IN_SHARDS)
-        self._packed = Packed({}, *packed[1:])  # the checkpoint is not kept until the next save
+        self._packed = Packed({}, *packed[1:])  # without the checkpoint, which need not stay in memory
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
         part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own})
         if part is None:
@@ -290,7 +289,7 @@ class Autosaver:
             self.save_seconds = max(self.save_seconds, self.pace.now() - began)
 
     def _by_first(self, position: Position, began: float, write: Callable[[], bool]) -> bool:
-        """Let rank 0 write, or begin to, and note it on every rank; return whether it could; a collective."""
+        """Let rank 0 write, or begin to write, and note it on every rank. Return whether it succeeded; a collective."""
         is_written, failure = by_first(self._ranks, "save", lambda: self._attempted(write))
         if failure:
             self.pace.note_failure(position, failure, began)
@@ -335,12 +334,12 @@ class Autosaver:
         path = self._write(checkpoint, position, is_first=not is_proven)
         self._has_saved(position, path)
         self._note(position, began, path)
-        if not is_proven and self._options.async_save:  # the first copy is not to pay for new memory
+        if not is_proven and self._options.async_save:  # so that the first copy need not allocate memory
             self._writer.start(self._staging.reserve(checkpoint))
         return True
 
     def _check(self, checkpoint: Mapping[str, Any]) -> None:
-        # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
+        # Checked now rather than when the run resumes, and before a good autosave is deleted to make room for it.
         assert self._series is not None
         self._trust.check(self._packed, checkpoint, os.fspath(self._series.directory))
 
@@ -371,15 +370,15 @@ class Autosaver:
 
 
 def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:
-    """Put the parts of a capture, `Capture.instead`, in the place of those that Lightning dumped later."""
+    """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]
     checkpoint.update(as_captured(checkpoint, instead, trainer))
-    # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
+    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
     weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
     whole = {name: value for name, value in weights.items() if shard_of(value) is value}
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
-    if weights:  # of a strategy that gathers them, only rank 0 has them
+    if weights:  # if a strategy gathers them, only rank 0 has them
         weights.update(instead["extra"])
     states = [state for state in checkpoint.get("optimizer_states", ()) if state]
     for state, groups in zip(states, instead["param_groups"], strict=bool(states)):

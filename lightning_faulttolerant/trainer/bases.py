@@ -1,7 +1,7 @@
-"""Base classes that are Lightning's in both of its packages: their subclasses work in a Trainer of either.
+"""Base classes for both packages of Lightning: their subclasses work in a Trainer of either.
 
-A package's own class becomes a base as soon as the package is imported, before or after ours. Neither is imported for
-it: that takes seconds.
+A package's own class becomes a base as soon as the package is imported, before or after ours. We import neither
+ourselves: that takes seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:
 
     class _Python:
-        """Something to derive from: the bases of a class that derives from ``object`` alone can't be changed."""
+        """A class to derive from. If a class derives from ``object`` alone, its bases can't be changed."""
 
     class AnyCallback(_Python):
         """A callback for a Trainer of either package."""
@@ -41,7 +41,7 @@ else:
         """A ``CheckpointIO`` for a Trainer of either package."""
 
 
-# By the module that defines it, a class of Lightning's, and that of ours which derives from it.
+# For each module of Lightning's, the class that it defines and our class that derives from it.
 _BASES: dict[str, tuple[str, type]] = {
     "lightning.pytorch.callbacks.callback": ("Callback", AnyCallback),
     "pytorch_lightning.callbacks.callback": ("Callback", AnyCallback),
@@ -51,17 +51,17 @@ _BASES: dict[str, tuple[str, type]] = {
 
 
 def names_of_hooks() -> set[str]:
-    """Return the names of all that a callback has from Lightning."""
+    """Return the names of all attributes that a callback inherits from Lightning."""
     return {name for base in AnyCallback.__bases__ for name in dir(base)}
 
 
 def is_empty_hook(function: Any, name: str) -> bool:
-    """Return whether `function` is what every callback has as its hook `name`, in one of the packages."""
+    """Return whether `function` is the empty hook `name` that every callback inherits, in one of the packages."""
     return any(function is getattr(base, name, None) for base in AnyCallback.__bases__)
 
 
 def is_lightnings(module: str | None) -> bool:
-    """Return whether a module, by its name, is one of Lightning's, in one of its packages."""
+    """Return whether a module, given by name, belongs to one of Lightning's packages."""
     return (module or "").startswith(_PREFIXES)
 
 
@@ -73,7 +73,7 @@ def _derive(module: ModuleType) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Lets our classes derive from one of Lightning's when the module that defines it has been loaded."""
+    """Makes our classes derive from Lightning's as soon as the module that defines them is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

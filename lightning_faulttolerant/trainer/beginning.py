@@ -1,7 +1,7 @@
-"""The beginning of a fit: rank 0 opens the run and chooses what the fit continues from, the others follow.
+"""The beginning of a fit: rank 0 opens the run and chooses what the fit continues from, and the others follow.
 
-Rank 0 does so before its loggers begin their files, when there is no process group yet: the others learn of it as soon
-as there is one, and of its failure too.
+Rank 0 does so before its loggers begin their files, when no process group exists yet. The others learn the choice, or
+its failure, as soon as one exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_faulttolerant.trainer.runs.told import advise
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Told:
-    """What rank 0 tells the others."""
+    """The message from rank 0 to the others."""
 
     choice: Choice | None = None
     mark: str = ""
@@ -41,15 +41,15 @@ class _Told:
 
 
 class Beginning:
-    """What a fit continues from, and where it saves.
+    """Decides what a fit continues from, and where it saves.
 
     Args:
-        trainer: Whose fit it is.
-        options: The callback's.
-        files: What the run has written beside its autosaves.
+        trainer: The trainer that runs the fit.
+        options: The options of the callback.
+        files: The files that the run has written besides its autosaves.
 
     Raises:
-        CheckpointError: If there is one rank only, and it can't save where it is to.
+        CheckpointError: If there is only one rank, and it can't save in its directory.
     """
 
     def __init__(self, trainer: Trainer, options: Options, files: RunFiles) -> None:
@@ -62,14 +62,14 @@ class Beginning:
         self.series: AutosaveSeries | None = None
         """The autosaves of this fit, on rank 0."""
         self.history = History(trainer)
-        """What is told of it, on rank 0."""
+        """The history of this fit, on rank 0."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
-        """What the fit continues from; ``None`` until it is known."""
+        """The checkpoint that the fit continues from; ``None`` until it is chosen."""
 
     def begin(self) -> None:
-        """Open the run and choose, on rank 0; to be called before its loggers begin their files."""
+        """Open the run and choose, on rank 0. Call this before the loggers begin their files."""
         if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
             return
         try:
@@ -84,7 +84,7 @@ class Beginning:
         except Exception as error:
             if self._trainer.world_size == 1:
                 raise
-            self._error = error  # the others wait for a process group: they are told when it is there
+            self._error = error  # the others wait for the process group, and learn it then
 
     def _open(self) -> None:
         options = self._options
@@ -95,10 +95,10 @@ class Beginning:
         self.history.begin(options.script)
 
     def connect(self) -> Ranks:
-        """Connect the ranks, and let those after rank 0 know what it has found; a collective.
+        """Connect the ranks, and send rank 0's choice to the others; a collective.
 
         Raises:
-            Exception: What `begin` has raised on rank 0, on every rank.
+            Exception: The error of `begin` on rank 0, raised on every rank.
         """
         self.ranks = connect(self._trainer)
         self.is_connected = True
@@ -106,10 +106,10 @@ class Beginning:
         return self.ranks
 
     def choose(self, checkpoint_path: Any) -> Choice:
-        """Return what the fit continues from, chosen now if it was not before; a collective.
+        """Return what the fit continues from, and choose it first if that was not done before; a collective.
 
         Args:
-            checkpoint_path: What Lightning would restore from.
+            checkpoint_path: The checkpoint that Lightning would restore from.
         """
         if self.choice is None:
             if self.ranks.rank == 0:
@@ -144,7 +144,7 @@ class Beginning:
         self._read_on_others()
 
     def _read_on_others(self) -> None:
-        """Read the autosave on the other ranks too; if one of them can't, all raise."""
+        """Read the autosave on the other ranks, too. If one of them can't, all raise."""
         choice = self.choice
         if choice is None or not choice.is_autosave:
             return
@@ -170,28 +170,28 @@ class Beginning:
         return None if self.choice is None else self.choice.path
 
     def set_aside(self) -> None:
-        """Set the autosaves aside that the choice leaves behind."""
+        """Set aside the autosaves that the choice leaves behind."""
         if self.series is not None and self.choice is not None:
             set_aside(self.series, self.choice)
 
     def forget_checkpoint(self) -> None:
-        """Give the memory of the checkpoint back: it is as large as the model and its optimizers together."""
+        """Free the memory of the checkpoint: it is as large as the model and its optimizers together."""
         self.choice = self.choice and self.choice.with_checkpoint(None)
 
     def end(self, exception: BaseException | None) -> None:
-        """Tell how the fit ended, and what to do about an error of a run that differs."""
+        """Record how the fit ended, and advise on an error of a run that differs."""
         if exception is not None:
             advise(exception, self.choice)
             self._files.experiments.end(exception)
         self.history.end(exception)
 
     def end_fit(self) -> None:
-        """Note that the fit came to its end."""
+        """Note that the fit finished."""
         if self._run is not None:
             self._run.end_fit(self._number)
 
     def close(self) -> None:
-        """Give back the connections, and the directory if this process was made for the fit. May be called twice."""
+        """Close the connections. Leave the directory if this process was created for the fit. May be called twice."""
         self.ranks.close()
         if self._run is not None:
             self._run.leave()
@@ -200,6 +200,6 @@ class Beginning:
 def _picklable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - what can't travel is told in words
+    except Exception:  # noqa: BLE001 - an error that can't be sent is sent as text
         return CheckpointError(f"Rank 0: {type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""The one place where a boundary happens: stop, autosave, capture, in this order, before the next batch is fetched."""
+"""The boundary: stop, autosave, and capture, in this order, before the next batch is fetched."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from lightning_faulttolerant.trainer.strategy import Loaders
 
 
 class Boundary:
-    """What is done between two training batches, and at the start of a validation run.
+    """The work between two training batches, and at the start of a validation run.
 
     Args:
-        trainer: Whose fit it is.
-        loaders: Its loaders.
+        trainer: The trainer that runs the fit.
+        loaders: The trainer's loaders.
         run_state: Reads the state for a capture.
         autosaver: Writes autosaves.
-        stopping: Knows whether all are to stop or to save.
-        ranks: Who trains together.
-        hook_saves: Knows whether somebody needs one at each boundary all the same.
-        history: Gets a sign of life now and then.
+        stopping: Knows whether all ranks have to stop or save.
+        ranks: The ranks that train together.
+        hook_saves: Knows whether checkpoints of other code need a capture at each boundary.
+        history: Receives a sign of life now and then.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Boundary:
         self._hook_saves = hook_saves
         self._history = history
         self.fetches_from_workers = loaders.has_workers()
-        """Whether batches come from other processes: each fetch is to be noted, in `StopSignals.fetch_began`."""
+        """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
         self._handed_out = -1
         self.capture: Capture | None = None
 
     def before_batch(self) -> None:
-        """Pass a boundary. In a run that is asked to stop it is the last."""
+        """Pass a boundary. If a stop was requested, it is the last."""
         wish = self._agreement.at_boundary()
         if wish is not None:
             self._do_together(wish)
@@ -87,7 +87,7 @@ class Boundary:
         self._budget.spend_on_capture(began)
 
     def _save_due(self) -> None:
-        """Save, where all ranks know by themselves that it is time; else rank 0 asks for a boundary of all."""
+        """Save if every rank knows by itself that a save is due. Otherwise rank 0 requests a common boundary."""
         if self._ranks.num_ranks == 1 or self._autosaver.counts_steps or self._pace.is_first:
             self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
         elif self._ranks.rank == 0:
@@ -97,7 +97,7 @@ class Boundary:
             self._agreement.want_save({"batch": batch, "num_batches": known, "length": length})
 
     def _do_together(self, wish: str) -> None:
-        """Do what the ranks have agreed on for this boundary: a collective."""
+        """Do what the ranks have agreed on for this boundary; a collective."""
         position = position_of(self._trainer, BOUNDARY)
         if wish == STOP:
             self._stop_here(position)
@@ -105,7 +105,7 @@ class Boundary:
             self._autosaver.save_due(position)
         self._stopping.stop_if_wanted(
             str(position), self._pace.unsaved_at(position)
-        )  # somebody may have asked meanwhile
+        )  # one may have been requested during the save
 
     def _stop_here(self, position: Position) -> NoReturn:
         reason = self._stopping.reason
@@ -123,12 +123,12 @@ class Boundary:
         raise stopped_by(reason, place, self._pace.unsaved_at(position))
 
     def before_validation(self) -> None:
-        """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
+        """Capture the start of a validation run: a fit that ends inside it resumes from there."""
         self._take_capture(VALIDATION)
         self._handed_out = -1
 
     def before_validation_batch(self) -> None:
-        """Stop inside a validation run, if it was asked for and the run's start can be saved."""
+        """Stop inside a validation run, if a stop was requested and the start of the run can be saved."""
         if self._agreement.at_validation_batch() and self.capture is not None:
             self._stop_in_validation(self.capture)
         if self._budget.now() >= self._history.due_at:
@@ -144,14 +144,14 @@ class Boundary:
             raise stopped_by(self._stopping.reason, str(capture.position), self._pace.unsaved_at(capture.position))
 
     def is_settled(self, position: Position) -> bool:
-        """Return whether nothing is left to be saved for a stop at this position."""
+        """Return whether a stop at this position has nothing left to save."""
         pace = self._pace
         return self._stopping.is_too_late or pace.saved == position or bool(pace.unsaved_at(position))
 
     def save_interrupted(self) -> bool:
-        """Save what can be saved of a run that an exception ended; return whether that was tried.
+        """Save what can be saved of a run that an exception ended. Return whether a save was tried.
 
-        Nothing is saved where parameters have moved since the last capture: the last autosave is a right state.
+        Nothing is saved if parameters have moved since the last capture: the last autosave is still correct.
         """
         self._pace.is_ending = True
         if self._ranks.num_ranks > 1:  # the others may be anywhere
@@ -164,9 +164,9 @@ class Boundary:
         return self._save_capture(self.capture)
 
     def _save_capture(self, capture: Capture) -> bool:
-        """Save `capture`, if what it needs of now is as it was then; return whether that was tried.
+        """Save `capture` if parameters and optimizer states have not changed since. Return whether a save was tried.
 
-        It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
+        None is tried if user code overrides ``on_save_checkpoint``: the hook would add values of now, not of then.
         """
         as_they_are: AbstractContextManager[None] = nullcontext()
         swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []
@@ -179,7 +179,7 @@ class Boundary:
         return False
 
     def _is_waiting_for_workers(self) -> bool:
-        # Until its batch arrives nothing has happened after the boundary: no index was drawn either.
+        # Until the batch arrives, nothing has happened since the boundary: not even an index was drawn.
         if not compat.fetches_at_the_boundary(self._trainer):
             return False
         return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()

@@ -1,8 +1,8 @@
-"""When the next autosave and the next capture may come, so that together they take at most a given share of the time.
+"""When the next autosave and the next capture may come. Together they take at most a given share of the time.
 
-What a save costs is measured over the recent ones, without the first of a process, which pays for much that is done
-once. Soon after the start saves come more often than the budget has it, at intervals that double until they are the
-budget's: a run that is killed often advances all the same, and one that is not has paid for a few saves more.
+The cost of a save is measured over the recent saves. The first save of a process does not count: much of its work is
+done only once. Soon after the start, saves come more often than the budget allows, at intervals that double until they
+reach the budget's. So a run that is killed often still advances, and any other run pays for only a few more saves.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable
 from statistics import fmean
 
 _NUM_RECENT = 8
-# Half of what a start takes, so that a run that is killed whenever it has run three times as long has saved before.
+# Half the time of a start: a run that is always killed after three times the time of a start has saved before.
 _SHARE_OF_START = 0.5
 _MAX_SOON_SECONDS = 30.0
-# The first interval is so many saves long at least: those of a slow store don't take all of the time at first.
+# The first interval is at least this many saves long, so that a slow store does not take all of the time at first.
 _MIN_SAVES = 4
 
 
 class Budget:
-    """Says when a save and a capture are due, and is told what they cost.
+    """Decides when a save and a capture are due from what the earlier ones cost.
 
     Args:
-        share: Of the whole time, validation included, in (0, 1]; 1 means no limit.
-        paces_saves: Whether saves count, too. If somebody else says when to save, captures have all of the budget; else
-            they have at most half of it, and saves have what captures leave.
-        clock: Gives seconds.
+        share: The share of the whole time, validation included, in (0, 1]; 1 means no limit.
+        paces_saves: Whether the budget also decides when to save. If not, captures have all of the budget. If so,
+            captures have at most half of it, and saves have the rest.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Budget:
         self._num_intervals = 0
         self._warm_up_at = self._paced_at = self._latest_at = float("-inf")
         self.save_at = float("-inf")
-        """From when on a save is allowed."""
+        """The time from which a save is allowed."""
         self.capture_at = float("-inf")
-        """From when on a capture is allowed."""
+        """The time from which a capture is allowed."""
 
     def now(self) -> float:
         """Return the clock's time."""
@@ -59,17 +59,17 @@ class Budget:
         """Note that training begins.
 
         Args:
-            start_seconds: How long that took from the start of the process on.
+            start_seconds: The seconds since the start of the process.
         """
         if self._share < 1:
             self._soon_seconds = min(_SHARE_OF_START * start_seconds, _MAX_SOON_SECONDS)
 
     def begin_saved(self) -> None:
-        """Note that the state in which training begins is saved already, by an earlier process."""
+        """Note that an earlier process has already saved the state in which training begins."""
         self.save_at = self._warm_up_at = self._paced_at = self._latest_at = self._clock() + self._soon_seconds
 
     def spend_on_save(self, began: float) -> float:
-        """Note that training has waited for a save from `began` until now; return for how many seconds."""
+        """Note that training has waited for a save from `began` until now. Return the number of seconds."""
         seconds = self._clock() - began
         if self._first is None:
             self._first = seconds
@@ -80,11 +80,11 @@ class Budget:
         return seconds
 
     def spend_on_failure(self, began: float, num_failures: int) -> None:
-        """Note that training has waited from `began` until now for a save that failed, as did those right before it.
+        """Note that training has waited from `began` until now for a save that failed. Intervals double anew.
 
         Args:
-            began: When it began.
-            num_failures: How many there were with this one; the intervals begin to double again.
+            began: When the save began.
+            num_failures: The number of failed saves in a row, this one included.
         """
         seconds = self._clock() - began
         self._num_intervals = num_failures
@@ -103,7 +103,7 @@ class Budget:
         now = self._clock()
         wait = typical * (1 - self._share) / self._share
         self._paced_at = now + wait
-        # However dear captures are that must be taken at each boundary, saves have half of the budget.
+        # Captures that must be taken at each boundary may be expensive: saves still have half of the budget.
         self._latest_at = now + 2 * wait
         first_interval = max(self._soon_seconds, _MIN_SAVES * seconds)
         self._warm_up_at = now + first_interval * 2.0 ** min(self._num_intervals - 1, 60)

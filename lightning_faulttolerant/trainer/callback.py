@@ -1,4 +1,4 @@
-"""The callback: `Trainer(callbacks=[FaultTolerance()])`, run again after a crash, continues where it was."""
+"""A callback: with `Trainer(callbacks=[FaultTolerance()])`, a script run again after a crash continues where it was."""
 
 from __future__ import annotations
 
@@ -30,50 +30,52 @@ _log = logging.getLogger(__name__)
 
 
 class FaultTolerance(AnyCallback):
-    """Lets a training that is killed at any moment continue, when the same command is run again, exactly where it was.
+    """A callback that lets a killed training continue exactly where it was when the same command is run again.
 
-    Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, where it names them.
+    Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS`` if it names them.
 
     Args:
-        dirpath: Where the autosaves go: a directory, of which ``~`` is the home directory, or a URL such as
-            ``s3://bucket/folder``. Default: ``<default_root_dir>/fault_tolerance``.
-        run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
-        keep_last: How many verified autosaves are kept, at least 1.
-        every_n_train_steps: Autosave whenever so many optimizer steps were done; in manual optimization also when so
-            many batches are finished without a step that Lightning counts. Default: see `overhead_budget`.
-        train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
-        overhead_budget: Share of the time, in (0, 1], that waiting for autosaves and captures in memory may take
-            together; where an interval is given, captures alone. Soon after a start saves come more often. 1 means no
-            limit.
-        async_save: Write autosaves in the background. Training waits only for the copy, which takes as much memory
-            as a checkpoint is long. At most one is being written; where steps say when, the next one waits for it, else
-            it is skipped. The first of a fit and those of a stop, an exception and the end are waited for.
-        stop_signals: Names of the signals that stop the run after its batch is finished and its state saved.
-        grace_seconds: How long after the first of them the process has to end. What can't be saved in this time is
-            not, and the last autosave stays.
-        deadline: When the run has to have ended: a ``datetime``, local if it has no time zone, or a ``timedelta`` from
-            now on, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. It stops and saves before,
-            with exit code 75. ``SLURM_JOB_END_TIME`` always counts, too; the earlier of the two counts.
-        save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
-        auto_resume: Whether to continue from autosaves of this run; if not, they are set aside.
-        strict: Whether what can't be captured or restored exactly is an error rather than a warning.
-        elastic: Whether a run may continue with another number of ranks or of workers although their random generators
-            can't be carried over: new ones begin with states of their own, and the report says so. With
-            ``worker_rng="per_sample"`` it may without.
-        worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.
-            ``per_sample``: the generators are seeded before each sample, so that the number of workers may change from
-            run to run and every batch stays the same; also the number of ranks, and every sample does.
-        ignore_hyperparameters: Names of hyperparameters that may differ from start to start, such as a start time; with
-            dots for nested ones, as in ``optimizer.start_time``. What lies below a name is left out, too. Strings may
-            differ in any case, and the report says so; other values that differ are refused.
-        trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses, which can
-            run any code of whoever wrote the autosave. Default: ``PL_FAULT_TOLERANT_TRUST``, else where nobody but this
-            user and root can write to it.
-        ledger: A file to which each batch, each value that loggers receive and each autosave is written as it happens,
-            so that two runs can be compared. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
+        dirpath: Where to put the autosaves: a directory, or a URL such as ``s3://bucket/folder``. ``~`` is the home
+            directory. Default: ``<default_root_dir>/fault_tolerance``.
+        run_id: The name of the run in `dirpath`. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and
+            arguments.
+        keep_last: How many verified autosaves to keep, at least 1.
+        every_n_train_steps: Autosave after this many optimizer steps. In manual optimization, also after this many
+            batches without a step that Lightning counts. Default: see `overhead_budget`.
+        train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
+        overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves and captures in memory
+            together. With one of the intervals above, it limits captures only. Autosaves come more often soon after a
+            start. 1 means no limit.
+        async_save: Write autosaves in the background. Training waits only for the copy, which takes as much memory as
+            a checkpoint. At most one autosave is written at a time. With `every_n_train_steps` the next one waits for
+            it; otherwise the next one is skipped. Training always waits for the first autosave of a fit, and for those
+            of a stop, an exception, and the end.
+        stop_signals: Names of the signals that stop the run. The run first finishes its batch and saves its state.
+        grace_seconds: How long the process has to end after the first signal. State that can't be saved in this time
+            is not saved, and the last autosave stays.
+        deadline: When the run must have ended: a ``datetime``, in local time if it has no time zone, a ``timedelta``
+            from now, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. The run saves and stops
+            before that, with exit code 75. ``SLURM_JOB_END_TIME`` always counts, too; the earlier of the two applies.
+        save_on_exception: Save the last capture if an exception ends the run and no parameter has moved since.
+        auto_resume: Whether to continue from autosaves of this run. If not, they are set aside.
+        strict: Whether state that can't be captured or restored exactly is an error rather than a warning.
+        elastic: Whether a run may continue with a different number of ranks or workers. Their random generators can't
+            be carried over: new ones begin with new states, and the report says so. With ``worker_rng="per_sample"``
+            the numbers may change without `elastic`.
+        worker_rng: ``capture``: workers are seeded as torch does it, and the states of their generators are saved.
+            ``per_sample``: the generators are seeded before each sample. The number of workers may then change from
+            run to run, and every batch stays the same. If the number of ranks changes, every sample stays the same.
+        ignore_hyperparameters: Names of hyperparameters that may differ from start to start, such as a start time. Use
+            dots for nested ones, as in ``optimizer.start_time``. A name covers everything below it. Strings may always
+            differ, and the report says so; other values that differ are refused.
+        trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses.
+            Unpickling can run any code that the writer of the autosave chose. Default: ``PL_FAULT_TOLERANT_TRUST``,
+            else yes if only this user and root can write to the autosave.
+        ledger: A file that receives a line for each batch, each value that loggers receive, and each autosave, as it
+            happens. Two runs can be compared by it. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
 
     Raises:
-        TypeError: If an argument is of another type.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of its range, or two contradict each other.
 
     Example:
@@ -121,7 +123,7 @@ class FaultTolerance(AnyCallback):
             strict=strict,
             elastic=elastic,
             worker_rng=worker_rng,
-            ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # it is checked there
+            ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # Options checks it
             ledger=checked_ledger(ledger),
             trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
@@ -138,21 +140,21 @@ class FaultTolerance(AnyCallback):
     def register(
         self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], object]
     ) -> FaultTolerance:
-        """Let a state be saved that lives where nobody looks: in a C extension, a closure, another library's global.
+        """Save a state that the callback can't find: in a C extension, a closure, or another library's global.
 
-        Each rank saves and restores its own, in the place where the object state is: after all hooks that start the
-        fit, before the random states.
+        Each rank saves and restores its own. It is restored together with the object state: after all hooks that start
+        the fit, before the random states.
 
         Args:
-            name: What reports call it; one that is not registered yet.
+            name: The name in reports. It must not be registered yet.
             state_dict: Returns the state: numbers, strings, bytes, tensors, arrays, and containers of these.
-            load_state_dict: Gets what `state_dict` returned.
+            load_state_dict: Receives the value that `state_dict` returned.
 
         Returns:
             The callback itself.
 
         Raises:
-            ValueError: If the name is taken.
+            ValueError: If the name is already registered.
             TypeError: If one of the functions can't be called.
 
         Example:
@@ -168,21 +170,21 @@ class FaultTolerance(AnyCallback):
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """What the last ``fit`` restored, or ``None`` if it started from the beginning."""
+        """The report of what the last ``fit`` restored, or ``None`` if it started from the beginning."""
         if self._session is not None:
             return self._session.report
         return self._last_report or ResumeReport.load(self._options.script.report(self._number))
 
     @property
     def log(self) -> Any:
-        """The module's ``log``, which Lightning gives to each callback."""
+        """The module's ``log``, which Lightning sets on each callback."""
         return self._log
 
     @log.setter
     def log(self, log: Any) -> None:
-        # That is the first thing of a run. By the time of setup loggers have begun new files, and removed old ones.
+        # Lightning sets this first in a run. By the time of setup, loggers have begun new files and removed old ones.
         self._log = log
-        module = getattr(log, "__self__", None)  # a user's own function in its place has none: setup begins the fit
+        module = getattr(log, "__self__", None)  # a user's function in its place has none: setup begins the fit
         if module is None or not is_module(module):
             return
         if module.trainer.state.fn == "fit":
@@ -191,7 +193,7 @@ class FaultTolerance(AnyCallback):
             EARLY.give_back()
 
     def _begin(self, trainer: Any) -> None:
-        """Begin a fit, unless it is one that is nobody's training."""
+        """Begin a fit, unless it is only a trial."""
         if is_switched_off() or not self._is_in_charge(trainer):
             return
         speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
@@ -200,11 +202,12 @@ class FaultTolerance(AnyCallback):
             return
         package.check_strategy(trainer.strategy)
         if under_way.is_inside_another(trainer):
-            # It is a part of that one's hook, which is run again whole. Its number would be that of another one then.
+            # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
+            # inner fit would then be that of another fit.
             _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
             return
         self._last_report = None
-        self._close_ledger()  # it lies over the session
+        self._close_ledger()  # first: its patches lie over those of the session
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         under_way.begin(trainer)
@@ -212,7 +215,7 @@ class FaultTolerance(AnyCallback):
         self._session.begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the fit that is under way: a copy has the same arguments, and has trained nothing yet."""
+        """Leave out the fit that is under way: a copy has the same arguments and has trained nothing yet."""
         of_the_fit = {"log_dict", *names_of_hooks()}
         own = {name: value for name, value in vars(self).items() if name not in of_the_fit}
         return {**own, "_log": None, "_session": None, "_ledger": None}
@@ -223,7 +226,7 @@ class FaultTolerance(AnyCallback):
             return
         if self._is_of_another(trainer):
             return
-        if self._session is None or self._session.is_open:  # a Lightning that does not give callbacks the log
+        if self._session is None or self._session.is_open:  # this Lightning does not set the log of callbacks
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
@@ -234,20 +237,20 @@ class FaultTolerance(AnyCallback):
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Say in a checkpoint that somebody else writes inside the fit where that was."""
+        """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
         session = None if self._is_of_another(trainer) else self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
             session.put_part(checkpoint)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save what can be saved, and leave nothing of ours behind."""
+        """Save what can be saved, and undo our changes to the trainer."""
         session = self._ended(trainer)
         with self._ledger_ended(trainer, finished=False):
             if session is not None:
                 session.interrupt(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Mark the fit as finished, and leave nothing of ours behind."""
+        """Mark the fit as finished, and undo our changes to the trainer."""
         if stage != "fit":
             return
         session = self._ended(trainer)
@@ -256,7 +259,7 @@ class FaultTolerance(AnyCallback):
                 session.finish()
 
     def _ended(self, trainer: Any) -> Session | None:
-        """Return the session of a fit that ends, if there is one, and forget it."""
+        """Return the session of a fit that ends, or ``None`` if there is none, and forget it."""
         if self._session is None or self._is_of_another(trainer):
             return None
         session, self._session = self._session, None
@@ -270,7 +273,7 @@ class FaultTolerance(AnyCallback):
         return ledger.ended(finished=finished)
 
     def _close_ledger(self) -> None:
-        """Close that of a fit whose end we were not told."""
+        """Close the ledger of a fit that ended without calling our hooks."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
@@ -281,12 +284,12 @@ class FaultTolerance(AnyCallback):
             self._options.script.tell_report(self._number, None if report is None else asdict(report))
 
     def _is_of_another(self, trainer: Any) -> bool:
-        """Return whether the fit that is followed is one in whose hooks `trainer` was given this very callback."""
+        """Return whether this callback follows another fit, and `trainer` got it inside a hook of that fit."""
         own = self._session.trainer if self._session is not None else trainer
         return own is not trainer and under_way.is_under_way(own)
 
     def _is_in_charge(self, trainer: Any) -> bool:
-        """Return whether this is the one of several that acts: the first that the user has added himself."""
+        """Return whether this callback is the one that acts: the first that the user added, if there are several."""
         callbacks = served(trainer).compat.callbacks(trainer)
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]

@@ -1,6 +1,6 @@
-"""The state of a run besides what Lightning saves: taken at one instant, and put back in the order that keeps it exact.
+"""The state of a run that Lightning does not save: taken at one instant, and restored in the order that keeps it exact.
 
-Random generators are read first and put back last: everything in between may draw.
+Random generators are read first and restored last: everything in between may draw.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lightning_faulttolerant.trainer.report import OBJECTS as OBJECT_STATE
 from lightning_faulttolerant.trainer.report import ORDER
 from lightning_faulttolerant.trainer.strategy import Loaders
 
-# Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.
+# Each part with its name in reports. If a checkpoint lacks a part, the run that wrote it left the part out.
 PARTS = {
     "rng": "random generators",
     "held": "generators held by objects",
@@ -65,7 +65,7 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """All that is needed to save, later, the state of an instant at which no parameter has moved since."""
+    """The state of one instant. It can be saved later, as long as no parameter has moved."""
 
     position: Position
     state: Mapping[str, Any]
@@ -80,25 +80,25 @@ class Capture:
     marks: TensorMarks
 
     def instead(self) -> dict[str, Any]:
-        """Return what of it takes the place of parts of Lightning's checkpoint, as plain values and tensors."""
+        """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
         names = ("loops", "callbacks", "schedulers", "param_groups", "precision", "buffers", "extra")
         return {name: getattr(self, name) for name in names}
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
         if self.held != held_by_groups(trainer):
-            return False  # something was unfrozen
+            return False  # a parameter was unfrozen
         return self.marks.unmoved(moving_tensors(trainer))
 
 
 class RunState:
-    """Reads and puts back what a run consists of besides Lightning's own checkpoint.
+    """Reads and restores the state of a run that Lightning's own checkpoint lacks.
 
     Args:
-        trainer: Whose run it is.
-        loaders: Its loaders.
-        files: What it has written beside its autosaves.
-        registered: What `FaultTolerance.register` was given, by name.
+        trainer: The trainer of the run.
+        loaders: The trainer's loaders.
+        files: The files that the run has written besides its autosaves.
+        registered: The functions given to `FaultTolerance.register`, by name.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RunState:
         self._loaders = loaders
         self.files = files
         self.objects_not_restored: tuple[str, ...] = ()
-        """What of the object state is not as it was, after a resume: a line for each."""
+        """After a resume, a line for each part of the object state that is not as it was."""
         callbacks = named_callbacks(compat.callbacks(trainer))
         self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
         self._buffers = kinds_of_buffers(trainer.lightning_module)
@@ -123,7 +123,7 @@ class RunState:
         self._held = HeldGenerators({**roots, **users_variables(roots)})
 
     def _refresh(self) -> None:
-        """Look again for generators that objects have made since."""
+        """Find generators that objects have created since the last search."""
         self._held.refresh(whole=True)
         for tracker in self._loaders.trackers.values():
             tracker.held.refresh(whole=True)
@@ -144,7 +144,7 @@ class RunState:
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
             "loaders": loaders,
             "gradients": gradients_state(module) if has_gradients else {},
-            # Of a buffer that each rank has whole, the directory of a strategy that shards holds any rank's.
+            # If each rank has a buffer whole, the directory of a strategy that shards holds the copy of any one rank.
             "buffers": buffers_state(module, persistent=None if in_shards else False),
             "shown": shown_state(module),
             "metrics": metrics_state(module),
@@ -158,16 +158,16 @@ class RunState:
         }
 
     def _is_iterating(self, position: Position) -> bool:
-        """Return whether the training loaders' iterators of this place are those that the next batch comes from."""
+        """Return whether the next batch comes from the iterators that the training loaders have here."""
         if position.where == EPOCH_START:
             return not compat.begins_anew(self._trainer)
         return position.where not in (EPOCH_END, FINISHED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Put everything but the loaders' positions back, random generators last.
+        """Restore everything but the loaders' positions, random generators last.
 
         Returns:
-            A line for each thing that could not be put back.
+            A line for each thing that could not be restored.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
@@ -206,7 +206,7 @@ class RunState:
         return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])
 
     def capture(self, position: Position) -> Capture:
-        """Return all of this instant that a later dump of Lightning's would not have any more."""
+        """Return the state of this instant that a later dump by Lightning would no longer have."""
         trainer = self._trainer
         states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
         return Capture(
@@ -225,7 +225,7 @@ class RunState:
 
 
 def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class and number among those of that class: one more in front renames no other."""
+    """Return callbacks by class and number within the class: a callback of another class in front renames none."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         name = type(callback).__qualname__
@@ -235,7 +235,7 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
 
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return what a dump of Lightning's takes as it is then: parameters, optimizer states, averaged weights."""
+    """Return the tensors that a capture does not copy: parameters, optimizer states, averaged weights."""
     reshard(trainer)
     tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
@@ -274,7 +274,7 @@ def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
-    # Whether the next forward takes rank 0's buffers. A new DDP does; one after a forward that reduced no gradients
-    # (validation, an open accumulation window, manual optimization) doesn't, and each rank keeps its own.
+    # The flag says whether the next forward takes rank 0's buffers. A new DDP does. After a forward that reduced no
+    # gradients (validation, an open accumulation window, manual optimization) it doesn't: each rank keeps its own.
     is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     return ("require_forward_param_sync",) if is_ddp else ()

@@ -1,4 +1,4 @@
-"""How a Trainer's own checkpoints are written and read: whole or not at all, and verified before they are believed."""
+"""Writes and reads a Trainer's own checkpoints: they are written whole or not at all, and verified when read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Path = str | os.PathLike[str]
 
 
 class AtomicCheckpointIO(AnyCheckpointIO):
-    """Writes checkpoints that no crash can damage, and verifies each record of a file that it reads.
+    """A ``CheckpointIO`` that no crash can leave with a damaged file. It verifies each record of a file that it reads.
 
-    `FaultTolerance` uses it for ``ModelCheckpoint`` and ``trainer.save_checkpoint`` where the Trainer has the default
-    one. It also works without the callback, and within Lightning's ``AsyncCheckpointIO``. Paths may be URLs.
+    `FaultTolerance` uses it for ``ModelCheckpoint`` and ``trainer.save_checkpoint`` if the Trainer has the default
+    ``CheckpointIO``. It also works without the callback, and inside Lightning's ``AsyncCheckpointIO``. Paths may be
+    URLs.
 
     Args:
-        weights_only: What holds where nobody says otherwise in ``fit(..., weights_only=...)``. With False a file may
-            run any code when it is loaded: only for files that you trust.
+        weights_only: The default for ``fit(..., weights_only=...)``. With False, a file may run any code when it is
+            loaded: only for files that you trust.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -37,17 +38,17 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         self._weights_only = weights_only
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint so that a crash at any moment leaves the old file or the new one.
+        """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
-        A crash may also leave a hidden temporary file: an hour later the next save into the directory removes it.
+        A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.
 
         Args:
-            checkpoint: What ``torch.save`` can write; it is streamed, not copied.
-            path: A file, of which missing parents are made, or a URL.
+            checkpoint: Anything that ``torch.save`` can write. It is streamed, not copied.
+            path: A file or a URL. Missing parent directories are created.
             storage_options: Not used.
 
         Raises:
-            TypeError: If there are `storage_options`.
+            TypeError: If `storage_options` are passed.
             OSError: If the file can't be written; the old one is still there.
         """
         if storage_options is not None:
@@ -70,14 +71,14 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         """Verify a checkpoint and load it, from one reading of the file.
 
         Args:
-            path: A file or a URL; what a directory holds is loaded as Lightning does.
+            path: A file or a URL. A directory is loaded as Lightning does it.
             map_location: As in ``torch.load``.
-            weights_only: As in ``torch.load``; ``None`` for what the object was made with.
+            weights_only: As in ``torch.load``; ``None`` for the value passed to the constructor.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            DamagedCheckpointError: If the file is truncated or no ``torch.save`` file, or a byte of it changed.
-            UnsafeCheckpointError: If it holds an object that ``weights_only=True`` refuses.
+            FileNotFoundError: If the file does not exist.
+            DamagedCheckpointError: If the file is truncated, is not a ``torch.save`` file, or has a changed byte.
+            UnsafeCheckpointError: If the file holds an object that ``weights_only=True`` refuses.
         """
         path = _as_given(path)
         weights_only = self._weights_only if weights_only is None else weights_only
@@ -96,12 +97,12 @@ class AtomicCheckpointIO(AnyCheckpointIO):
             raise UnsafeCheckpointError(f"{refusal} {_remedy()}") from refusal.__cause__
 
     def remove_checkpoint(self, path: Path) -> None:
-        """Remove a checkpoint, file or directory, if it is there."""
+        """Remove a checkpoint, file or directory, if it exists."""
         served_of_any().TorchCheckpointIO().remove_checkpoint(_as_given(path))
 
 
 def _as_given(path: Path) -> str:
-    # As fsspec does, with which Lightning's own opens files.
+    # As fsspec does, which Lightning's own ``CheckpointIO`` uses to open files.
     text = os.fspath(path)
     return text if is_url(text) else os.path.expanduser(local_path(text))
 

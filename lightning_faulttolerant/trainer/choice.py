@@ -1,4 +1,4 @@
-"""From which checkpoint a fit continues: our newest autosave, the one it was started with, or none."""
+"""The checkpoint that a fit continues from: our newest autosave, the one that the user passed, or none."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a fit starts from.
+    """The checkpoint that a fit starts from.
 
     Args:
         path: The checkpoint, or ``None`` for a fresh start.
-        origin: The checkpoint that the user named for this fit, if any; autosaves of it are continuations.
-        checkpoint: Its content, if it was read already.
+        origin: The checkpoint that the user named for this fit, if any. The autosaves continue it.
+        checkpoint: The content of the checkpoint, if it was read already.
     """
 
     path: str | None
     origin: str | None
     checkpoint: dict[str, Any] | None = None
     sets_aside: str | None = None
-    """Autosaves of this run that it leaves, to be set aside once it has begun."""
+    """The newest autosave of this run, if the autosaves are to be set aside once the fit has begun."""
     is_autosave: bool = False
-    """Whether it is one of our own, of which the user has not heard."""
+    """Whether the checkpoint is one of our autosaves, which the user did not name."""
     autosave: str | None = None
-    """The newest autosave of this run, where that is not what the fit starts from."""
+    """The newest autosave of this run, if the fit starts from another checkpoint."""
 
     @property
     def part(self) -> Mapping[str, Any] | None:
@@ -54,22 +54,22 @@ class Choice:
 
     @property
     def continues(self) -> bool:
-        """Whether the fit continues where this run was, rather than beginning again."""
+        """Whether the fit continues where this run was, rather than starting over."""
         return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
     def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
-        """Return the choice with the content that Lightning has read, or without any when it was restored."""
+        """Return the choice with the content that Lightning has read, or without content once it is restored."""
         return replace(self, checkpoint=checkpoint)
 
 
 def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
-    """Return what the fit starts from.
+    """Choose what the fit starts from.
 
     Args:
-        trainer: Whose fit it is.
+        trainer: The trainer that runs the fit.
         series: The autosaves of this fit.
-        given: The path that Lightning has made of the ``ckpt_path`` of this fit.
-        options: Whether to resume at all.
+        given: The path that Lightning derived from the ``ckpt_path`` of this fit.
+        options: Say whether to resume at all.
     """
     path = None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
     is_newest = path is not None and compat.is_newest_of_trainer(trainer, path)
@@ -101,7 +101,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
-    """Set the autosaves aside that `choice` leaves behind."""
+    """Set aside the autosaves that `choice` leaves behind."""
     if choice.sets_aside is None:
         return
     aside = series.set_aside("another-ckpt_path")
@@ -117,13 +117,13 @@ def _as_given(given: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Why:
-    """Why the newest autosave is taken rather than a checkpoint that the user named."""
+    """The reason to prefer the newest autosave to a checkpoint that the user named."""
 
     reason: str
     is_damage: bool = False
 
     def tell(self, path: str, newest: str) -> None:
-        """Say it, and how to start from that checkpoint all the same."""
+        """Report the reason, and how to start from the named checkpoint instead."""
         if self.is_damage:
             reason = f"{path} can't be taken, so this run continues from its newest autosave: {self.reason}"
             advice = "To start from that file all the same, pass FaultTolerance(auto_resume=False) once:"
@@ -139,21 +139,21 @@ class _Why:
 def _is_of_the_run(path: str, ours: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint that the user named was written by the run that wrote our autosave.
 
-    Of one that can't be read nobody knows it: it is left to Lightning, as every other file that the user names.
+    A checkpoint that can't be read may be from any run. It is left to Lightning, like any other file of the user.
     """
     try:
         part = _content_of(path)[0].get(KEY)
-    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
         _log.debug("%s can't be read: %s", path, error)
         return False
     return are_of_one_run(part, ours[KEY])
 
 
 def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
-    """Return why our autosave is to be taken rather than a file of this run's, or ``None`` if that is further on.
+    """Return the reason to prefer our autosave to a file of this run, or ``None`` if the file is further on.
 
-    One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most. Nor is
-    one that can't be taken, damaged or refused by ``weights_only=True``: the fit would fail, at each start again.
+    A file that can't be resumed exactly is never preferred: the autosave is exact, and costs a few batches at most. Nor
+    is a file that is damaged, or that ``weights_only=True`` refuses: the fit would fail at each start.
     """
     try:
         if _is_unfinished(path):
@@ -170,13 +170,13 @@ def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
         reason = "It holds an object that torch.load(weights_only=True) refuses."
     except (FileNotFoundError, IsADirectoryError):
         return None
-    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
         reason = _damage_of(path) or f"{type(error).__name__}: {error}."
     return _Why(reason=reason, is_damage=True)
 
 
 def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
-    """Return what a checkpoint holds, or only describes, and whether ``weights_only=True`` refuses it."""
+    """Return a checkpoint's content, and whether ``weights_only=True`` refuses it. If so, the content is a summary."""
     try:
         return load(path), False
     except pickle.UnpicklingError:
@@ -186,7 +186,7 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
 
 
 def _is_unfinished(path: str) -> bool:
-    """Return whether a checkpoint is a directory of shards without what Lightning writes last."""
+    """Return whether a checkpoint is a directory of shards without the file that Lightning writes last."""
     return not is_url(path) and os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA_NAME))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run is compared with the run that resumes from it."""
+"""Compares a checkpoint's description of its run with the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Comparison:
     Args:
         path: The checkpoint.
         strict: Whether a difference is an error.
-        is_elastic: Whether another number of workers is none.
+        is_elastic: Whether a different number of workers is not an error.
     """
 
     def __init__(self, path: str, *, strict: bool, is_elastic: bool) -> None:
@@ -30,23 +30,23 @@ class Comparison:
         self._strict = strict
         self._is_elastic = is_elastic
         self.not_exact: list[str] = []
-        """The differences that are no error."""
+        """The differences that are not an error."""
         self.notes: list[str] = []
-        """What was another one, and is as it was again."""
+        """The values that differed and were restored."""
 
     def compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
         """Compare some parts of two fingerprints.
 
         Raises:
-            FingerprintMismatchError: If they differ, and that is an error.
+            FingerprintMismatchError: If they differ, and a difference is an error.
         """
         self._take([line for name in names if name in saved for line in differences(saved[name], now.get(name), name)])
 
     def compare_hyperparameters(self, saved: Mapping[str, Any], now: Hyperparameters) -> list[str]:
-        """Compare the hyperparameters with those of a saved fingerprint; return a line for each text that differs.
+        """Compare the hyperparameters with those of a saved fingerprint. Return a line for each text that differs.
 
         Raises:
-            FingerprintMismatchError: If anything else differs, and that is an error.
+            FingerprintMismatchError: If anything else differs, and a difference is an error.
         """
         refused, reported = now.compare(saved.get("hyperparameters", {}))
         self._take(refused, remedy=MAY_BE_IGNORED)
@@ -63,19 +63,19 @@ class Comparison:
         drawn: Drawn | None,
         saved_drawn: Mapping[str, Any],
     ) -> None:
-        """Compare the fingerprints of a loader, without what was drawn: `put_back_drawn` looks at that.
+        """Compare the fingerprints of a loader, without the values that were drawn: `put_back_drawn` compares these.
 
         Args:
-            place: Of the loader.
-            saved: The fingerprint that was saved.
-            now: That of the loader now.
+            place: The place of the loader.
+            saved: The saved fingerprint.
+            now: The fingerprint of the loader now.
             tracker: Follows the loader.
-            is_resized: Whether there is another number of ranks.
-            drawn: What was drawn before this start.
-            saved_drawn: What was drawn before the first one.
+            is_resized: Whether the number of ranks has changed.
+            drawn: The values that were drawn before this start.
+            saved_drawn: The values that were drawn before the first start.
 
         Raises:
-            FingerprintMismatchError: As `compare`.
+            FingerprintMismatchError: As in `compare`.
         """
         if isinstance(tracker, TrackedLoader) and tracker.can_be_resized and (is_resized or self._is_elastic):
             carried = loader_as_carried_over(saved, now, is_resized=is_resized)
@@ -87,17 +87,18 @@ class Comparison:
         self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
 
     def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, Any]) -> None:
-        """Put back what was drawn before the first start, and in loaders that are set up later, too.
+        """Restore the values that were drawn before the first start, also in loaders that are set up later.
 
         Raises:
-            FingerprintMismatchError: If that can't be done, and it is an error; later, where such a loader is set up.
+            FingerprintMismatchError: If they can't be restored, and that is an error. For a loader that is set up
+                later, the error is raised then.
         """
         outcome = drawn.put_back(saved, self._take_late)
         self.notes = outcome.notes
         self._take(outcome.differences, remedy=SEED_THEM)
 
     def _take_late(self, outcome: Outcome) -> None:
-        for note in outcome.notes:  # the report is there already
+        for note in outcome.notes:  # the report exists already
             tell(f"After the resume, {note}")
         self._take(outcome.differences, remedy=SEED_THEM)
 

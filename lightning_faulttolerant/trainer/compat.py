@@ -1,7 +1,7 @@
-"""Every private name of Lightning's that this package touches, one small function a seam, checked on 2.5.6 to 2.6.6.
+"""Private names of Lightning's loops and Trainer, one small function per seam, checked on 2.5.6 to 2.6.6.
 
-Nothing else in the package may touch a name of Lightning's that begins with an underscore. `SEAMS` lists them for the
-contract test, with what breaks without each.
+Only modules named `compat` may touch a name of Lightning that begins with an underscore. `SEAMS` lists the names for
+the contract test, each with the feature that breaks without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEAMS = {
 }
 
 
-# Where the loops and the connectors can be reached into.
+# Access to the loops and the connectors.
 
 
 def validation_loop(trainer: Trainer) -> Any:
@@ -47,12 +47,12 @@ def validation_loop(trainer: Trainer) -> Any:
 
 
 def checkpoint_connector(trainer: Trainer) -> Any:
-    """Return what restores checkpoints: ``resume_start`` and ``restore_training_state``."""
+    """Return the connector that restores checkpoints: ``resume_start`` and ``restore_training_state``."""
     return trainer._checkpoint_connector
 
 
 def signal_connector(trainer: Trainer) -> Any:
-    """Return what registers Lightning's signal handlers, right before the run's loops begin."""
+    """Return the connector that registers Lightning's signal handlers, right before the loops of the run begin."""
     return trainer._signal_connector
 
 
@@ -61,7 +61,7 @@ AFTER_FETCH = "_on_after_fetch"
 
 
 def original_handlers(trainer: Trainer) -> Mapping[int, Any]:
-    """Return the signal handlers from before Lightning's."""
+    """Return the signal handlers that were registered before Lightning's."""
     return trainer._signal_connector._original_handlers
 
 
@@ -86,18 +86,18 @@ def is_nobodys_training(trainer: Trainer) -> bool:
 
 
 def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
-    """Return whether `path` is what ``ckpt_path="last"`` or ``"hpc"`` stands for, rather than a file of its own."""
+    """Return whether `path` is a file that ``ckpt_path="last"`` or ``"hpc"`` stands for, rather than any other file."""
     last: set[str] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             last |= {os.path.realpath(p) for p in callback._find_last_checkpoints(trainer)}
-        elif isinstance(callback, OnExceptionCheckpoint):  # beside it no ckpt_path at all is taken for "last"
+        elif isinstance(callback, OnExceptionCheckpoint):  # with it, a missing ckpt_path means "last"
             last.add(os.path.realpath(callback.ckpt_path))
     return os.path.realpath(path) in last or os.path.basename(path).startswith("hpc_ckpt_")
 
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return Lightning's checkpoint of this instant, our own part included by the callback's hook."""
+    """Return Lightning's checkpoint of this instant. The callback's hook includes our own part."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
@@ -108,23 +108,23 @@ def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, Any]) -> N
 
 
 def put_checkpoint_path(trainer: Trainer, path: str | None) -> None:
-    """Let ``trainer.ckpt_path`` be `path`."""
+    """Set ``trainer.ckpt_path`` to `path`."""
     trainer._checkpoint_connector._ckpt_path = path
 
 
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """Return the checkpoint that is being restored from; empty if there is none."""
+    """Return the checkpoint that is being restored; empty if there is none."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
-    """Return the hook that runs, and the callback whose it is; ``None`` if it is the module's or a step.
+    """Return the running hook and its callback. The callback is ``None`` for a hook of the module, or a step.
 
-    Read from the frames that have led here: Lightning notes the name of a hook, but not of which callback.
+    Both are read from the stack: Lightning notes the name of a hook, but not its callback.
     """
     frame = sys._getframe()
     while frame is not None:
-        # A look at its variables keeps them alive as long as the frame: only where it is Lightning's own.
+        # Reading a frame's variables keeps them alive as long as the frame, so read only Lightning's own frame.
         if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in frame.f_locals:
             is_callbacks = frame.f_code.co_name == "_call_callback_hooks"
             return frame.f_locals["hook_name"], frame.f_locals.get("callback") if is_callbacks else None
@@ -133,7 +133,7 @@ def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
 
 
 def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any, module: bool) -> None:
-    """Call a hook of some callbacks, and of the module if `module`, as Lightning does."""
+    """Call a hook of `callbacks`, and of the module if `module`, as Lightning does."""
     with only(trainer, hook, callbacks, module=module):
         call._call_callback_hooks(trainer, hook, *args)
         call._call_lightning_module_hook(trainer, hook, *args)
@@ -141,7 +141,7 @@ def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any
 
 @contextlib.contextmanager
 def only(trainer: Trainer, hook: str, callbacks: list[Callback], *, module: bool) -> Iterator[None]:
-    """Let Lightning call `hook` meanwhile of `callbacks` alone, and of the module only if `module`."""
+    """Inside the context, let Lightning call `hook` of `callbacks` only, and of the module only if `module`."""
     patches = Patches()
     kept = trainer.callbacks  # type: ignore[attr-defined]
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
@@ -160,8 +160,8 @@ def only(trainer: Trainer, hook: str, callbacks: list[Callback], *, module: bool
 def set_not_restarting(trainer: Trainer) -> None:
     """Take the loops out of their restarting mode: from here on they run as in an uninterrupted run.
 
-    Lightning guesses from its counters where a checkpoint was taken, and skips or repeats a validation run or the
-    plateau schedulers on a wrong guess.
+    Lightning guesses from its counters where a checkpoint was taken. On a wrong guess it skips or repeats a validation
+    run or the plateau schedulers.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
@@ -173,7 +173,7 @@ def set_not_restarting(trainer: Trainer) -> None:
 
 
 def close_batch(trainer: Trainer) -> None:
-    """Do what Lightning does between ``on_train_batch_end`` and the end of ``advance``: log, and count the batch."""
+    """Do Lightning's work between ``on_train_batch_end`` and the end of ``advance``: log, and count the batch."""
     connector = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
@@ -183,8 +183,8 @@ def finish_batch(trainer: Trainer, *, validate: bool = True) -> None:
     """Run what the training epoch loop still owes after a batch: a validation run that is due, plateau schedulers.
 
     Args:
-        trainer: Whose.
-        validate: Whether that validation run is still to be run, rather than done already.
+        trainer: The trainer that runs the fit.
+        validate: Whether the validation run still has to be run, rather than being done already.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
@@ -197,10 +197,10 @@ def end_validation(trainer: Trainer, callbacks: list[Callback], *, module: bool,
     """Run what a validation run still owes from its ``on_validation_end`` on.
 
     Args:
-        trainer: Whose.
-        callbacks: Those whose hook has not run.
-        module: Whether the module's has not.
-        before: What `before_validation` gave.
+        trainer: The trainer that runs the fit.
+        callbacks: The callbacks with a hook that has not run.
+        module: Whether the module's hook has not run.
+        before: The return value of `before_validation`.
     """
     val_loop = validation_loop(trainer)
     trainer.validating = True
@@ -213,12 +213,12 @@ def end_validation(trainer: Trainer, callbacks: list[Callback], *, module: bool,
 
 
 def before_validation(trainer: Trainer, first_loop_iter: bool | None) -> dict[str, Any]:
-    """Return what Lightning puts back after the validation run that is under way."""
+    """Return the values that Lightning restores after the validation run that is under way."""
     return {"training": dict(validation_loop(trainer)._module_mode.mode), "first_loop_iter": first_loop_iter}
 
 
 def lift_step_limit(trainer: Trainer) -> Callable[[], None]:
-    """Let a fit begin whose last step is done but not all that it still owed; return what puts the limit back."""
+    """Let a fit begin that has done its last step but still owes work. Return a function that restores the limit."""
     epoch_loop = trainer.fit_loop.epoch_loop
     max_steps = epoch_loop.max_steps
     if 0 <= max_steps <= trainer.global_step:
@@ -236,31 +236,32 @@ def step_fetches(trainer: Trainer) -> bool:
 
 
 def num_completed(trainer: Trainer) -> int:
-    """Return how many training batches, or steps that fetch by themselves, of the epoch are done."""
+    """Return how many training batches of the epoch are done, or how many steps if these fetch by themselves."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
 def num_begun_in_all(trainer: Trainer) -> int:
-    """Return how many training batches of all epochs were begun."""
+    """Return how many training batches have begun, over all epochs."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def set_num_batches_done(trainer: Trainer, number: int) -> None:
-    """Let so many batches of the epoch be done; one that is still to be closed stays so."""
+    """Set how many batches of the epoch are done. A batch that still has to be closed stays open."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     shift = number - current.ready
     current.increment_by(shift)
 
 
 def fetches_at_the_boundary(trainer: Trainer) -> bool:
-    """Return whether a fetch is the one of the boundary before it, neither ahead of it nor inside a step."""
+    """Return whether each batch is fetched right after its boundary, neither ahead of it nor inside a step."""
     return not fetches_ahead(trainer) and not step_fetches(trainer)
 
 
 def end_fetching(trainer: Trainer) -> None:
-    """End the iteration over the loaders of a fit that failed, as its teardown would while these are still ours.
+    """End the iteration over the loaders of a failed fit, as the teardown would, but while the loaders are still ours.
 
-    The teardown finds nothing then: where an iterator could not be made, its error would hide the reason.
+    The teardown then has nothing to do. Otherwise, if an iterator could not be created, the error of the teardown would
+    hide the reason.
     """
     for loop in (trainer.fit_loop, validation_loop(trainer)):
         if loop._combined_loader is not None:
@@ -271,12 +272,12 @@ def end_fetching(trainer: Trainer) -> None:
 def renew_iterator(
     trainer: Trainer, state: Mapping[str, Any] | None, skip: Callable[[list[Any], list[Any]], None]
 ) -> None:
-    """Make the training loaders' iterators again, as at the beginning of an epoch, if there are any already.
+    """Create the training loaders' iterators again, as at the beginning of an epoch, if any exist already.
 
     Args:
-        trainer: Whose.
-        state: What `combined_state` gave: put back before the fetcher fetches a batch ahead.
-        skip: Gets the new iterators and their loaders, before that.
+        trainer: The trainer that runs the fit.
+        state: The return value of `combined_state`, restored before the fetcher fetches a batch ahead.
+        skip: Called with the new iterators and their loaders, also before that fetch.
     """
     fetcher = trainer.fit_loop._data_fetcher
     if trainer.fit_loop._combined_loader is None or fetcher is None:
@@ -301,7 +302,7 @@ def renew_iterator(
 
 
 def combined_state(trainer: Trainer) -> dict[str, Any] | None:
-    """Return where the iteration over all training loaders is, besides the place of each of them."""
+    """Return the position of the iteration over all training loaders, without the place of each loader."""
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if combined is None or combined._iterator is None or fetcher is None:
         return None
@@ -321,7 +322,7 @@ def _load_combined(trainer: Trainer, state: Mapping[str, Any] | None) -> None:
 
 
 def load_fetcher(trainer: Trainer, state: Mapping[str, Any] | None) -> None:
-    """Let a fetcher that a step draws from itself know how many batches it has fetched: not one a step, as supposed."""
+    """Set the count of a fetcher that steps draw from themselves: not one batch per step, as Lightning assumes."""
     fetcher = trainer.fit_loop._data_fetcher
     if state is None or not isinstance(fetcher, _DataLoaderIterDataFetcher):
         return
@@ -330,27 +331,27 @@ def load_fetcher(trainer: Trainer, state: Mapping[str, Any] | None) -> None:
 
 
 def fetches_ahead(trainer: Trainer) -> bool:
-    """Return whether each training batch is fetched while the one before it is still to be trained.
+    """Return whether each training batch is fetched before the previous one is trained.
 
-    Lightning does so where the loaders have no length, to know which batch is the last.
+    Lightning does so if the loaders have no length, to know which batch is the last.
     """
     fetcher = trainer.fit_loop._data_fetcher
     return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None and fetcher.prefetch_batches > 0
 
 
 def begins_anew(trainer: Trainer) -> bool:
-    """Return whether the epoch that starts will make its iterators itself, rather than use those of the setup."""
+    """Return whether the epoch that starts will create its own iterators, rather than use those of the setup."""
     fit_loop = trainer.fit_loop
     return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
 
 
 def validation_is_set_up(trainer: Trainer) -> bool:
-    """Return whether the validation loaders have been asked for."""
+    """Return whether the validation loaders have been requested."""
     return trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
 
 
 def set_up_validation(trainer: Trainer) -> None:
-    """Ask for the validation loaders, as the sanity check does, which a restart skips."""
+    """Request the validation loaders, as the sanity check does. A restart skips that check."""
     if not validation_is_set_up(trainer):
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
@@ -358,29 +359,29 @@ def set_up_validation(trainer: Trainer) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """Return in which epochs the loaders of training and validation were asked for last."""
+    """Return the epochs in which the loaders of training and validation were last requested."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     return [trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch]
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
-    """Put back what `reload_epochs` gave, so that they are asked for again in the same epochs."""
+    """Restore the value of `reload_epochs`, so that the loaders are requested again in the same epochs."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = epochs
 
 
 def seen_validation_batches(trainer: Trainer) -> dict[int, int]:
-    """Return how many validation batches were logged so far, by loader: the step of values logged in validation."""
+    """Return how many validation batches were logged, by loader. The count is the step of values logged there."""
     return dict(trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
 
 
 def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> None:
-    """Put back what `seen_validation_batches` gave."""
+    """Restore the value of `seen_validation_batches`."""
     trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen)
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether gradients of an unfinished accumulation window are held at this boundary."""
+    """Return whether gradients of an unfinished accumulation window exist at this boundary."""
     epoch_loop = trainer.fit_loop.epoch_loop
     return epoch_loop.batch_progress.current.ready > 0 and epoch_loop._should_accumulate()
 

@@ -1,4 +1,4 @@
-"""A deadline that is known in advance: when to stop, so that the state is saved in time without any signal."""
+"""A deadline that is known in advance: when to stop, so that the state is saved in time without a signal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 RESERVE_SECONDS = 10.0
-"""What is kept free before a deadline, besides the time for a save and for a batch: for the end of the process."""
+"""The time kept free for the end of the process, besides the time for a save and for a batch."""
 _SAVE_FACTOR = 1.2
 _DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
@@ -17,8 +17,8 @@ def checked_deadline(deadline: datetime | timedelta | str | None) -> float | Non
     """Return a deadline as seconds since 1970.
 
     Args:
-        deadline: When; a ``datetime`` without a time zone is in local time, a ``timedelta`` counts from now. A string
-            is either of them as Python prints it.
+        deadline: The deadline. A ``datetime`` without a time zone is in local time, a ``timedelta`` counts from now. A
+            string is either of them as Python prints it.
 
     Raises:
         TypeError: If it is none of these.
@@ -38,7 +38,7 @@ def checked_deadline(deadline: datetime | timedelta | str | None) -> float | Non
 
 
 def duration(text: str) -> timedelta | None:
-    """Return the duration that `text` is, such as ``0:05:00`` or ``2 days, 4:00:00``; ``None`` if it is none."""
+    """Return `text`, such as ``0:05:00`` or ``2 days, 4:00:00``, as a duration; ``None`` if it is not one."""
     found = _DURATION.fullmatch(text)
     if found is None:
         return None
@@ -47,12 +47,12 @@ def duration(text: str) -> timedelta | None:
 
 
 def _parsed(text: str) -> datetime | timedelta:
-    """Return what `text` says: configuration files have neither a type of their own for."""
+    """Return `text` as a time or a duration: configuration files have no type for either."""
     from_now_on = duration(text)
     if from_now_on is not None:
         return from_now_on
     try:
-        return datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # which Python 3.10 does not know
+        return datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # Python 3.10 does not know the Z
     except ValueError:
         raise ValueError(
             f"deadline is {text!r}, which is neither a time such as '2026-12-31 18:30:00+01:00' nor a time from now on"
@@ -63,14 +63,14 @@ def _parsed(text: str) -> datetime | timedelta:
 class Deadline:
     """Knows when a run has to stop to be saved before its deadline.
 
-    That is before it by the time of a save, the longest time between two batches so far, of training or validation,
-    and `RESERVE_SECONDS`.
+    The time in between is that of a save, plus the longest time between two batches so far, of training or validation,
+    plus `RESERVE_SECONDS`.
 
     Args:
         at: The deadline, in seconds since 1970.
-        save_seconds: Gives how long a save takes, from those before.
-        progress: Gives what changes with every batch.
-        clock: Gives seconds since 1970.
+        save_seconds: Returns how long a save takes, known from earlier saves.
+        progress: Returns a value that changes with every batch.
+        clock: Returns the time, in seconds since 1970.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Deadline:
         return self.at - self._clock()
 
     def is_near(self) -> bool:
-        """Return whether it is time to stop; to be asked a few times a second."""
+        """Return whether it is time to stop. Call this a few times a second."""
         now = self._clock()
         seen = self._progress()
         if seen != self._seen:

@@ -1,4 +1,4 @@
-"""What the script drew before `fit`: without a seed each start draws another split or order; the first one's stands."""
+"""What the script drew before `fit`. Without a seed, each start draws another split or order: the first one is kept."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lightning_faulttolerant.trainer.telling import tell
 
 _DIGESTS, _NUMBERS, _ORDERS, _PARTS = "digests", "numbers", "orders", "parts"
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn")
-_MAX_SEED = 2**32  # users' seeds are smaller, NumPy and Lightning take no other; torch's own are not
+_MAX_SEED = 2**32  # seeds of users are smaller, as NumPy and Lightning require; torch's own are not
 _MAX_TOLD = 3
 SEED_THEM = (
     "What a script draws before fit is the same in each start only with a seed: call seed_everything before it is"
     " drawn, or pass random_split a generator with a seed."
 )
-"""What to do where it is another one."""
+"""The advice if a start drew something else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of putting back what was drawn.
+    """The outcome of restoring the values that were drawn.
 
     Args:
-        notes: A line for each thing that is as it was, and for each that differs without being drawn.
-        differences: A line for each that is not as it was, with both values.
+        notes: A line for each value that was restored, and for each that differs but was not drawn.
+        differences: A line for each value that is not as it was, with both values.
     """
 
     notes: list[str] = field(default_factory=list)
@@ -46,10 +46,10 @@ class Outcome:
 
 
 class Drawn:
-    """Keeps what was drawn before the first start, and puts it back in later ones.
+    """Keeps the values that were drawn before the first start, and restores them in later starts.
 
     Args:
-        rules: Returns what of the objects is left out.
+        rules: Returns the rules for what to leave out of the objects.
     """
 
     def __init__(self, rules: Callable[[], Rules]) -> None:
@@ -63,11 +63,11 @@ class Drawn:
         self._take_late: Callable[[Outcome], None] = lambda outcome: None
 
     def note(self, roots: Mapping[str, Any], *, of_loader: bool) -> None:
-        """Note what objects hold before training changes it; a loader that comes late gets its own back at once.
+        """Note the contents of objects before training changes them. Restore those of a loader that is set up late.
 
         Args:
-            roots: The objects to begin with, by name.
-            of_loader: Whether a loader consists of them: what can't be put back there is refused.
+            roots: The objects to start from, by name.
+            of_loader: Whether they are the parts of a loader. Contents of a loader that can't be restored are refused.
         """
         is_late = of_loader and bool(self._saved) and not roots.keys() <= self._loaders
         self._module = roots.get("module", self._module)
@@ -77,7 +77,7 @@ class Drawn:
         self._contents.numbers.update(found.numbers)
         self._contents.datasets.update(found.datasets)
         known = {id(one.value): self._orders[path] for path, one in self._contents.lists.items()}
-        # What could be reached before was put back before, and training may have changed it since.
+        # Lists that could be reached before were restored before, and training may have changed them since.
         new = {path for path, one in found.lists.items() if id(one.value) not in known}
         new |= {path for path, part in found.parts.items() if not self._parts.has(part)}
         for path, content in found.lists.items():
@@ -87,19 +87,19 @@ class Drawn:
             known[id(content.value)] = self._orders[path] = (content.digest, order)
         self._contents.lists.update(found.lists)
         self._parts.note(found.parts)
-        # Loaders that are made again in each epoch are drawn again in training, as in the uninterrupted run.
+        # Loaders that are created again in each epoch draw again in training, as in the uninterrupted run.
         if is_late and not _makes_loaders_again(self._module):
             self._take_late(self._compare(new))
 
     def tell(self) -> None:
-        """Say what may have been drawn without a seed, at the first start of a run."""
+        """Report values that may have been drawn without a seed, at the first start of a run."""
         if not _has_seed():
             lists = self._contents.lists
             kept = [path for path in self._kept_orders() if _is_users(path) and self._may_be_samples(path)]
             _tell_of([*self._parts.drawn, *(path for path in kept if _is_permuted(lists[path].value))])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was noted."""
+        """Return the noted contents."""
         return {
             _DIGESTS: {**self._digests(), **self._parts.digests},
             _NUMBERS: dict(self._contents.numbers),
@@ -108,11 +108,11 @@ class Drawn:
         }
 
     def put_back(self, saved: Mapping[str, Any], take_late: Callable[[Outcome], None]) -> Outcome:
-        """Give the objects of this start what those of the first one had, where they hold the same elements.
+        """Restore what the objects of the first start held, if those of this start hold the same elements.
 
         Args:
             saved: A `state_dict` of the first start.
-            take_late: Is given what came of it for a loader that is set up later.
+            take_late: Receives the outcome for each loader that is set up later.
         """
         self._saved, self._take_late = saved, take_late
         return self._compare(saved[_DIGESTS].keys()) if saved else Outcome()
@@ -140,14 +140,14 @@ class Drawn:
         return Outcome(notes=notes, differences=lines)
 
     def _may_be_samples(self, path: str) -> bool:
-        """Return whether a list may hold the samples of the data sets that it is next to, or something of each."""
+        """Return whether a list may hold the samples of the data sets next to it, or a value for each sample."""
         place = path.partition(".")[0]
         datasets = self._contents.datasets
         near = [dataset for other, dataset in datasets.items() if is_at(other, place)] or list(datasets.values())
         return may_be_samples(self._contents.lists[path].value, near)
 
     def covers(self, saved: Mapping[str, Any], line: str) -> bool:
-        """Return whether a difference of two fingerprints is one that `put_back` looks at, too."""
+        """Return whether `put_back` also checks the difference of two fingerprints that `line` reports."""
         path = _PART_OF_CONCAT.sub(r".datasets[\1]", line.partition(": ")[0])
         digests = saved.get(_DIGESTS, {})
         is_part = path.endswith(_INDICES) and path.removesuffix(_INDICES) in digests.keys() & self._parts.digests.keys()
@@ -160,7 +160,7 @@ class Drawn:
         return {path: order for path, (_, order) in self._orders.items() if order is not None}
 
     def _put_in_order(self, digests: Mapping[str, str], saved_orders: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the paths of what is in its order again, and of what holds other elements."""
+        """Return the paths of the lists that are in their saved order again, and of those with other elements."""
         done, others = [], []
         for path, content in self._contents.lists.items():
             digest = digests.get(path, content.digest)
@@ -185,7 +185,7 @@ _PART_OF_CONCAT = re.compile(r"\.parts\.(\d+)")
 
 
 def parts_of_loaders(loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the loaders consist of, by place and name."""
+    """Return the parts of the loaders, by place and name."""
     found = {}
     for place, loader in loaders.items():
         if isinstance(loader, DataLoader):
@@ -202,7 +202,7 @@ def _has_seed() -> bool:
 
 
 def _is_users(path: str) -> bool:
-    """Return whether an attribute is none of those in which Lightning keeps how a loader or a sampler was made."""
+    """Return whether an attribute is the user's. In others Lightning keeps how a loader or a sampler was created."""
     return not path.rpartition(".")[2].startswith("__pl_")
 
 
@@ -211,16 +211,16 @@ def _is_below(path: str, roots: Collection[str]) -> bool:
 
 
 def _makes_loaders_again(module: Any) -> bool:
-    """Return whether the trainer of a module asks for loaders again in later epochs."""
+    """Return whether the trainer of a module requests loaders again in later epochs."""
     with contextlib.suppress(AttributeError, RuntimeError):  # it has no trainer
         return bool(module.trainer.reload_dataloaders_every_n_epochs)
     return False
 
 
 def _is_permuted(value: Any) -> bool:
-    """Return whether this looks like something shuffled: no element comes twice, as names and numbers of samples do.
+    """Return whether a value looks shuffled: it may hold names or numbers of samples, and no element occurs twice.
 
-    Labels come twice. Sentences come in the order in which they were read, and so do names that a program has listed.
+    Labels occur twice. Sentences are in the order in which they were read, and so are names that a program listed.
     """
     elements = list(value.values()) if isinstance(value, dict) else elements_of(value)
     if is_sorted_by_name(list(value) if isinstance(value, dict) else elements):

@@ -1,4 +1,4 @@
-"""Hooks of the user's that have nothing to save before the first batch: the first autosave waits for that."""
+"""User hooks that have nothing to save before the first batch: the first autosave waits for that batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _HOOKS = ("on_save_checkpoint", "state_dict")
 
 
 def can_wait(error: Exception, trainer: Trainer, position: Position) -> bool:
-    """Return whether the first save is put off, and say so: without us such a hook is called after a step at first.
+    """Return whether the first save is put off, and report it: without us, such a hook first runs after a step.
 
     Args:
-        error: What the save has raised.
-        trainer: Whose fit it is. With several ranks a save is not put off: it may have failed on this one alone.
-        position: Of the first boundary.
+        error: The error that the save raised.
+        trainer: The trainer that runs the fit. With several ranks a save is not put off: it may have failed on this
+            rank alone.
+        position: The position of the first boundary.
     """
     if trainer.world_size > 1 or position.global_step or position.batch:
         return False

@@ -1,6 +1,6 @@
-"""Who gets SLURM's notice while a Trainer is built: a Trainer without the callback registers a handler of its own.
+"""Decides who handles SLURM's notice while a Trainer is built: without the callback, a Trainer registers a handler.
 
-Lightning leaves SIGUSR1 alone where it finds a handler, so ours must be gone by then.
+Lightning leaves SIGUSR1 alone if it finds a handler, so ours must be gone by then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.tra
 
 
 def follow_trainer(*, is_on: bool) -> None:
-    """Handle the notice for a Trainer that is being built with the callback; else give it back.
+    """Handle the notice for a Trainer that is being built with the callback. Otherwise give the signal back.
 
     Args:
         is_on: Whether the environment adds the callback.
@@ -34,7 +34,7 @@ def _has_callback(trainer: Any) -> bool:
 
 
 def _trainer_being_built() -> Any:
-    """Return the Trainer whose constructor this is called from: no argument says it."""
+    """Return the Trainer that is being built, read from the stack: no argument holds it."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""The environment variables ``PL_FAULT_TOLERANT_TRAINING`` and ``PL_FAULT_TOLERANT_TRUST``: what they ask for."""
+"""The environment variables ``PL_FAULT_TOLERANT_TRAINING`` and ``PL_FAULT_TOLERANT_TRUST``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MANUAL = "manual"
 
 
 def is_switched_off() -> bool:
-    """Return whether the environment switches the callback off also where it was added."""
+    """Return whether the environment switches the callback off, even if the user added it."""
     return read_switch() == "off"
 
 
 def is_manual() -> bool:
-    """Return whether positions of loaders are to be those that the user's own objects keep."""
+    """Return whether the user's own objects keep the positions of loaders."""
     return read_switch() == _MANUAL
 
 
 def read_switch() -> str:
-    """Return what the environment asks for: ``on``, ``manual``, ``off`` or ``unset``.
+    """Return what the environment requests: ``on``, ``manual``, ``off``, or ``unset``.
 
     Raises:
-        ValueError: If the variable has a value that means nothing.
+        ValueError: If the variable has an unknown value.
     """
     value = os.environ.get(VARIABLE)
     if value is None or value == "":
@@ -40,10 +40,10 @@ def read_switch() -> str:
 
 
 def read_trust() -> bool | None:
-    """Return whether the environment says that autosaves are trusted; ``None`` if it says nothing.
+    """Return whether the environment says that autosaves are trusted; ``None`` if it is unset.
 
     Raises:
-        ValueError: If the variable has a value that means nothing.
+        ValueError: If the variable has an unknown value.
     """
     value = os.environ.get(TRUST_VARIABLE, "")
     if value not in ("", "0", "1"):

@@ -1,6 +1,6 @@
-"""What a run is, as far as its order of samples and its arithmetic depend on it: compared when a run resumes.
+"""The fingerprint of a run: what its order of samples and its arithmetic depend on. A resume compares it.
 
-Taken before training, without a call into the data set: it draws nothing and reads no sample.
+It is taken before training, without a call into the data set: it draws nothing and reads no sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 from lightning_faulttolerant.trainer.hyperparameters import Hyperparameters, plain
 
-_SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
+_SEED = "sampler_seed"  # compared if both runs have one: a run of one rank has none
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
 _FIRST_ITEMS = 16
@@ -39,10 +39,10 @@ _OF_ONE_PASS = ("RandomSampler", "SequentialSampler", "DistributedSampler")
 class Fingerprint:
     """The fingerprint of one run, as far as it is known yet.
 
-    Hyperparameters are read when it is made, before a LearningRateFinder sets them.
+    Hyperparameters are read when it is created, before a LearningRateFinder sets them.
 
     Args:
-        trainer: Of the run.
+        trainer: The trainer of the run.
         ignored: Names of hyperparameters that may differ.
     """
 
@@ -52,18 +52,18 @@ class Fingerprint:
         self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
 
     def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole; `loaders` are the fingerprints of the loaders by place."""
+        """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
         return {**self.model(), **self.settings(), "loaders": dict(loaders)}
 
     def model(self) -> dict[str, Any]:
-        """Return what is known before a checkpoint is loaded."""
-        # FSDPStrategy leaves a rank with a part of each parameter, another one on each.
+        """Return the part that is known before a checkpoint is loaded."""
+        # FSDPStrategy leaves each rank with a different part of each parameter.
         has_shapes = not isinstance(self._trainer.strategy, FSDPStrategy)
         module = module_fingerprint(self._trainer.lightning_module, has_shapes=has_shapes)
         return {"module": module, "hyperparameters": self.hyperparameters.state_dict()}
 
     def settings(self) -> dict[str, Any]:
-        """Return what is known when the fit begins."""
+        """Return the part that is known when the fit begins."""
         if not self._settings:  # once: callbacks may change them while the fit continues
             optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
             self._settings = {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
@@ -71,8 +71,8 @@ class Fingerprint:
 
 
 def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
-    """Return what a loader's batches depend on: not on its workers, where each sample is seeded."""
-    if not isinstance(loader, DataLoader):  # of others nothing is known
+    """Return what a loader's batches depend on. If each sample is seeded, that does not include the workers."""
+    if not isinstance(loader, DataLoader):  # nothing is known of other loaders
         return {"class": type(loader).__qualname__}
     workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
     if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
@@ -89,7 +89,7 @@ def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str,
 
 
 def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> dict[str, Any]:
-    """Return names and shapes of the parameters, as they are before any is pruned; only the names without shapes."""
+    """Return the names of the parameters as they are before pruning, with their shapes if `has_shapes`."""
     buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
     found = without_masks({**dict(module.named_parameters()), **buffers})
     shapes = {name: LAZY if is_lazy(value) else list(value.shape) for name, value in found.items() if value is not None}
@@ -98,7 +98,7 @@ def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> d
 
 
 def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
-    """Return what of the trainer's arguments the order and grouping of batches depends on."""
+    """Return the trainer's arguments that the order and grouping of batches depends on."""
     names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
     arguments = {name: plain(getattr(trainer, name)) for name in names}
     cut = {} if tensor_parallel_size(trainer) == 1 else {"tensor_parallel_size": tensor_parallel_size(trainer)}
@@ -106,7 +106,7 @@ def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
 
 
 def tensor_parallel_size(trainer: Trainer) -> int:
-    """Return over how many ranks layers are cut, which all see the same batches."""
+    """Return how many ranks each layer is split over. These ranks all see the same batches."""
     if not isinstance(trainer.strategy, ModelParallelStrategy):
         return 1
     return trainer.strategy.device_mesh["tensor_parallel"].size()
@@ -120,17 +120,17 @@ def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved `trainer_fingerprint` with what may differ in a run with another number of ranks as it is now."""
+    """Return a saved `trainer_fingerprint`, with the values of `now` where another number of ranks may differ."""
     return {**saved, **{name: now[name] for name in ("world_size", "accumulate_grad_batches")}}
 
 
 def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_resized: bool) -> dict[str, Any]:
-    """Return a saved `loader_fingerprint` with what continues all the same as it is now.
+    """Return a saved `loader_fingerprint`, with the values of `now` where a run that continues may differ.
 
     Args:
-        saved: The saved one.
-        now: That of the loader now.
-        is_resized: Whether there is another number of ranks; else it may be another number of workers.
+        saved: The saved fingerprint.
+        now: The fingerprint of the loader now.
+        is_resized: Whether the number of ranks has changed. If not, the number of workers may have.
     """
     names = ["num_workers", "persistent_workers"]
     if is_resized:
@@ -151,7 +151,7 @@ def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
 
 
 def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMismatchError:
-    """Return the error for `lines` of `differences` from the run that saved `path`, with what to do."""
+    """Return the error for `lines` of `differences` from the run that saved `path`, with advice."""
     return FingerprintMismatchError(
         f"{path} was saved by a run that differs from this one:\n"
         + "\n".join(f"  - {line}" for line in lines)
@@ -163,14 +163,14 @@ def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMis
 
 
 def _sampler_seed(loader: DataLoader[Any]) -> dict[str, int]:
-    """Return what the order of a distributed sampler follows from, besides the epoch: no generator's state has it."""
+    """Return the seed of a distributed sampler that shuffles. No generator's state holds it."""
     inner = inner_sampler(loader)
     return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
 
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(dataset).__qualname__}
-    if not isinstance(dataset, IterableDataset):  # its length may be the work of the data set's own code
+    if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
             found["length"] = len(dataset)
     if isinstance(dataset, StreamingDataset):
@@ -195,9 +195,9 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
 
 
 def _file_names(values: Sequence[Any]) -> str | None:
-    """Return a digest of a list of files, alone or each with a label; ``None`` if it is none.
+    """Return a digest of a list of files, with or without labels; ``None`` for any other list.
 
-    Without their directories: the data may lie elsewhere on another machine, and come in another order there.
+    The names count without their directories: on another machine the data may be elsewhere, and in another order.
     """
     names = [item[0] if isinstance(item, tuple) and item else item for item in _sampled(values)]
     if not names or not all(isinstance(name, (str, PurePath)) for name in names):
@@ -212,7 +212,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _digest(array: Any) -> str:
-    # `flat` of NumPy's takes any array, read-only, reversed and of foreign byte order too, and copies the sample only.
+    # NumPy's `flat` takes any array, even read-only, reversed, or of foreign byte order, and copies only the sample.
     flat = array.detach().reshape(-1) if isinstance(array, Tensor) else array.flat
     stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
@@ -224,7 +224,7 @@ def _digest_list(values: Sequence[Any]) -> str:
 
 def _sampled(values: Sequence[Any]) -> Iterator[Any]:
     stride = max(1, len(values) // _SAMPLED_ELEMENTS)
-    # Picked one by one: a sequence of the user's own may have no slices, and millions are not made text.
+    # Picked one by one: a user's sequence may not support slices, and millions of values need not become text.
     return (values[i] for i in range(0, len(values), stride))
 
 

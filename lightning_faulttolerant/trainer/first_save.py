@@ -1,4 +1,4 @@
-"""Whether the first boundary of a resumed fit needs an autosave: the one that was read may be that very state."""
+"""Whether the first boundary of a resumed fit needs an autosave. The one that was read may hold the same state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_faulttolerant.trainer.resume import Resume
 def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, position: Position) -> bool:
     """Return whether an autosave of this run holds the state of `position`, and a later start would take it.
 
-    That it loads was seen when it was read, and that the directory can be written when the lock was taken.
+    The autosave loads: it was just read. The directory can be written: the lock was taken in it.
 
     Args:
-        trainer: Whose fit it is.
-        choice: What the fit continues from.
-        resume: The resume from it, if there is one.
-        position: Of the first boundary.
+        trainer: The trainer that runs the fit.
+        choice: The checkpoint that the fit continues from.
+        resume: The resume from that checkpoint, if there is one.
+        position: The position of the first boundary.
     """
     if choice is None or not choice.is_autosave or resume is None or resume.report is None:
         return False

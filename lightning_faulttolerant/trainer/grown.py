@@ -1,6 +1,6 @@
-"""Buffers of the ``state_dict`` that training has made, or given another shape: a queue that is filled, a memory bank.
+"""Buffers of the ``state_dict`` that training created or gave another shape: a queue that is filled, a memory bank.
 
-The module that a new process makes has them as they were at the start, and would not load them. Those outside the
+The module of a new process has them as they were at the start, and would not load them. Buffers outside the
 ``state_dict`` are in the state of each rank (`state.tensors.make_room`).
 """
 
@@ -24,7 +24,7 @@ class GrownBuffers:
     """The persistent buffers of a module, compared with those that it had before a checkpoint was loaded.
 
     Args:
-        module: Whose.
+        module: The module of the fit.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -32,18 +32,18 @@ class GrownBuffers:
         self._first = kinds_of_buffers(self._module, persistent=True)
 
     def state_dict(self) -> dict[str, str]:
-        """Return what buffers that are others by now were at the start, by name."""
+        """Return what the changed buffers were at the start, by name."""
         now = kinds_of_buffers(self._module, persistent=True)
         names = {name for name in {*now, *self._first} if now.get(name) != self._first.get(name)}
         return {name: self._first.get(name, _NOTHING) for name in sorted(names)}
 
     def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, Any]) -> None:
-        """Let the module have buffers like those in `weights`, where they began as they do here.
+        """Give the module buffers like those in `weights`, if they began as they do here.
 
         Args:
-            state: What `state_dict` gave.
-            weights: What is to be loaded.
-            captured: All buffers as they were at a capture, if it is one that was saved.
+            state: The return value of `state_dict`.
+            weights: The weights to load.
+            captured: All buffers as they were at a capture, if a capture was saved.
         """
         modules = dict(self._module.named_modules())
         for name, began in state.items():
@@ -51,7 +51,7 @@ class GrownBuffers:
             owner = modules.get(prefix)
             if owner is None or began == LAZY or self._first.get(name, _NOTHING) != began:
                 continue
-            if captured and name not in captured:  # training made it later
+            if captured and name not in captured:  # training created it after the capture
                 weights.pop(name, None)
             value = weights.get(name)
             if isinstance(value, Tensor) and (name in self._first or not hasattr(owner, own)):

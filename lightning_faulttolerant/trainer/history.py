@@ -1,7 +1,7 @@
-"""The history of a run as the training process writes it: what a fit tells of itself, and never at the fit's expense.
+"""Writes the history of a run from the training process, and never disturbs the fit.
 
-What the lines hold is in ``records/history.py``, where they go in ``history_file.py``. Nothing here raises but what a
-signal handler does, nothing is drawn at random, and a boundary only compares two numbers.
+``records/history.py`` describes the lines, ``history_file.py`` where they are kept. Nothing here raises, except what a
+signal handler raises. Nothing is drawn at random, and a boundary only compares two numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_TEXT = 300
 
 
 def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that does nothing on ranks without a file, and that says instead of raising what went wrong."""
+    """Return a method that does nothing on ranks without a file, and that reports errors instead of raising them."""
 
     @functools.wraps(method)
     def guarded(self: History, *args: Any, **kwargs: Any) -> None:
@@ -51,19 +51,19 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training has nothing to do with it
+        except Exception as error:  # noqa: BLE001 - no error of the history may end the training
             self.file.announce(error)
 
     return guarded
 
 
 class History:
-    """What one fit adds to the history of its run, from `begin` to `end`.
+    """Adds one fit to the history of its run, from `begin` to `end`.
 
     Args:
-        trainer: Whose fit it is.
-        file: Where it goes; ``None`` on ranks that write none.
-        fit: The fit's number in its script.
+        trainer: The trainer that runs the fit.
+        file: The history; ``None`` on ranks that write none.
+        fit: The number of the fit in its script.
     """
 
     def __init__(self, trainer: Trainer, file: HistoryFile | None = None, *, fit: int = 0) -> None:
@@ -73,18 +73,18 @@ class History:
         self._has_started = False
         self._has_ended = False
         self.saved: Position | None = None
-        """Where the last autosave was taken."""
+        """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
         self._began = time.perf_counter()
         self.due_at = float("inf")
-        """From this time of ``time.perf_counter`` on a sign of life is due: a boundary need not call before."""
+        """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
 
     @_without_harm
     def begin(self, script: Script) -> None:
         """Note that a fit begins.
 
         Args:
-            script: The process in which the callback was made.
+            script: The process in which the callback was created.
         """
         self._add(
             BEGIN,
@@ -96,11 +96,11 @@ class History:
 
     @_without_harm
     def start(self, choice: Choice | None, report: ResumeReport | None) -> None:
-        """Note that the first batch can be fetched; only the first call of a fit does.
+        """Note that the first batch can be fetched. Only the first call of a fit has an effect.
 
         Args:
-            choice: What the fit continues from.
-            report: What was restored, if anything was.
+            choice: The checkpoint that the fit continues from.
+            report: The report of the resume, if anything was restored.
         """
         if self._has_started:
             return
@@ -121,14 +121,14 @@ class History:
     @_without_harm
     def autosave(self, series: AutosaveSeries | None, path: str, position: Position, *, seconds: float, taken: float,
                  is_behind: bool = False) -> None:  # fmt: skip
-        """Note that an autosave is written and verified. May be called in the thread that has written it.
+        """Note that an autosave is written and verified. May be called in the thread that wrote it.
 
         Args:
-            series: Knows how large it is.
-            path: Where it is.
-            position: Where it was taken.
-            seconds: That training waited for it.
-            taken: When, by ``time.perf_counter``.
+            series: Knows the size of the autosave.
+            path: The path of the autosave.
+            position: The position of its state.
+            seconds: How many seconds training waited for it.
+            taken: When its state was taken, by ``time.perf_counter``.
             is_behind: Whether it was written in the background.
         """
         self._add(
@@ -144,13 +144,13 @@ class History:
 
     @_without_harm
     def unsaved(self, *, since: float, until: float | None, tries: int, text: str) -> None:
-        """Note that nothing can be saved, or that it can be again; between the first and that, keep it for the end.
+        """Note that saves fail, or that they succeed again. Failures after the first are written then, or at the end.
 
         Args:
-            since: The time of the first save that failed, seconds since 1970.
-            until: When one succeeded again; ``None`` if none has yet.
-            tries: How many failed.
-            text: Why the last of them did.
+            since: The time of the first save that failed, in seconds since 1970.
+            until: The time at which a save succeeded again; ``None`` if none has yet.
+            tries: How many saves failed.
+            text: Why the last of them failed.
         """
         line = {"since": round(since, 3), "until": until and round(until, 3), "tries": tries, "text": text[:_MAX_TEXT]}
         self._untold = line if until is None and tries > 1 else {}
@@ -164,10 +164,10 @@ class History:
 
     @_without_harm
     def end(self, exception: BaseException | None) -> None:
-        """Note how the fit ended, and let nothing of it be under way any more; only the first call of a fit does.
+        """Note how the fit ended, and wait until all lines are written. Only the first call of a fit has an effect.
 
         Args:
-            exception: That has ended it, if one has.
+            exception: The exception that ended the fit, if any.
         """
         if self._has_ended:
             return
@@ -183,7 +183,7 @@ class History:
     def _add(self, event: str, **more: Any) -> None:
         assert self.file is not None
         now, (least, most) = time.perf_counter(), ALIVE_EVERY_SECONDS
-        # Whether it can be written or not: the next try is as far away.
+        # Set before the line is written: after a failure, the next try is as far away.
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
 
@@ -195,7 +195,7 @@ def reason_of(exception: BaseException | None) -> tuple[str, str]:
     """Return why a fit ended, in a few words and at length.
 
     Args:
-        exception: That has ended it, if one has.
+        exception: The exception that ended the fit, if any.
     """
     if exception is None:
         return FINISHED, ""
@@ -209,13 +209,13 @@ def reason_of(exception: BaseException | None) -> tuple[str, str]:
 
 @functools.cache
 def process_began(process_id: int) -> float:
-    """Return when a process of this machine was started, seconds since 1970.
+    """Return when a process of this machine was started, in seconds since 1970.
 
-    That of an interactive session counts as started when this module was loaded, and so does every process where the
-    system does not say more.
+    An interactive session counts as started when the callback was imported. So does any process if the system does not
+    report its start.
 
     Args:
-        process_id: Of this process, or of the one that has made it.
+        process_id: The id of this process, or of the process that created it.
     """
     if hasattr(sys, "ps1") or getattr(sys.modules.get("__main__"), "__file__", None) is None:
         return round(IMPORTED_AT, 3)
@@ -229,7 +229,7 @@ def process_began(process_id: int) -> float:
 
 
 def seconds_of_process() -> float:
-    """Return for how many seconds this process has run."""
+    """Return how many seconds this process has run."""
     return max(time.time() - process_began(os.getpid()), 0.0)
 
 

@@ -1,8 +1,8 @@
-"""Where the history of a run is kept: a file that is appended to, or an object that is replaced now and then.
+"""Stores the history of a run: in a file that is appended to, or in an object that is replaced now and then.
 
-An object in a store can't be appended to. There the process keeps the lines in memory, with those that were there
-before, and sends all of them when a fit begins, starts and ends, and meanwhile once a minute, in a thread of its own.
-Only who holds the lock of the run writes; see docs/decisions/0031-history.md.
+An object in a store can't be appended to. The process therefore keeps all lines in memory, earlier ones included. It
+sends them when a fit begins, starts, and ends, and once a minute in between, in a separate thread. Only the process
+that holds the lock of the run writes; see docs/decisions/0031-history.md.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ SENT_EVERY_SECONDS = 60.0
 
 
 class HistoryFile(Protocol):
-    """The history of one run, to which one process at a time adds."""
+    """The history of one run. One process at a time adds lines."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
 
     def lines(self) -> list[Line]:
-        """Return all lines that there are, or raise what reading them does."""
+        """Return all lines, or raise the error of reading them."""
 
     def flush(self) -> None:
-        """Wait until all lines are where they belong."""
+        """Wait until all lines are written."""
 
     def close(self) -> None:
-        """Note that the script came to its normal end, if there is any history."""
+        """Note that the script finished normally, if any history exists."""
 
     def announce(self, error: Exception) -> None:
-        """Say once that it can't be written."""
+        """Report once that the history can't be written."""
 
 
 def open_history(directory: str, *, check: Callable[[], None]) -> HistoryFile:
-    """Return the history of a run; nothing is read or written yet.
+    """Return the history of a run. Nothing is read or written yet.
 
     Args:
-        directory: The run's, here or below a URL.
-        check: Raises if the directory is not ours any more.
+        directory: The directory of the run, local or below a URL.
+        check: Raises if the directory is no longer ours.
     """
     return RemoteHistory(directory, check=check) if is_url(directory) else LocalHistory(directory)
 
 
 class _Announced:
-    """Says something once."""
+    """Reports an error once."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -78,10 +78,10 @@ class _Announced:
 
 @final
 class LocalHistory:
-    """A file, to which each line is appended at once.
+    """A file. Each line is appended immediately.
 
     Args:
-        directory: Of the run; it exists.
+        directory: The directory of the run; it exists.
         max_bytes: How long the file may become before it is shortened.
     """
 
@@ -90,15 +90,15 @@ class LocalHistory:
         self._max_bytes = max_bytes
         self._room = max_bytes
         self._unwritten: list[Mapping[str, Any]] = []
-        """What a full disk has not taken yet; the next line brings it along."""
+        """Lines that a full disk has not taken yet. The next `add` writes them, too."""
         self._announced = _Announced(self.path)
         self._lock = threading.Lock()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line, and those before it for which there was no room."""
+        """Append a line, after any earlier lines that could not be written."""
         with self._lock:
             if self._unwritten and line["event"] == self._unwritten[-1]["event"] == ALIVE:
-                self._unwritten.pop()  # the newer one tells all
+                self._unwritten.pop()  # the newer one replaces it
             self._unwritten = [*self._unwritten, line][-_MAX_UNWRITTEN:]
             while self._unwritten:
                 append_line(self.path, self._unwritten[0])
@@ -107,14 +107,14 @@ class LocalHistory:
                 self._shorten()
 
     def lines(self) -> list[Line]:
-        """Return all lines that there are."""
+        """Return all lines."""
         return read_lines(self.path)
 
     def flush(self) -> None:
-        """Do nothing: each line is there already."""
+        """Do nothing: each line is written already."""
 
     def close(self) -> None:
-        """Note that the script came to its normal end, if there is any history."""
+        """Note that the script finished normally, if any history exists."""
         if os.path.exists(self.path):
             try:
                 self.add(_done())
@@ -122,25 +122,25 @@ class LocalHistory:
                 self.announce(error)
 
     def announce(self, error: Exception) -> None:
-        """Say once that it can't be written."""
+        """Report once that the history can't be written."""
         self._announced.say(error)
 
     def _shorten(self) -> None:
         text = text_of(shortened(read_lines(self.path), max_bytes=self._max_bytes))
-        self._room = max(self._max_bytes, 2 * len(text))  # even if it does not help, or fails: not at each line
+        self._room = max(self._max_bytes, 2 * len(text))  # also if shortening fails or is not enough: not at each line
         with open_writer(self.path, fsync=False) as file:
             file.write(text)
 
 
 @final
 class RemoteHistory:
-    """An object, replaced as a whole in a thread of its own.
+    """An object that is replaced as a whole, in a separate thread.
 
     Args:
-        directory: URL of the run.
-        check: Raises if it is not ours any more: asked before each replacement.
+        directory: The URL of the run.
+        check: Raises if the directory is no longer ours. Called before each replacement.
         max_bytes: How long the object may become before it is shortened.
-        every_seconds: How often it is replaced while nothing begins, starts or ends.
+        every_seconds: How often it is replaced while no fit begins, starts, or ends.
     """
 
     def __init__(
@@ -159,27 +159,27 @@ class RemoteHistory:
         self._lock = threading.Lock()
         self._writer = BackgroundWriter("history")
         self._earlier: list[Line] | None = None
-        """What was there before; ``None`` until it was read: nothing is written before."""
+        """The lines that existed before; ``None`` until they are read. Nothing is written until then."""
         self._lines: list[Line] = []
         self._num_added = self._num_sent = 0
         self._sent_at = float("-inf")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Keep a line, and begin to send all of them if that is due."""
+        """Keep a line, and begin to send all lines if that is due."""
         with self._lock:
             if self._lines and line["event"] == self._lines[-1]["event"] == ALIVE:
-                self._lines.pop()  # the newer one tells all
+                self._lines.pop()  # the newer one replaces it
             self._lines.append(dict(line))
             self._num_added += 1
             is_due = time.monotonic() - self._sent_at >= self._every_seconds
-            # In the lock: a thread that writes autosaves adds lines, too, and only one of the two may begin.
+            # Inside the lock: the thread that writes autosaves adds lines, too, and only one of the two may begin.
             if (is_due or line["event"] not in (ALIVE, AUTOSAVE)) and not self._writer.is_busy:
                 self._take_error()
                 self._sent_at = time.monotonic()
                 self._writer.start(self._send)
 
     def lines(self) -> list[Line]:
-        """Return all lines that there are, sent or not."""
+        """Return all lines, sent or not."""
         earlier = self._read()
         with self._lock:
             return [*earlier, *self._lines]
@@ -192,7 +192,7 @@ class RemoteHistory:
             self._send()
 
     def close(self) -> None:
-        """Note that the script came to its normal end, if there is any history."""
+        """Note that the script finished normally, if any history exists."""
         try:
             if not self._lines and not self._read():
                 return
@@ -201,11 +201,11 @@ class RemoteHistory:
                 self._lines.append(_done())
                 self._num_added += 1
             self.flush()
-        except Exception as error:  # noqa: BLE001 - nobody waits for it any more
+        except Exception as error:  # noqa: BLE001 - no caller depends on it any more
             self.announce(error)
 
     def announce(self, error: Exception) -> None:
-        """Say once that it can't be written."""
+        """Report once that the history can't be written."""
         self._announced.say(error)
 
     def _take_error(self) -> None:

@@ -1,4 +1,4 @@
-"""What users keep on objects of Lightning's: functions that these were given, and attributes of the Trainer."""
+"""User state on objects of Lightning: functions that these objects hold, and attributes of the Trainer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
 
 
 def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return the functions that schedulers and Lightning's own callbacks hold, by path: they may keep something.
+    """Return the functions that schedulers and Lightning's own callbacks hold, by path: they may keep state.
 
     Args:
         trainer: The trainer that runs the fit.
-        callbacks: By name.
+        callbacks: The callbacks, by name.
     """
     owners: dict[str, Any] = {f"schedulers[{i}]": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
     owners.update({name: one for name, one in callbacks.items() if is_librarys(type(one))})
@@ -34,7 +34,7 @@ def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[st
 
 @functools.cache
 def names_of_trainers() -> frozenset[str]:
-    """Return every name that Lightning's own code for trainers uses: its attributes are among them."""
+    """Return every name that Lightning's own code for trainers uses. A trainer's attributes are among them."""
     return names_in_code(_functions())
 
 

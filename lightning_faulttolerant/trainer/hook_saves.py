@@ -1,9 +1,9 @@
-"""Checkpoints that somebody else asks for inside a fit: what of ours goes into them, and whether it can be exact.
+"""Checkpoints that other code saves inside a fit: the part that we add to them, and whether it can be exact.
 
-A run can resume exactly from between two batches, from the start of a validation run, and from the end of a batch, of a
-validation run and of an epoch, where what is still owed can be done by Lightning's own loops. So a checkpoint from the
-middle of a batch or of a validation run takes the state of their start. It can't be exact where parameters have moved
-since, or where hooks of the same event stood after the saving one whose arguments are gone.
+A run can resume exactly from between two batches and from the start of a validation run. It can also resume exactly
+from the end of a batch, a validation run, or an epoch if Lightning's own loops can do the work that is still owed. So a
+checkpoint from the middle of a batch or of a validation run takes the state of its start. It can't be exact if
+parameters have moved since, or if later hooks of the same event need arguments that are gone.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _PLACES = {
     "on_fit_end": FINISHED,
     "teardown": FINISHED,
 }
-# Called with an outcome and a batch that are gone when a run continues; of Lightning's own callbacks two look at them.
+# Called with an outcome and a batch, which are gone when a run continues. Two of Lightning's own callbacks read them.
 _WITH_BATCH = ("on_train_batch_end",)
 _LOOKS_AT_BATCHES = (SpikeDetection, ThroughputMonitor)
-# A run that continues after its end doesn't come by these any more.
+# A run that continues after its end does not call these again.
 _NOT_AGAIN = ("on_train_end", "on_fit_end", "teardown")
 _SAVES = "save_checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookSave:
-    """What of ours goes into a checkpoint that somebody else asks for.
+    """Our part of a checkpoint that other code saves.
 
     Args:
-        position: Where the run continues from it.
-        state: The state of that place; empty if there is none.
-        after: Callbacks, and the module, whose hook is still to be called.
+        position: The position at which the run continues.
+        state: The state at that position; empty if there is none.
+        behind: Names of the callbacks, and of the module, with a hook that still has to be called.
         inexact: Why the run can't continue exactly.
-        instead: What replaces parts of Lightning's checkpoint on a resume.
-        before_validation: What is to be put back after the validation run that is under way.
-        is_of_one_rank: Whether the other ranks may not save now, so that their states can't be had.
+        instead: Values that replace parts of Lightning's checkpoint on a resume.
+        before_validation: Values to restore after the validation run that is under way.
+        is_of_one_rank: Whether this rank saves alone. The other ranks may not save now, so their states are missing.
     """
 
     position: Position
@@ -75,11 +75,11 @@ class HookSave:
 
 
 class HookSaves:
-    """Makes our part of the checkpoints that others ask for in one fit.
+    """Creates our part of the checkpoints that other code saves in one fit.
 
     Args:
-        trainer: Whose fit it is.
-        run_state: Reads its state.
+        trainer: The trainer that runs the fit.
+        run_state: Reads the state of the fit.
     """
 
     def __init__(self, trainer: Trainer, run_state: RunState) -> None:
@@ -87,15 +87,15 @@ class HookSaves:
         self._run_state = run_state
         self._warned_of: set[str] = set()
         self.wants_captures = _saves_in_a_batch(trainer)
-        """Whether a state is to be kept at each boundary, since somebody saves in the middle of batches."""
+        """Whether each boundary needs a capture, because other code saves in the middle of batches."""
 
     def make(self, hook: str, saver: Callback | None, capture: Capture | None) -> HookSave:
-        """Return what goes into a checkpoint that is asked for now.
+        """Return our part of a checkpoint that is saved now.
 
         Args:
             hook: The hook that runs.
-            saver: The callback whose it is; ``None`` for the module.
-            capture: The last one that was taken, if any.
+            saver: The callback that the hook belongs to; ``None`` for the module.
+            capture: The last capture, if any.
         """
         save = self._made(hook, saver, capture)
         if hook == "on_exception" and self._trainer.world_size > 1:
@@ -140,11 +140,11 @@ class HookSaves:
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
 
     def _behind(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
-        """Return who is still to be called after the saving hook, and the hooks that can't be called again."""
+        """Return the owners of the hooks to call after the saving one, and the hooks that can't be called again."""
         module = self._trainer.lightning_module
         named = named_callbacks(compat.callbacks(self._trainer))
         order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
-        if hook == "on_train_epoch_end":  # here Lightning calls those that watch a metric after the module
+        if hook == "on_train_epoch_end":  # here Lightning calls callbacks that watch a metric last
             order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         behind, lost = [], []
@@ -169,7 +169,7 @@ class HookSaves:
 
 
 def _overridden(owner: Any, hook: str) -> Any:
-    """Return the function behind a hook, if it is not the empty one that every callback and module has."""
+    """Return the function of a hook, unless it is the empty one that every callback and module inherits."""
     function = getattr(owner, hook)
     function = getattr(function, "__func__", function)
     is_modules = isinstance(owner, LightningModule)
@@ -188,7 +188,7 @@ def _is_ours(function: Any) -> bool:
 def _saves_in_a_batch(trainer: Trainer) -> bool:
     """Return whether the module or a callback has a method that saves a checkpoint and may run inside a batch.
 
-    Read from the names that the method's code uses. Who saves by a longer way is found out when he does so.
+    Only the names in the method's own code are checked. A method that saves indirectly is noticed when it does so.
     """
     owners = [trainer.lightning_module, *compat.callbacks(trainer)]
     return any(

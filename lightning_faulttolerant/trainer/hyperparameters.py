@@ -1,6 +1,6 @@
-"""Hyperparameters, compared when a run resumes: what must be as it was, and what may differ from start to start.
+"""Hyperparameters, compared when a run resumes: some must be as they were, others may differ from start to start.
 
-A name with the time in it must not stop a run that nobody watches, so text may differ; a number is arithmetic.
+A name that contains the time must not stop an unattended run, so text may differ. A number is part of the arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_faulttolerant.trainer.telling import tell
 _DAY = 24 * 60 * 60
 _UNITS = (1, 10**3, 10**9)  # seconds, milliseconds, nanoseconds
 _TIME = re.compile(r"(?<!\d)(?:[01]\d|2[0-3])[-:_.h]?[0-5]\d(?:[-:_.m]?[0-5]\d)?(?!\d)")
-# In a container the processes have small numbers, as batch sizes and layers do.
+# In a container, process ids are small numbers, like batch sizes and numbers of layers.
 _SMALLEST_PROCESS_ID = 1000
 _FIRST_ITEMS = 100
 _MISSING = object()
@@ -32,16 +32,16 @@ MAY_BE_IGNORED = (
     "A hyperparameter that differs at each start and doesn't change the training may be named in"
     " FaultTolerance(ignore_hyperparameters=(...))."
 )
-"""What to do where hyperparameters are refused."""
+"""The advice if hyperparameters are refused."""
 
 
 @final
 class Hyperparameters:
-    """Those of a module, as they are when this is made: a finder may set some later.
+    """The hyperparameters of a module, read when this object is created: a finder may set some later.
 
     Args:
-        module: Whose.
-        ignored: Names of those that may differ, with dots for nested ones.
+        module: The module.
+        ignored: Names of the hyperparameters that may differ, with dots for nested ones.
     """
 
     def __init__(self, module: LightningModule, *, ignored: Sequence[str] = ()) -> None:
@@ -52,17 +52,17 @@ class Hyperparameters:
         self._has_told = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them as plain values."""
+        """Return the hyperparameters as plain values."""
         return self._values
 
     def compare(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Compare them with those that were saved.
+        """Compare the hyperparameters with the saved ones.
 
         Args:
-            saved: What `state_dict` gave.
+            saved: The return value of `state_dict`.
 
         Returns:
-            A line for each that must not differ and does, and one for each text that differs.
+            A line for each that differs but must not, and a line for each text that differs.
         """
         refused: list[str] = []
         reported: list[str] = []
@@ -86,7 +86,7 @@ class Hyperparameters:
             yield path, then, now
 
     def tell_passing(self, *_: Any) -> None:
-        """Say, once, which of them hold the time or this process's id: the next start has others."""
+        """Report once which hyperparameters hold the time or this process's id: they differ at the next start."""
         if self._has_told:
             return
         self._has_told = True
@@ -138,7 +138,7 @@ def _has_time(text: str, now: float) -> bool:
 
 
 def _dates(now: float) -> Iterator[str]:
-    """Yield patterns of the dates at which this process began, or is now, here and in Greenwich."""
+    """Yield patterns of the date when this process began and of the date now, in local time and in UTC."""
     zones = (None, timezone.utc)
     days = {datetime.fromtimestamp(moment, zone).date() for moment in (IMPORTED_AT, now) for zone in zones}
     for day in days:
@@ -150,12 +150,12 @@ def _dates(now: float) -> Iterator[str]:
 
 
 def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield what is in nested mappings and lists, by its names.
+    """Yield the values in nested mappings and lists, each with its path.
 
     Args:
-        value: The outermost.
-        path: Its name.
-        first_items: How many items of a list to look at; all by default.
+        value: The outermost mapping or list.
+        path: The path of `value`.
+        first_items: How many items of a list to visit; all by default.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -168,12 +168,12 @@ def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Ite
 
 
 def is_ignored(path: str, ignored: Collection[str]) -> bool:
-    """Return whether a hyperparameter is one that may differ, or lies in one."""
+    """Return whether a hyperparameter may differ, or is inside one that may."""
     return any(path == name or path.startswith(f"{name}.") for name in ignored)
 
 
 def _texts(value: Any, path: str) -> Iterator[str]:
-    """Yield the places of what is text in the user's objects: other objects are compared by theirs, too."""
+    """Yield the paths of text in the user's objects. Other objects are compared as text, but are not text."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping):
@@ -197,29 +197,29 @@ def _is_equal(then: Any, now: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as numbers, text, lists and dicts, whatever it is."""
+    """Return any value as numbers, text, lists, and dicts."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Tensor):
         return value.tolist()
     if is_list(value):
         return [plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):  # their order is another one in every process
+    if isinstance(value, (set, frozenset)):  # their order differs in every process
         return sorted(str(plain(item)) for item in value)
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if value is None or isinstance(value, bool):
         return value
-    # What derives from them, an Enum of Lightning's or a float of NumPy's, would not load with weights_only=True.
+    # A subclass, such as an Enum of Lightning or a float of NumPy, would not load with weights_only=True.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
-    # The default text of an object holds its address, which is another one in every process.
+    # The default text of an object holds its address, which differs in every process.
     text = repr(value)
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
 def is_list(value: Any) -> bool:
-    """Return whether a value is a list or tuple, or one of OmegaConf's, which Hydra gives."""
+    """Return whether a value is a list or tuple, or a list of OmegaConf, which Hydra passes."""
     return isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig"

@@ -1,4 +1,4 @@
-"""The end of a fit by an exception: what can still be saved is saved, and the exception is never hidden."""
+"""The end of a fit by an exception: save what can still be saved, and never hide the exception."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def end_interrupted(
     exception: BaseException,
     resumed_from: str | None,
 ) -> None:
-    """Save what can be saved of a fit that an exception ended, and say so.
+    """Save what can be saved of a fit that an exception ended, and report it.
 
     Args:
-        trainer: Whose fit it is.
-        boundary: Saves it; ``None`` if nothing is to be saved.
-        autosaver: May be writing in the background still.
-        exception: What ended the fit.
+        trainer: The trainer that runs the fit.
+        boundary: The object that saves the fit, or ``None`` if nothing is to be saved.
+        autosaver: The fit's autosaver. It may still be writing in the background.
+        exception: The exception that ended the fit.
         resumed_from: The checkpoint that the fit started from, if any.
     """
     autosaver.settle()
@@ -38,7 +38,7 @@ def end_interrupted(
 
 
 def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_from: str | None) -> None:
-    """Say where a run that was stopped will continue: at its last save, else where this start did."""
+    """Print where a stopped run will continue: at its last save, or else where this start began."""
     start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
     place = start if saved is None else str(saved)
     tell(f"\n{exception.reason}. Run the same command again to continue {place}.")
@@ -48,7 +48,7 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
     name, pace = type(exception).__name__, autosaver.pace
     try:
         is_tried = boundary.save_interrupted()
-    except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
+    except Exception as error:  # noqa: BLE001 - the user must see the original exception, and the last autosave exists
         rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
         return
     if isinstance(exception, TrainingStopped):

@@ -1,4 +1,4 @@
-"""Whether gradients outlive their step: then they are part of the state at each boundary."""
+"""Whether gradients outlive their step. If so, they are part of the state at each boundary."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_faulttolerant.trainer import compat
 
 _HOOKS = ("optimizer_zero_grad", "optimizer_step", "backward", "on_before_zero_grad")
-# Their optimizers begin a step with a new gradient, whatever there was.
+# The optimizers of these packages begin a step with a new gradient, whatever the old one was.
 _PLAIN = frozenset({"apex", "bitsandbytes", "colossalai", "deepspeed", "fairscale", "lightning", "lightning_fabric",
                     "lion_pytorch", "pytorch_lightning", "timm", "torch", "torchao", "transformer_engine",
                     "transformers"})  # fmt: skip
 
 
 def keeps_gradients(trainer: Trainer) -> bool:
-    """Return whether gradients of the step before can be read in the next one.
+    """Return whether the next step can read the gradients of the previous one.
 
-    A manual step, an overridden hook, or an optimizer of one's own may read them: gradient norms that are logged before
-    they are set to zero, a step that looks at the gradient of the step before.
+    A manual step, an overridden hook, or a custom optimizer may read them. Examples are gradient norms that are logged
+    before the gradients are set to zero, or a step that uses the previous gradient.
     """
     module = trainer.lightning_module
     if not module.automatic_optimization or _overrides(module, LightningModule, _HOOKS):

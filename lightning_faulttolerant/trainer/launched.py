@@ -1,7 +1,7 @@
-"""Fits that Lightning runs in processes of their own, made again for each (``ddp_spawn``, ``ddp_fork``).
+"""Fits that Lightning runs in separate processes, which it creates anew for each fit (``ddp_spawn``, ``ddp_fork``).
 
-The script's process, in which the callback was made, only waits for them. It alone knows how many fits there were and
-whether the script has ended well; its children tell it in a file that only they know of.
+The script's process created the callback and only waits for them. It alone knows how many fits there were and whether
+the script has ended well. Its children report to it in a file that only these processes know.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning_faulttolerant.checkpoint.process_end import call_at_end
 
 @dataclass(slots=True)
 class Script:
-    """The process in which a callback was made. It travels to the processes that Lightning makes.
+    """The process that created a callback. The object travels to the processes that Lightning creates.
 
     Args:
-        process_id: Of that process.
-        token: Names its file.
+        process_id: The ID of that process.
+        token: A unique text in the name of its file.
         held: The directories of the runs that it holds itself, with the numbers of the fits that it has begun.
-        num_callbacks: How many callbacks were made.
+        num_callbacks: The number of callbacks that were created.
     """
 
     process_id: int
@@ -35,19 +35,19 @@ class Script:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it is another process than this one."""
+        """Whether it is not this process."""
         return self.process_id != os.getpid()
 
     def begun(self, directory: str) -> list[int]:
-        """Return the numbers of the fits of a run that were begun, in this process and in those that it has made."""
+        """Return the numbers of the fits of a run that were begun, in this process and in those that it created."""
         return sorted({*self.held.get(directory, ()), *self._of_run(directory)["begun"]})
 
     def num_begun(self) -> int:
-        """Return how many fits of all runs were begun, in this process and in those that it has made."""
+        """Return how many fits of all runs were begun, in this process and in those that it created."""
         return sum(len(self.begun(directory)) for directory in {*self.held, *self.directories()})
 
     def num_open(self, directory: str) -> int:
-        """Return how many fits of a run have begun in other processes and not come to their end."""
+        """Return how many fits of a run have begun in other processes and not finished."""
         num_open: int = self._of_run(directory)["open"]
         return num_open
 
@@ -56,7 +56,7 @@ class Script:
         self._note(directory, begun=[number], more_open=1)
 
     def end_fit(self, directory: str) -> None:
-        """Note, in another process, that a fit came to its end."""
+        """Note, in another process, that a fit finished."""
         self._note(directory, begun=[], more_open=-1)
 
     def directories(self) -> list[str]:
@@ -69,7 +69,7 @@ class Script:
         self._write({**content, "reports": {**content.get("reports", {}), str(number): report}})
 
     def report(self, number: int) -> dict[str, Any] | None:
-        """Return what was noted last of that callback."""
+        """Return the report that was last noted for that callback."""
         found: dict[str, Any] | None = self._read().get("reports", {}).get(str(number))
         return found
 
@@ -100,7 +100,8 @@ class Script:
         return content
 
     def _write(self, content: dict[str, Any]) -> None:
-        # Read again after a kill at any moment, by nobody else at the same time: the script waits for its children.
+        # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
+        # waits for its children.
         temporary = f"{self._path}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -115,12 +116,12 @@ def this_script(at_end: Callable[[Script], None]) -> Script:
     """Return this process.
 
     Args:
-        at_end: Called when it ends, if Lightning has made processes for it.
+        at_end: Called when the process ends, if Lightning has created processes for it.
     """
     if not _scripts or _scripts[-1].is_elsewhere:
         script = Script(os.getpid(), uuid.uuid4().hex)
         _scripts[:] = [script]
-        call_at_end(lambda: _end(script, at_end), is_remote=True)  # it may be, and that is found out too late
+        call_at_end(lambda: _end(script, at_end), is_remote=True)  # it may be remote, and that becomes known too late
     return _scripts[-1]
 
 

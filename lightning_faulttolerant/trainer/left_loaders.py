@@ -1,7 +1,7 @@
-"""Training loaders of which a checkpoint holds no place, because they can't be followed.
+"""Training loaders that have no place in a checkpoint, because they can't be followed.
 
-They run as they are. On a resume the batches that were consumed are skipped, so that the epoch has as many steps as it
-would have had, and validation comes when it would have come.
+They run as they are. A resume skips the batches that were consumed. The epoch then has as many steps as in an
+uninterrupted run, and validation comes at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def place_or_none(place: str, state_of: Callable[[], _T], *, strict: bool, not_exact: list[str]) -> _T | None:
-    """Return what `state_of` does, or ``None`` where a loader can't say where it is, and nobody is strict.
+    """Return the result of `state_of`, or ``None`` if a loader can't report its place and `strict` is off.
 
     Raises:
         NotExactError: If `strict`.
@@ -40,11 +40,11 @@ def skip_consumed(
     """Draw and drop the consumed batches of each loader whose place was left out.
 
     Args:
-        iterators: Of the training loaders, fresh.
-        loaders: These.
-        state: What `Loaders.state_dict` gave.
-        stage: What the places of these loaders begin with.
-        num_ahead: How many of the batches that had come out were not consumed.
+        iterators: Fresh iterators of the training loaders.
+        loaders: The training loaders.
+        state: The result of `Loaders.state_dict`.
+        stage: The prefix of these loaders' places.
+        num_ahead: How many of the fetched batches were not consumed.
     """
     combined = state.get("combined")
     for number, (iterator, loader) in enumerate(zip(iterators, loaders, strict=False)):
@@ -52,7 +52,7 @@ def skip_consumed(
         if combined is None or place not in state.get("left", ()) or state.get("own", {}).get(place):
             continue
         if all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
-            continue  # Lightning gives it the state that it has saved
+            continue  # Lightning restores the state that it has saved for it
         num_skipped = _num_in_cycle(combined["index"] - num_ahead, loader)
         if num_skipped > 0:
             _log.warning("%s: the first %d batches of the epoch are drawn and dropped.", place, num_skipped)
@@ -60,7 +60,7 @@ def skip_consumed(
 
 
 def _num_in_cycle(num_batches: int, loader: Any) -> int:
-    """Return how many of the batches came out of the run over `loader` that is under way: a short one is cycled."""
+    """Return how many of the batches came from the current pass over `loader`: a short loader is cycled."""
     try:
         length = len(loader)
     except (TypeError, NotImplementedError):

@@ -1,7 +1,7 @@
-"""Weights as Lightning has loaded them, held against what hooks at the start of a fit do to them after that.
+"""Weights as Lightning has loaded them, protected from changes by the hooks at the start of a fit.
 
-``configure_optimizers``, ``on_fit_start`` and ``on_train_start`` are called again in each process, with the weights of
-the checkpoint: one that loads pretrained weights, or passes a batch through a norm, would change what was restored.
+Each process calls ``configure_optimizers``, ``on_fit_start`` and ``on_train_start`` again, with the weights of the
+checkpoint. A hook that loads pretrained weights, or passes a batch through a norm, would change the restored weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LoadedWeights:
     """Parameters and persistent buffers, as they were right after the load.
 
     Args:
-        module: Whose.
+        module: The module that holds them.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -33,12 +33,12 @@ class LoadedWeights:
 
     @torch.no_grad()
     def put_back(self, read: Callable[[], Mapping[str, Any]]) -> list[str]:
-        """Give what was changed since its value again; return a reason for each that can't have it.
+        """Restore the tensors that have changed since. Return a reason for each tensor that can't be restored.
 
         Args:
-            read: Reads the weights of the checkpoint once more.
+            read: Reads the weights of the checkpoint again.
         """
-        # What was converted since, to another type, has its value by that.
+        # A tensor that was since converted to another type keeps its converted value.
         now = {name: tensor for name, tensor in self._now().items() if self._dtypes.get(name) == tensor.dtype}
         changed = [name for name, total in sums_of_bits(now).items() if total != self._sums[name]]
         saved = read() if changed else {}

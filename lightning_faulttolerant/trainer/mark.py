@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Where the training loaders were right before a batch was fetched, and the random states of that instant.
+    """Where the training loaders were right before a batch was fetched, with the random states of that instant.
 
-    ``iterations`` are each tracker's own iteration, and how many batches of it had come out.
+    ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.
     """
 
     iterations: Mapping[str, tuple[Any, int]]

@@ -1,4 +1,4 @@
-"""The object state of a fit: which objects it begins with, and what of them Lightning or another part carries."""
+"""The object state of a fit: the objects that it begins with, and the state that Lightning or another part carries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lightning_faulttolerant.trainer.trackers import followed_loaders
 
 _log = logging.getLogger(__name__)
 
-# What callbacks change of a trainer, and no other part carries.
+# The attributes of a trainer that callbacks change, and that no other part carries.
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "log_every_n_steps",
                "limit_train_batches", "limit_val_batches")  # fmt: skip
 _OF_FIT_LOOP = ("max_epochs", "min_epochs")
@@ -55,21 +55,21 @@ STORES, RELOADS, DRAWN = "stores", "reloads", "drawn"
 _CALLBACK = re.compile(r"callbacks\['(.*?#\d+)'\]")
 
 
-# Lightning asks these for their states, and not all that they keep is in those.
+# Lightning saves the states of these, but the states do not hold everything that the objects keep.
 _BY_ATTRIBUTES = (Callback, LightningDataModule, Logger)
 
 NO_OBJECT_STATE = (
     "object state: the checkpoint was written by a version of the package that did not save it. What training had"
     " changed on plain attributes starts again"
 )
-"""Said of an old checkpoint."""
+"""The reason that a report gives for an old checkpoint."""
 
 
 def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
-    """Refuse a state of which something could not be carried, if that is `strict`.
+    """Refuse a state that lost something that could not be carried, if `strict`.
 
     Raises:
-        NotExactError: If there is such a thing; it names each.
+        NotExactError: If something was lost. The message names each loss.
     """
     lost: Mapping[str, str] = state.get(LOST, {})
     if lost and strict:
@@ -82,14 +82,14 @@ def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
 
 
 class Objects:
-    """Reads and restores what training has changed on the user's own objects.
+    """Reads and restores the changes that training has made to the user's own objects.
 
     Args:
         trainer: The trainer that runs the fit.
         loaders: Its loaders.
         callbacks: Its callbacks, by name.
-        registered: What `FaultTolerance.register` was given, by name.
-        manual: Whether only that is saved, and nobody's attributes.
+        registered: The functions that were passed to `FaultTolerance.register`, by name.
+        manual: Whether only the registered state is saved, and no attributes.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Objects:
         self._structure: Structure | None = None
         self._warned_of: set[str] = set()
         self.notes: list[str] = []
-        """What a report says of a resume besides what is missing."""
+        """Lines for the report of a resume, besides the missing parts."""
         self.keeps_bytes = False
-        """Whether autosaves may hold as bytes what only its library can read."""
+        """Whether autosaves may hold objects as bytes that only their library can read."""
         self._before_sanity_check: ObjectState | None = None
         self._changed_by_sanity_check: Mapping[str, set[str]] = {}
         self._made_by_sanity_check: list[Any] = []
@@ -125,18 +125,18 @@ class Objects:
         )
 
     def before_sanity_check(self) -> None:
-        """Note what there is before the sanity check, which a resumed run does not repeat."""
+        """Note the state before the sanity check, which a resumed run does not repeat."""
         self._before_sanity_check = self._state_of(self._roots)
 
     def after_sanity_check(self) -> None:
-        """Note what the sanity check has changed."""
+        """Note the changes that the sanity check has made."""
         before, self._before_sanity_check = self._before_sanity_check, None
         if before is not None:
             self._changed_by_sanity_check = before.changed
             self._made_by_sanity_check = before.not_known(self._roots()) if not self._manual else []
 
     def tell_drawn(self) -> None:
-        """Say, at the first start, what the script may have drawn without a seed."""
+        """Report, at the first start, what the script may have drawn without a seed."""
         if self.drawn is not None:
             self.drawn.tell()
 
@@ -144,7 +144,7 @@ class Objects:
         """Take the baseline, once: from here on training changes the objects.
 
         Raises:
-            NotExactError: If something of it can't be followed, and the loaders are strict.
+            NotExactError: If something in it can't be followed, and the loaders are strict.
         """
         if self._state is None:
             self._state = self._baseline()
@@ -156,17 +156,17 @@ class Objects:
             self._state.carry_copies((*module.parameters(), *module.buffers()))
             for path in self._state.things_of(is_loader_iterator):
                 if is_global(path):
-                    continue  # the script may have looked at a batch; it is named if training draws from it
+                    continue  # the script may have taken a batch from it; it is reported if training draws from it
                 reason = f"The iterator {path} can't be resumed exactly: it is of a loader that nobody follows."
                 remedy = "Let the training loaders give these batches, too, or pass strict=False."
                 refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
 
     def state_dict(self, where: str, places: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what has changed since the baseline, and what of it can't be carried.
+        """Return the changes since the baseline, and those among them that can't be carried.
 
         Args:
-            where: Where in the fit this is.
-            places: The states of the loaders; their workers say what they can't carry.
+            where: The place in the fit.
+            places: The states of the loaders. Their workers report what they can't carry.
         """
         if self._state is None:
             return {}
@@ -185,12 +185,12 @@ class Objects:
         state[RELOADS] = self.reloads.last
         state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
         self._warn_of(state[LOST])
-        if where == FINISHED:  # whoever trains more says for how long
+        if where == FINISHED:  # a run that trains further sets its own limits
             state[NODES].pop(_FIT_LOOP, None)
         return state
 
     def _not_made_again(self) -> dict[str, str]:
-        """Return what a new process would lack, because what has made it is not called again."""
+        """Return what a new process would lack, because the code that created it is not called again."""
         assert self._state is not None
         skipped = made_at_epoch_start(self._owners())
         live = {path: reason for path, reason in self._state.live.items() if path in skipped}
@@ -198,7 +198,7 @@ class Objects:
         return {**found, **(self._structure.lost() if self._structure is not None else {})}
 
     def _replayed(self, lost: Mapping[str, str]) -> list[str]:
-        """Return the paths of what is at the same place again where a loader is drawn from again."""
+        """Return the paths of objects that reach the same place again when a loader is drawn from again."""
         assert self._state is not None
         ids = {id(one) for one in self._loaders.replayed()}
         at = list(self._state.things_of(lambda value: id(value) in ids)) if ids and lost else []
@@ -213,7 +213,7 @@ class Objects:
         return owners
 
     def _carried_by_hooks(self, lost: Mapping[str, str]) -> list[str]:
-        """Return those of the paths that their owners save and load themselves, in Lightning's hooks."""
+        """Return the lost paths that their owners save and load themselves, in Lightning's hooks."""
         own = {f"{path}.{name}" for path, owner in self._owners().items() for name in _names_in_hooks(type(owner))}
         return [path for path in lost if any(is_at(path, name) for name in own)]
 
@@ -230,7 +230,7 @@ class Objects:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Put it back; return a line for each thing that is not as it was."""
+        """Restore the state. Return a line for each thing that is not as it was."""
         self.begin()
         assert self._state is not None
         if not state:
@@ -255,7 +255,7 @@ class Objects:
         return [f"{name}: nothing is registered under this name any more" for name in states.keys() - stores.keys()]
 
     def look_again(self) -> None:
-        """Take the baseline of loaders that came since, before anything is drawn from them."""
+        """Take the baseline of loaders that are new since `begin`, before anything is drawn from them."""
         if self._state is not None:
             self._add()
 
@@ -268,7 +268,8 @@ class Objects:
         """Return the user's own loaders by place, whether they are followed or not."""
         followed = {place: getattr(t, "user_loader", None) for place, t in self._loaders.trackers.items()}
         users = {**followed, **self._loaders.untracked}
-        # What several share has the training's path: a resumed run has no sanity check, which makes others first.
+        # An object that several loaders share gets the path of the training loader: a resumed run has no sanity check,
+        # which creates other loaders first.
         return dict(sorted(users.items(), key=lambda item: not item[0].startswith(f"{TRAIN}/")))
 
     def _baseline(self) -> ObjectState:
@@ -286,7 +287,7 @@ class Objects:
     def _roots(self) -> dict[str, Any]:
         trainer, owners = self._trainer, self._owners()
         for owner in (owners["module"], owners["datamodule"]):
-            getattr(owner, "hparams", None)  # they are made when they are first asked for: a save does so
+            getattr(owner, "hparams", None)  # they are created on first access, and a save accesses them
         roots = {
             **owners,
             **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
@@ -310,13 +311,13 @@ def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> 
 
 
 def _known_stores() -> dict[str, Any]:
-    """Return the global stores of libraries that are in use."""
+    """Return the global stores of the libraries that are in use."""
     pyro: Any = sys.modules.get("pyro")
     return {"pyro's parameters": pyro.get_param_store()} if hasattr(pyro, "get_param_store") else {}
 
 
 def _callbacks_in(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of the callbacks that a state is of."""
+    """Return the names of the callbacks in a state."""
     found = (_CALLBACK.match(path) for path in state[NODES])
     return {match.group(1) for match in found if match is not None}
 
@@ -328,7 +329,7 @@ def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> di
 
 
 def _made_again(loaders: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:
-    """Return the paths of the iterators that samplers and iterable data sets make again where a loader is resumed."""
+    """Return the paths of the iterators that samplers and iterable data sets create again when a loader resumes."""
     own = [f"{place}.{name}" for place in loaders for name in ("sampler", "batch_sampler")]
     own += [
         f"{p}.dataset" for p, loader in loaders.items() if isinstance(getattr(loader, "dataset", None), IterableDataset)
@@ -369,7 +370,7 @@ def _rules(trainer: Trainer) -> Rules:
 @functools.cache
 def _of_optimizers() -> frozenset[str]:
     names = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    # Schedulers put functions in the place of the first two, and count with the third.
+    # Schedulers replace the first two by functions, and count with the third.
     return frozenset({*names, "step", "profile_hook_step", "_opt_called"})
 
 
@@ -380,7 +381,7 @@ def _names_of(make: Callable[[], Any]) -> frozenset[str]:
 
 @once_per_kind
 def _of_lightnings(kind: type) -> frozenset[str]:
-    """Return the names of the attributes that torch's or Lightning's own code gives to objects of this class."""
+    """Return the names of the attributes that torch's or Lightning's own code sets on objects of this class."""
     if issubclass(kind, LightningModule):
         return _names_of(LightningModule)
     if issubclass(kind, nn.Module):
@@ -391,6 +392,6 @@ def _of_lightnings(kind: type) -> frozenset[str]:
 
 
 def _names_in_hooks(kind: type) -> frozenset[str]:
-    """Return every name that a class uses in its own hooks that load."""
+    """Return every name that a class uses in its own load hooks."""
     users = [base for base in kind.__mro__ if not is_librarys(base)]
     return names_in_code([vars(base).get(hook) for base in users for hook in _HOOKS])

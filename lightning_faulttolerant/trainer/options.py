@@ -46,7 +46,7 @@ class Options:
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
-    """The process in which the callback was made: Lightning may run the fit in others."""
+    """The process that created the callback. Lightning may run the fit in other processes."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -64,7 +64,7 @@ class Options:
             raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
         if not 0 < self.overhead_budget <= 1:
             raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
-        if not self.grace_seconds > 0:  # so that NaN is refused too
+        if not self.grace_seconds > 0:  # refuses NaN, too
             raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
         if self.worker_rng not in ("capture", "per_sample"):
             raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
@@ -107,7 +107,7 @@ def _check_signal(name: str) -> None:
 
 
 def _whole_number(name: str, value: object) -> int:
-    """Return a whole number of any type, NumPy's too, as Python's."""
+    """Return a whole number of any type, such as NumPy's, as Python's ``int``."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -137,11 +137,11 @@ def _text(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def checked_ledger(path: str | os.PathLike[str] | None) -> str | None:
-    """Return where a ledger goes, as an absolute path: the process may change its directory.
+    """Return the path of a ledger as an absolute path: the process may change its directory.
 
     Raises:
-        TypeError: If it is no path.
-        ValueError: If it is empty, or a URL: a line could not be added to an object in a store.
+        TypeError: If `path` is not a path.
+        ValueError: If `path` is empty, or a URL: a line can't be added to an object in a store.
     """
     if path is None:
         return None
@@ -157,8 +157,8 @@ def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system.
 
     Raises:
-        TypeError: If it is no path.
-        ValueError: If it is a URL that `Path` has spoilt.
+        TypeError: If `dirpath` is not a path.
+        ValueError: If `dirpath` is a URL that `Path` has spoilt.
     """
     if dirpath is None:
         return None

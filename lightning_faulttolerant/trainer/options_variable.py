@@ -1,7 +1,7 @@
 """The environment variable ``PL_FAULT_TOLERANT_OPTIONS``: arguments of `FaultTolerance` for unchanged scripts.
 
-``every_n_train_steps=50, strict=false, dirpath="s3://bucket/a,b"``: names and values with commas between. A value that
-holds a comma is put in quotes. Names and types are those of the signature, so that each argument can be set.
+The value is a list of pairs with commas between: ``every_n_train_steps=50, strict=false, dirpath="s3://bucket/a,b"``.
+A value that holds a comma needs quotes. Names and types come from the signature, so each argument can be set.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def with_options_of_environment(init: Init) -> Init:
-    """Let a constructor take the arguments that it is not given from the variable.
+    """Let the variable set those arguments of a constructor that are not passed.
 
-    What is passed wins, also if it equals the default.
+    A passed argument wins, even if it equals the default.
 
     Args:
-        init: The constructor; each of its parameters has a type.
+        init: The constructor. Each of its parameters has a type.
     """
 
     @functools.wraps(init)
@@ -52,19 +52,19 @@ def with_options_of_environment(init: Init) -> Init:
 
 
 def option_names(init: Callable[..., None]) -> list[str]:
-    """Return the names of the arguments of a constructor, in their order."""
+    """Return the names of a constructor's arguments, in order."""
     return list(inspect.signature(init).parameters)[1:]
 
 
 def read_options(init: Callable[..., None], text: str) -> dict[str, Any]:
-    """Return the arguments that the variable gives.
+    """Return the arguments that the variable sets.
 
     Args:
         init: The constructor that takes them.
         text: The value of the variable.
 
     Raises:
-        ValueError: If a name is none of an argument, or a value is not of its type.
+        ValueError: If a name is not an argument, or a value does not have the argument's type.
     """
     pairs = _pairs(text)
     if not pairs:
@@ -146,4 +146,4 @@ _READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     timedelta: ("a time such as 0:05:00 (hours, minutes, seconds)", _duration),
     Sequence: (f"names with {SEPARATOR} between", _list),
 }
-"""In the order in which they are tried: a text fits whatever is not ``None``."""
+"""The readers in the order in which they are tried: any text that is not ``none`` fits a string."""

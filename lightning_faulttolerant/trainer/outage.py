@@ -1,6 +1,6 @@
-"""The time in which nothing can be saved, because a disk is full or a store is not reached: training continues.
+"""A time when nothing can be saved, because a disk is full or a store can't be reached. Training continues.
 
-It is named once when it begins and once when it is over, and told to the history of the run.
+The outage is logged once when it begins and once when it is over, and is noted in the history of the run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _log = logging.getLogger(__name__)
 
 
 def described(error: BaseException) -> str:
-    """Return an error as its kind and what it says."""
+    """Return an error's type and message."""
     return f"{type(error).__name__}: {error}"
 
 
 class Outage:
-    """Counts the saves that fail one after the other.
+    """Counts consecutive saves that fail.
 
     Args:
-        history: Is told of it.
-        speaks: Whether this rank says it.
+        history: The history that notes the outage.
+        speaks: Whether this rank logs it.
     """
 
     def __init__(self, history: History, *, speaks: bool) -> None:
@@ -33,16 +33,16 @@ class Outage:
         self._since = 0.0
         self._text = ""
         self.num_failures = 0
-        """Saves that have failed since the last that did not."""
+        """The number of saves that have failed since the last success."""
 
     def note(self, failure: str, position: Position, saved: Position | None, *, is_last: bool = False) -> None:
         """Note that a save has failed.
 
         Args:
-            failure: Why.
-            position: Of the state that was to be saved.
-            saved: Of the last autosave.
-            is_last: Whether the fit ends now, which somebody else speaks of.
+            failure: Why it failed.
+            position: The position of the state that was to be saved.
+            saved: The position of the last autosave.
+            is_last: Whether the fit ends now. Other code then reports the failure.
         """
         self.num_failures += 1
         is_first = self.num_failures == 1
@@ -56,7 +56,7 @@ class Outage:
             )  # fmt: skip
 
     def end(self) -> None:
-        """Note that a save has succeeded; also called by the thread that writes in the background."""
+        """Note that a save has succeeded. The thread that writes in the background calls this, too."""
         num_failures, self.num_failures = self.num_failures, 0
         if not num_failures:
             return

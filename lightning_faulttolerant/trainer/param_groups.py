@@ -1,7 +1,7 @@
-"""Which parameters each group of an optimizer holds, where training has changed that, as a gradual unfreezing does.
+"""The parameters in each group of an optimizer, if training has changed the groups, as gradual unfreezing does.
 
-An optimizer's state has its groups by number only, so it can be loaded into equal groups alone. A hook that changed
-them in an epoch that is over isn't called again: they are put back here, before Lightning loads the optimizers.
+An optimizer's state numbers its groups, so it can only be loaded into equal groups. If a hook changed the groups in an
+epoch that is over, it isn't called again. So this module restores them, before Lightning loads the optimizers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lightning_faulttolerant.errors import NotExactError
 GROUPS = "param_groups"
 
 NamesOfGroups = list[list[list[str]]]
-"""Of each optimizer, of each of its groups, the names of the parameters."""
+"""The names of the parameters in each group of each optimizer."""
 
 
 @final
 class ParamGroups:
-    """The groups of a fit's optimizers, compared with those that it made at its start.
+    """The groups of a fit's optimizers, compared with the groups at its start.
 
     Args:
-        trainer: Whose fit it is; its optimizers are as they were made.
+        trainer: The trainer that runs the fit. Its optimizers are as they were created.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -31,16 +31,16 @@ class ParamGroups:
         self._first = held_by_groups(trainer)
 
     def state_dict(self) -> NamesOfGroups | None:
-        """Return the parameters of all groups, or ``None`` while all are as they were made."""
+        """Return the parameters of all groups, or ``None`` while the groups are as they were created."""
         if held_by_groups(self._trainer) == self._first:
             return None
         return self._names()
 
     def load_state_dict(self, state: NamesOfGroups | None) -> None:
-        """Give the optimizers the groups that they had; all that a group says of them is Lightning's to load.
+        """Restore the optimizers' groups. Lightning loads the settings of each group.
 
         Raises:
-            NotExactError: If a group had a tensor that is no parameter of the module.
+            NotExactError: If a group had a tensor that is not a parameter of the module.
         """
         if state is None or len(state) != len(self._trainer.optimizers):
             return
@@ -70,6 +70,6 @@ class ParamGroups:
 
 
 def held_by_groups(trainer: Trainer) -> list[list[list[int]]]:
-    """Return of each optimizer, of each of its groups, the parameters by their identity."""
+    """Return the IDs of the parameters in each group of each optimizer."""
     groups = (optimizer.param_groups for optimizer in trainer.optimizers)
     return [[[id(parameter) for parameter in group["params"]] for group in of_one] for of_one in groups]

@@ -1,4 +1,4 @@
-"""Replacements of methods on single objects, which leave nothing behind."""
+"""Replacements of methods on single objects that leave no trace once undone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning.pytorch import Callback
 
 
 class Patches:
-    """Replacements of methods on single objects, undone all at once."""
+    """Replacements of methods on single objects, all undone together."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the method `name` of `owner` by what `make` returns for it."""
+        """Replace the method `name` of `owner` by the result of `make` for it."""
         replacement = make(getattr(owner, name))
         # Scripts copy callbacks in the middle of a fit, to train another model with them.
         is_copied = isinstance(owner, Callback)
@@ -29,13 +29,13 @@ class Patches:
         self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
 
     def undo(self) -> None:
-        """Put everything back, the last replacement first."""
+        """Undo all replacements, the last one first."""
         while self._undo:
             self._undo.pop()()
 
 
 def then(follow: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes a method that calls the original one, and `follow` after it."""
+    """Return a wrapper for a method that calls the original method, and `follow` after it."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def method() -> None:
@@ -48,7 +48,7 @@ def then(follow: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[
 
 
 class _ReplacedMethod:
-    """What stands in the place of a method; a deep copy of its owner has that method of its own instead."""
+    """The replacement of a method. A deep copy of the owner has its own original method instead."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""Where in a run a state was taken, and which of two states is further on."""
+"""Where in a run a state was taken, and which of two states is later."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Position:
 
     Args:
         where: ``boundary``: before batch `batch` of the epoch is fetched; ``epoch start``: in ``on_train_epoch_start``;
-            ``batch end``: in ``on_train_batch_end``, batch `batch` - 1 being the one that is closed; ``validation``: at
-            the start of the validation run after that batch; ``validation end``: in its ``on_validation_end``;
-            ``epoch end``: in ``on_train_epoch_end``; ``finished``: after the last batch of all; else the name of a
-            hook in which no run can be resumed.
+            ``batch end``: in ``on_train_batch_end`` of batch `batch` - 1; ``validation``: at the start of the
+            validation run after that batch; ``validation end``: in its ``on_validation_end``; ``epoch end``: in
+            ``on_train_epoch_end``; ``finished``: after the last batch of the fit. Any other value is the name of a
+            hook where no run can be resumed.
         epoch: Counted from 0.
         batch: How many batches of the epoch are consumed.
         global_step: Optimizer steps so far.
-        hook: In which hook somebody else asked for the checkpoint; empty for an autosave.
+        hook: The hook in which other code requested the checkpoint; empty for an autosave.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Position:
 
     @property
     def is_in_epoch(self) -> bool:
-        """Return whether an epoch was under way."""
+        """Return whether an epoch was in progress."""
         return self.where in IN_EPOCH
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> Position:
 
 
 def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -> float:
-    """Return how far a checkpoint is on: training batches begun, or infinity after the end of the fit."""
+    """Return the progress of a checkpoint: the training batches begun, or infinity after the end of the fit."""
     if part is not None and part["position"]["where"] == FINISHED:
         return float("inf")
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -87,13 +87,13 @@ def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -
 
 
 def load_into_loops(loops: dict[str, Any], position: Position) -> None:
-    """Put Lightning's counters in a checkpoint to the place where the loops take the run up again.
+    """Set Lightning's counters in a checkpoint to the place where the loops continue the run.
 
-    Lightning guesses from them where a checkpoint was taken, and guesses wrong nearly everywhere but between two
-    batches. So they are put there; what the place still owed, the loops do once they are back in it.
+    Lightning guesses from them where a checkpoint was taken. The guess is wrong nearly everywhere except between two
+    batches. So the counters are set to such a place, and the loops do the work that is still owed once they are there.
 
     Args:
-        loops: ``checkpoint["loops"]["fit_loop"]``; changed in place.
+        loops: ``checkpoint["loops"]["fit_loop"]``. It is changed in place.
         position: Where the checkpoint was taken.
     """
     batch, epoch = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
@@ -106,12 +106,12 @@ def load_into_loops(loops: dict[str, Any], position: Position) -> None:
             epoch[counts]["started"] = epoch[counts]["ready"]
         if position.where == EPOCH_END:
             epoch[counts]["processed"] = epoch[counts]["completed"]
-    # Lightning's own states of loaders: their places are in our part.
+    # These are Lightning's own states of loaders. Their places are in our part.
     loops.get("state_dict", {}).pop("combined_loader", None)
 
 
 def place_of(trainer: Trainer, position: Position | None) -> dict[str, Any]:
-    """Return what a report says of a position, or of where Lightning takes the run to be."""
+    """Return the fields of a report for a position, or for the place where Lightning takes the run to be."""
     if position is not None:
         return {"position": str(position), "epoch": position.epoch, "batch": position.batch}
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready

@@ -1,4 +1,4 @@
-"""The precision of weights when Lightning loads them: what would round them to fewer bits."""
+"""The precision of weights when Lightning loads them, and the weights that would be rounded to fewer bits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 
 def convert_module(trainer: Trainer) -> None:
-    """Make the weights double before they are loaded, where the trainer makes them so after that.
+    """Convert the weights to double before they are loaded, if the trainer converts them afterwards.
 
-    Lightning loads a checkpoint before the strategy is set up, and converts the module when it is: with
-    ``precision="64-true"`` weights of 64 bits would go through 32.
+    Lightning loads a checkpoint before it sets up the strategy, and converts the module during that setup. With
+    ``precision="64-true"``, weights of 64 bits would pass through 32 bits.
     """
     plugin = trainer.precision_plugin
     if isinstance(plugin, DoublePrecision):
@@ -23,11 +23,11 @@ def convert_module(trainer: Trainer) -> None:
 
 
 def rounded(module: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
-    """Return which weights of a checkpoint would be rounded if they were loaded now, with both types.
+    """Return the weights of a checkpoint that a load would round now, with both types.
 
     Args:
-        module: What they would be loaded into.
-        state_dict: The checkpoint's.
+        module: The module that would load them.
+        state_dict: The checkpoint's ``state_dict``.
     """
     found = ((name, own, state_dict.get(name)) for name, own in module.named_parameters())
     return [
@@ -38,10 +38,10 @@ def rounded(module: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
 
 
 def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
-    """Return whether each value of the type `saved` is one of the type `own`, too."""
+    """Return whether the type `own` can represent each value of the type `saved`."""
     try:
         return torch.promote_types(saved, own) == own
-    except RuntimeError:  # types of 8 bits and quantized ones are not promoted
+    except RuntimeError:  # 8-bit and quantized types are not promoted
         return saved == own or saved.itemsize < own.itemsize
 
 

@@ -1,4 +1,4 @@
-"""What this process keeps of all its fits, whichever package their Trainers come from."""
+"""The data that this process keeps for all its fits, whichever package their Trainers come from."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ Registered = tuple[Callable[[], Any], Callable[[Any], object]]
 """The functions that return a state, and that restore it."""
 
 OBJECTS = "objects"
-"""The part of the state in which the user's own objects are."""
+"""The part of the state that holds the user's own objects."""
 
 IMPORTED_AT = time.time()
 """When the callback was imported, seconds since 1970."""
 
 num_fits: dict[int, int] = {}
-"""How many fits there were, by process: one that is forked begins again."""
+"""The number of fits, by process: a forked process begins again."""
 
 continued: dict[str, str] = {}
-"""By the directory that a run would have, the one that it continues in."""
+"""The directory that a run continues in, by the directory that it would have."""
 
 has_told: set[str] = set()
-"""What is said once."""
+"""The messages that have been printed: each is printed once."""
 
 left_out: dict[int, weakref.ref[Any]] = {}
-"""Callbacks that are no part of a run, by their ids: those of users may have no hash."""
+"""Callbacks that are not part of a run, by their IDs: a user's callback may have no hash."""
 
 
 def leave_out(callbacks: Iterable[Any]) -> None:
-    """Let what these keep be no part of a run: they count what happens in one process."""
+    """Leave the state of these callbacks out of a run: they count what happens in one process."""
     left_out.update((id(callback), weakref.ref(callback)) for callback in callbacks)
 
 
 def is_left_out(callback: Any) -> bool:
-    """Return whether a callback is no part of a run."""
+    """Return whether a callback is left out of a run."""
     known = left_out.get(id(callback))
     return known is not None and known() is callback

@@ -1,4 +1,4 @@
-"""Progress bars after a resume: they stand where the run stands, and say that it resumed."""
+"""Progress bars after a resume: they show the place of the run, and that it resumed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_faulttolerant.trainer.position import VALIDATION_END, Position
 
 @contextlib.contextmanager
 def above_the_bar() -> Iterator[None]:
-    """Let lines that are written meanwhile stand above a bar of tqdm's rather than in it."""
+    """Print the lines that are written inside this context above a tqdm bar rather than into it."""
     with Tqdm.external_write_mode(nolock=False):
         yield
 
 
 def go_on_at(trainer: Trainer, position: Position) -> None:
-    """Let the trainer's bar begin in the middle of an epoch, at `position`.
+    """Start the trainer's bar in the middle of an epoch, at `position`.
 
-    Lightning sets a bar up in ``on_train_epoch_start``, which is not called for an epoch that has begun already.
+    Lightning sets up a bar in ``on_train_epoch_start``, which is not called for an epoch that has already begun.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     batch = position.batch
     told = f"resumed at {batch}"
     if isinstance(bar, TQDMProgressBar):
-        # The class's own, since what a user's class does there it did when the epoch began.
+        # Call the method of this class: a user's subclass already ran its own when the epoch began.
         TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
         tqdm = bar.train_progress_bar
         tqdm.n = tqdm.initial = batch
-        if position.where == VALIDATION_END:  # of a run that has not begun in this process, and yet will be closed
+        if position.where == VALIDATION_END:  # this process did not begin that run, but will close its bar
             bar.val_progress_bar = Tqdm(disable=True)
         tqdm.set_description(f"{tqdm.desc.removesuffix(': ')} ({told})")
     elif isinstance(bar, RichProgressBar):
@@ -40,7 +40,7 @@ def go_on_at(trainer: Trainer, position: Position) -> None:
         if bar.progress is None or bar.train_progress_bar_id is None:
             return
         task = bar.train_progress_bar
-        # Not update: it would take the batches from before for this process's, and the speed would be wrong.
+        # Not `update`: it would count the earlier batches as this process's, and the speed would be wrong.
         bar.progress.reset(
             bar.train_progress_bar_id,
             total=task.total,
@@ -51,7 +51,7 @@ def go_on_at(trainer: Trainer, position: Position) -> None:
 
 
 def begin_next(trainer: Trainer) -> None:
-    """Let the bar of the epoch after the resumed one begin at 0: tqdm would show its first rate as a negative one."""
+    """Start the bar of the epoch after the resumed one at 0. Otherwise tqdm would show a negative first rate."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar):
         bar.train_progress_bar.initial = 0

@@ -1,4 +1,4 @@
-"""What a `Recorder` needs to know of one of Lightning's packages: a logger, and what a fit leaves behind."""
+"""The parts of a `Recorder` that depend on one of Lightning's packages: a logger, and the events of a fit."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from lightning_faulttolerant.trainer.recorder import Recorder
 
 def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:
     """Return the contents of a batch, and the metrics that the trainer shows before it."""
-    fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
+    fetches = compat.step_fetches(trainer)  # then Lightning passes the batch of the previous step
     place = compat.num_completed(trainer) if fetches else batch_idx
     content = None if fetches else digest(batch)
-    # Not by `trainer.callback_metrics`, which computes and changes what it shows.
+    # Not `trainer.callback_metrics`: it computes, and so changes, the metrics that it shows.
     shown = digest(logger_connector_state(trainer)["metrics"])
     return {"epoch": trainer.current_epoch, "batch": place, "content": content, "shown": shown}
 
@@ -52,13 +52,13 @@ def shown_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def listen(trainer: Trainer, recorder: Recorder) -> None:
-    """Let `recorder` receive what loggers do."""
+    """Let `recorder` receive what loggers receive."""
     if not any(isinstance(logger, RecordingLogger) for logger in trainer.loggers):
         trainer.loggers = [*trainer.loggers, RecordingLogger(recorder)]
 
 
 class RecordingLogger(Logger):
-    """Records what loggers receive."""
+    """Records the values that loggers receive."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class RecordingLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Give the logger's name."""
+        """Return the logger's name."""
         return "recording"
 
     @property
     def version(self) -> int:
-        """Give the logger's version."""
+        """Return the logger's version."""
         return 0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -79,11 +79,11 @@ class RecordingLogger(Logger):
         self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Take no notice: hyperparameters are logged once per process."""
+        """Do nothing: hyperparameters are logged once per process."""
 
 
 def end_event(trainer: Trainer) -> dict[str, Any]:
-    """Return what a fit leaves behind: weights, optimizers, metrics, callbacks."""
+    """Return the final state of a fit: weights, optimizers, metrics, callbacks."""
     module = trainer.lightning_module
     states = {
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -103,8 +103,8 @@ def end_event(trainer: Trainer) -> dict[str, Any]:
 
 
 def _callbacks(trainer: Trainer) -> dict[str, str]:
-    """Return a digest of each callback's state, of what it keeps besides, and of the modules that it holds."""
-    # Two tell the time, and checkpoint callbacks name files: both are other ones in every run.
+    """Return a digest of each callback's state, of its other attributes that we keep, and of the modules it holds."""
+    # Two of these measure time, and checkpoint callbacks name files: both differ from run to run.
     differing = (Timer, ThroughputMonitor, Checkpoint)
     compared = [c for c in compat.callbacks(trainer) if not isinstance(c, differing)]
     kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))

@@ -1,6 +1,6 @@
-"""Writes down everything that a fit does, event by event, so that two fits can be compared bit by bit.
+"""Records everything that a fit does, event by event, so that two fits can be compared bit by bit.
 
-Each event goes to its file at once, so that what a killed process did is there.
+Each event is written to the file immediately, so the events of a killed process are not lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Recorder(AnyCallback):
     """Records batches, losses, learning rates, logged values and validation results of a fit.
 
     Args:
-        path: The file, one JSON object a line.
+        path: The file, with one JSON object per line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,11 +83,11 @@ class KillAt(AnyCallback):
     """Sends a signal to this process when it trains its `batch`-th batch (counted in this process, from 0).
 
     Args:
-        batch: When.
-        signum: Which signal.
+        batch: The batch at which to send the signal.
+        signum: The signal.
         to_group: Whether the whole process group gets it, as with Ctrl-C in a terminal.
         hook: Where in the batch: ``start``, ``end`` or ``validation`` (the first validation batch after it).
-        rank: On which rank; on all by default.
+        rank: The rank that strikes. Default: all ranks.
     """
 
     def __init__(
@@ -131,5 +131,5 @@ class KillAt(AnyCallback):
 
 
 def record_end(recorder: Recorder, trainer: Any, draws: Mapping[str, Any]) -> None:
-    """Record what a fit leaves behind: weights, optimizers, metrics, callbacks, and the generators' next draws."""
+    """Record the final state of a fit: weights, optimizers, metrics, callbacks, and the generators' next draws."""
     recorder.write("end", draws=dict(draws), **served(trainer).recorded.end_event(trainer))

@@ -1,7 +1,7 @@
-"""What the training loaders were made from, where they are made again in later epochs.
+"""The state that the training loaders were created from, if later epochs create them again.
 
-A data module may keep what its loaders follow from: a level, the indices that were labeled so far. A resumed run asks
-for the loaders before its states are restored, so what there was when they were asked for last is restored for that.
+A data module may keep the state that determines its loaders: a level, or the indices labeled so far. A resumed run
+requests the loaders before it restores its states. So this module first restores the state of the last request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning_faulttolerant.trainer.strategy import TRAIN
 
 
 class Reloads:
-    """Notes what there is when the training loaders are asked for, and restores it for a resumed run.
+    """Notes the state when the training loaders are requested, and restores it for a resumed run.
 
     Args:
         trainer: The trainer that runs the fit.
-        roots: Returns the objects that the loaders may follow from, by name.
-        roots_of_loaders: Returns those of some loaders, by place.
-        rules: What is left out.
+        roots: Returns the objects that the loaders may depend on, by name.
+        roots_of_loaders: Returns the objects of some loaders, by place.
+        rules: Returns the rules for what is left out.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Reloads:
         self._num_asked = 0
         self._is_asked = self._is_resumed = False
         self.last: Mapping[str, Any] = {}
-        """What had changed since the fit began when the loaders were asked for last."""
+        """The changes between the start of the fit and the last request for the loaders."""
 
     @property
     def _every(self) -> int:
-        num_epochs: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set in a helper
+        num_epochs: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by helper
         return num_epochs
 
     @contextmanager
     def begun(self, *, is_training: bool) -> Iterator[None]:
-        """Be told that loaders are asked for meanwhile, if they are due: those of training, or others."""
+        """Note that loaders are requested inside this context, if they are due: training loaders or others."""
         self._is_asked = is_training and self._every > 0
         if self._is_asked:
             self._begin()
@@ -66,7 +66,7 @@ class Reloads:
             self._state = ObjectState(self._roots(), self._rules())
             self._is_resumed = bool(self.last)
             if self._is_resumed:
-                self._state.load_state_dict(self.last)  # what is missing is said when all is restored
+                self._state.load_state_dict(self.last)  # missing parts are reported when everything is restored
             return
         self._is_resumed = False
         if self._trainer.current_epoch - compat.reload_epochs(self._trainer)[0] >= self._every:
@@ -74,7 +74,7 @@ class Reloads:
             self.last = state if state[NODES] else {}
 
     def follow(self, loader: Any) -> Any:
-        """Look at what a loader consists of, too, and return it."""
+        """Follow the objects of a loader, too, and return the loader."""
         if self._state is None or not self._is_asked:
             return loader
         place = f"{TRAIN}/{self._num_asked}"

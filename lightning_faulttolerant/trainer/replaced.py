@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that training has put in the place of others: no other process makes them again."""
+"""Optimizers and schedulers that training has put in place of the original ones. No new process creates them again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_faulttolerant.trainer import compat
 REPLACED = "replaced"
 
 Kinds = dict[str, list[str]]
-"""The classes of the optimizers, and of the schedulers."""
+"""The classes of the optimizers and of the schedulers."""
 
 
 @final
 class Replaced:
-    """The classes of a fit's optimizers and schedulers, compared with those that it made at its start.
+    """The classes of a fit's optimizers and schedulers, compared with the classes at its start.
 
     Args:
-        trainer: Whose fit it is; its optimizers are as they were made.
+        trainer: The trainer that runs the fit. Its optimizers are as they were created.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -30,12 +30,12 @@ class Replaced:
         self._first = self._now()
 
     def state_dict(self) -> Kinds | None:
-        """Return the classes, or ``None`` while all are those that were made."""
+        """Return the classes, or ``None`` while they are the original ones."""
         now = self._now()
         return None if now == self._first else now
 
     def why_not_exact(self, state: Kinds | None) -> list[str]:
-        """Return why what `state` tells of can't be loaded into what was made, a line for each."""
+        """Return why the states that `state` describes can't be loaded into the current objects, one line for each."""
         if state is None:
             return []
         pairs = (
@@ -49,7 +49,7 @@ class Replaced:
         ]  # fmt: skip
 
     def _now(self) -> Kinds:
-        # StochasticWeightAveraging swaps a scheduler, and is seen to it that it does so again.
+        # StochasticWeightAveraging swaps a scheduler, and other code makes sure that it does so again.
         swaps = any(isinstance(callback, StochasticWeightAveraging) for callback in compat.callbacks(self._trainer))
         schedulers = [] if swaps else [config.scheduler for config in self._trainer.lr_scheduler_configs]
         return {"optimizer": _kinds(self._trainer.optimizers), "scheduler": _kinds(schedulers)}

@@ -1,4 +1,4 @@
-"""What a resume restored: one dataclass, and one readable text."""
+"""The report of what a resume restored: a dataclass, and a readable text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NO_PART = (
     "the checkpoint has no part of lightning_faulttolerant: order of samples, random generators, metrics and logged"
     " values of the epoch start again, as Lightning does"
 )
-"""Said of a checkpoint that somebody else wrote."""
+"""The reason that a report gives for a checkpoint that this package did not write."""
 ORDER, OBJECTS = "order of samples and workers", "object state"
-"""What a report calls the places of loaders, and what training has changed on the user's objects."""
-# How a reason begins that is about a part, and does not begin with the part's own name.
+"""The names in a report for the places of loaders, and for the user's objects that training has changed."""
+# How a reason about a part begins, if it does not begin with the part's own name.
 _ABOUT = {
     "weights": r"module\.|.* can't be restored exactly: |.* has changed .* the load of the checkpoint",
     "optimizers": r"optimizers\.|while training, optimizer ",
@@ -31,10 +31,10 @@ def still_exact(
     """Return those of the restored parts that no reason is about.
 
     Args:
-        parts: What was restored, as a report calls it.
+        parts: The restored parts, by their names in a report.
         not_exact: The reasons why something is not exact.
-        loaders: Those of them that loaders gave.
-        objects: What of the object state was not restored.
+        loaders: The reasons among them that come from loaders.
+        objects: The object state that was not restored.
     """
     lost = {part for part, pattern in _ABOUT.items() if any(re.match(pattern, reason) for reason in not_exact)}
     lost |= ({ORDER} if loaders else set()) | ({OBJECTS} if objects else set())
@@ -46,15 +46,15 @@ class ResumeReport:
     """What was restored when a fit resumed.
 
     Args:
-        path: The checkpoint that it resumed from.
-        position: Where that was taken, in words.
+        path: The checkpoint that the fit resumed from.
+        position: Where the checkpoint was taken, in words.
         epoch: The epoch that the fit continues in.
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
-        exact: What continues exactly, each with a short description.
-        not_exact: What does not, each with the reason.
-        objects: What of the object state does not, each with the reason.
-        notes: What is worth knowing: another machine, other versions.
+        exact: The parts that continue exactly, each with a short description.
+        not_exact: The parts that do not, each with the reason.
+        objects: The object state that does not, each with the reason.
+        notes: Lines that are worth knowing: another machine, other versions.
         seconds: From the choice of the checkpoint until the first batch can be fetched.
     """
 
@@ -76,12 +76,12 @@ class ResumeReport:
 
     @property
     def all_not_exact(self) -> tuple[str, ...]:
-        """What does not continue exactly, with what of the object state does not."""
+        """Everything that does not continue exactly, including object state."""
         return (*self.not_exact, *(f"without {line}" for line in self.objects))
 
     @classmethod
     def load(cls, fields: Mapping[str, Any] | None) -> ResumeReport | None:
-        """Return the report that a process has told another one, whose lists are tuples again."""
+        """Return the report that another process has passed on, with its lists as tuples again."""
         if fields is None:
             return None
         own: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in fields.items()}

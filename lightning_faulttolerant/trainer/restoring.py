@@ -1,4 +1,4 @@
-"""Where Lightning restores a checkpoint: what the fit continues from is put there, and a resume begins."""
+"""The seams where Lightning restores a checkpoint: they hand it the checkpoint to continue from, and begin a resume."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Restoring:
     """Gives Lightning the checkpoint that the fit continues from.
 
     Args:
-        trainer: Whose fit it is.
-        options: The callback's.
-        beginning: Chooses the checkpoint.
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
+        beginning: The object that chooses the checkpoint.
         loaders: The fit's loaders.
-        fingerprint: What this run is.
-        files: What it has written beside its autosaves.
+        fingerprint: The fingerprint of this run.
+        files: The files that the run has written beside its autosaves.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Restoring:
         self._grown: GrownBuffers | None = None
 
     def forget_checkpoint(self) -> str | None:
-        """Give the memory of the checkpoint back, as large as the model and its optimizers; return its origin."""
+        """Free the checkpoint, which is as large as the model and its optimizers. Return its origin."""
         self._beginning.forget_checkpoint()
         if self._choice is None:
             return None
@@ -76,11 +76,11 @@ class Restoring:
         return self._choice.origin
 
     def is_saved(self, position: Position) -> bool:
-        """Return whether an autosave of this run holds the state of `position`; to be asked at the first boundary."""
+        """Return whether an autosave of this run holds the state of `position`. Call this at the first boundary."""
         return is_saved(self._trainer, self._choice, self.resume, position)
 
     def changes(self) -> dict[str, Any]:
-        """Return what training has changed of the optimizers, schedulers and buffers that the fit had at its start."""
+        """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
         assert self._param_groups is not None
         assert self._replaced is not None
         assert self._grown is not None
@@ -91,7 +91,7 @@ class Restoring:
         }
 
     def wrap_resume_start(self, original: Method) -> Method:
-        """Return what chooses the checkpoint, and begins the resume from it."""
+        """Return a function that chooses the checkpoint and begins the resume from it."""
 
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
@@ -137,7 +137,10 @@ class Restoring:
             self._grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
 
     def wrap_restore_training_state(self, original: Method) -> Method:
-        """Return what gives Lightning the checkpoint, again where a finder has used it up, and groups to load into."""
+        """Return a function that gives Lightning the parameter groups to load into, and the checkpoint if it is gone.
+
+        The checkpoint is gone if a finder has used it up.
+        """
 
         def restore_training_state() -> None:
             choice = self._choice
@@ -156,7 +159,7 @@ class Restoring:
         return restore_training_state
 
     def wrap_restore_callbacks(self, original: Method) -> Method:
-        """Return what lets callbacks load what they have saved, where Lightning's own can't."""
+        """Return a function that lets callbacks load their states, also those that fail to load by themselves."""
 
         def restore_callbacks() -> None:
             self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))

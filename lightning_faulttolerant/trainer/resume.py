@@ -1,4 +1,4 @@
-"""One resume: what a checkpoint holds for this run, whether it fits, when which part is put back, and the report."""
+"""One resume: the state that a checkpoint holds, whether it fits this run, when each part is restored, the report."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Resume:
     """Restores one fit from one checkpoint.
 
     Args:
-        trainer: Whose fit it is.
+        trainer: The trainer that runs the fit.
         choice: The checkpoint.
         loaders: The fit's loaders.
-        fingerprint: What this run is.
-        files: What it has written beside its autosaves.
-        rank: Which of the states in it is this process's.
-        options: What is an error.
-        nearest: The newest autosave of this run, to name where this checkpoint won't do.
+        fingerprint: The fingerprint of this run.
+        files: The files that the run has written beside its autosaves.
+        rank: The rank of this process. The checkpoint holds a state for each rank.
+        options: The callback's options. They decide what is an error.
+        nearest: The newest autosave of this run. An error names it if this checkpoint can't be used.
 
     Raises:
-        NotExactError: If it is to be strict, and the checkpoint is not of this run or can't be resumed exactly.
+        NotExactError: If the options are strict, and the checkpoint is not of this run or can't be resumed exactly.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Resume:
         self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
         self._not_exact = self._comparison.not_exact
         self.notes: list[str] = []
-        """For the report: what is worth knowing, and no state that is not exact."""
+        """Lines for the report that are worth knowing. None of them is about state that is not exact."""
         self._part = choice.part
         self._is_autosave, self._origin = choice.is_autosave, choice.origin
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
@@ -136,7 +136,7 @@ class Resume:
         self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
 
     def _look_for_parts(self, known: Collection[str]) -> None:
-        """Say which parts are missing; `known` are those that whoever saved knew."""
+        """Report the missing parts. `known` names the parts that the version that saved knew."""
         lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state and n in known]
         if lacking and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
@@ -144,7 +144,7 @@ class Resume:
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._strict)
 
     def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-        """Make the state of this rank of those of another number of ranks."""
+        """Build the state of this rank from the states of a different number of ranks."""
         assert self.position is not None
         self._resized = Resized(
             self._trainer,
@@ -172,25 +172,25 @@ class Resume:
         self._not_exact += told
 
     def fit_in(self) -> None:
-        """Put the epoch in progress to where it is for as many ranks as there are now; to be called with it set up."""
+        """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
         if self._resized is not None:
             self.position = self._resized.fit_in(self._loaders)
             self._take_lost(self._resized)
             self._state = self._resized.state
 
     def as_due(self) -> AbstractContextManager[None]:
-        """Let the loop do meanwhile what was due where the checkpoint was taken."""
+        """Let the loop do, inside this context, what was due where the checkpoint was taken."""
         if self._resized is None or self.position is None:
             return nullcontext()
         return self._resized.as_due(self.position.where)
 
     def prepare(self, checkpoint: dict[str, Any]) -> None:
-        """Put what Lightning restores from to the place where the run continues."""
+        """Adjust the checkpoint that Lightning restores from to the place where the run continues."""
         if self.position is None or self._part is None:
             return
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
-            if self._trainer.strategy.restore_checkpoint_after_setup:  # it has loaded model and optimizers by itself
+            if self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded model and optimizers
                 put_into(self._trainer, self._part["instead"])
             self._callback_states = checkpoint["callbacks"]
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
@@ -202,11 +202,11 @@ class Resume:
             self._keep_all_bits(checkpoint["state_dict"])
         if "loops" in checkpoint:
             if not self._state.get("loaders", {}).get("left"):
-                loader_states(checkpoint).clear()  # each loader's place is put back once, by us
+                loader_states(checkpoint).clear()  # we restore each loader's place, and only once
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
     def _keep_all_bits(self, state_dict: Mapping[str, Any]) -> None:
-        if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, into what is set up
+        if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
             return
         convert_module(self._trainer)
         lines = rounded(self._trainer.lightning_module, state_dict)
@@ -219,28 +219,28 @@ class Resume:
             )
 
     def note_loaded(self) -> None:
-        """Note the weights that Lightning has loaded, before anything else is called that may change them."""
+        """Note the weights that Lightning has loaded, before any other code can change them."""
         is_later = self._trainer.strategy.restore_checkpoint_after_setup
         if self.position is not None and self._loaded is None and not is_later:
             self._loaded = LoadedWeights(self._trainer.lightning_module)
 
     def _weights(self) -> dict[str, Any]:
-        """Read the weights once more, as they are after `prepare`."""
+        """Read the weights again, as they are after `prepare`."""
         checkpoint, instead = load_path(self._path), (self._part or {}).get("instead") or {}
-        # Where there are averages, Lightning has them as the `state_dict`.
+        # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
         return {**weights, **instead.get("buffers", {})}
 
     def prune(self) -> None:
-        """Prune what a hook of the user's had pruned, once the optimizers are loaded."""
+        """Prune again what a user's hook had pruned, once the optimizers are loaded."""
         if self._own_masks is not None:
             self._own_masks.apply()
 
     def begin(self) -> None:
-        """Compare what is known when the fit begins, and let its loaders continue; what a finder did before is over.
+        """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.
 
         Raises:
-            FingerprintMismatchError: If `strict`, and this is another run than the one that saved.
+            FingerprintMismatchError: If `strict`, and this run is not the one that saved.
         """
         if self._part is None or self.position is None:
             return
@@ -260,7 +260,7 @@ class Resume:
         if self.is_in_epoch:
             self._loaders.holds_back = True
         elif "trainer" in self._state:
-            # An EarlyStopping that had ended the fit must not let it continue.
+            # A fit that EarlyStopping had ended must not continue.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -276,20 +276,20 @@ class Resume:
             )
 
     def put_back_drawn(self) -> None:
-        """Put back what the script drew before the first start; to be called before anything is iterated over.
+        """Restore what the script drew before the first start. Call this before anything is iterated over.
 
         Raises:
-            FingerprintMismatchError: If `strict`, and that can't be done.
+            FingerprintMismatchError: If `strict`, and that fails.
         """
         if self._loaders.drawn is not None:
             self._comparison.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
             self.notes += self._comparison.notes
 
     def admit(self, reasons: list[str]) -> None:
-        """Say what can't be restored exactly.
+        """Report what can't be restored exactly.
 
         Raises:
-            NotExactError: If `strict`, and there is any.
+            NotExactError: If `strict`, and `reasons` is not empty.
         """
         if reasons and self._strict:
             raise NotExactError(
@@ -309,29 +309,29 @@ class Resume:
 
     @property
     def is_in_epoch(self) -> bool:
-        """Return whether the state is one of the middle of an epoch, and not put back yet."""
+        """Return whether the state is from an epoch in progress and not restored yet."""
         return self.is_pending and self.position is not None and self.position.is_in_epoch
 
     def saved(self, name: str) -> Mapping[str, Any]:
-        """Return one part of the state, as `PARTS` names it; an empty one if it was not saved."""
+        """Return one part of the state by its name in `PARTS`, or an empty mapping if it was not saved."""
         return self._state.get(name) or {}
 
     def owed(self, name: str) -> Any:
-        """Return what the checkpoint says of a hook that was under way: ``after``, ``before_validation``."""
+        """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
         return (self._part or {}).get(name)
 
     @property
     def is_behind_the_end(self) -> bool:
-        """Return whether the state is one of a finished fit, and not put back yet."""
+        """Return whether the state is from a finished fit and not restored yet."""
         return self.is_pending and self.position is not None and self.position.where == FINISHED
 
     def go_on_behind_the_end(self) -> None:
-        """Make sure that a finished fit that is to train more can.
+        """Prepare a finished fit to train further, and check that it can.
 
         Raises:
-            NotExactError: If `strict`, and it ended inside an epoch, or a callback closed it for good.
+            NotExactError: If `strict`, and the fit ended inside an epoch, or a callback closed it for good.
         """
-        # Setting the data up has begun an epoch already, before the state was back: it begins once more.
+        # The data setup has already begun an epoch, before the state was restored. It begins again.
         self._loaders.resume_from(self._state.get("loaders", {}))
         position = self.position
         ended = why_ended(self._trainer)
@@ -346,10 +346,10 @@ class Resume:
             )
 
     def restore(self, run_state: RunState) -> None:
-        """Put the state back; to be called when nothing but the next fetch, or what is still owed, comes after it.
+        """Restore the state. Call this when only the next fetch, or work that is still owed, comes after it.
 
         Raises:
-            NotExactError: If `strict`, and a part of the state has nothing to go to.
+            NotExactError: If `strict`, and a part of the state can't be restored.
         """
         if self._loaded is not None:
             self.admit(self._loaded.put_back(self._weights))
@@ -364,7 +364,7 @@ class Resume:
 
     @property
     def report(self) -> ResumeReport | None:
-        """What was restored, and what of it has turned out since not to be exact: a worker may say so later."""
+        """The report, updated with anything that has since turned out not to be exact: a worker may report late."""
         return self._report and self._as_known_now(self._report)
 
     def _as_known_now(self, report: ResumeReport) -> ResumeReport:

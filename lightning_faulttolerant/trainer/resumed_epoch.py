@@ -1,7 +1,7 @@
-"""The epoch that a resumed run resumes in: the state is put back, then Lightning's loops do what its place still owed.
+"""The epoch that a run resumes in: the state is restored, then Lightning's loops do the work that was still owed.
 
-Nothing of the loops is done here by other means: a batch is closed, a validation run finished and an epoch ended by the
-code that would have done it.
+This module does not redo the work of the loops. Lightning's own code closes the batch, finishes the validation run and
+ends the epoch, as in an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lightning_faulttolerant.trainer.strategy import Loaders
 
 
 class ResumedEpoch:
-    """Starts one epoch in its middle, or at its edges.
+    """Starts one epoch in its middle, or at one of its ends.
 
     Args:
-        trainer: Whose fit it is.
-        resume: What is put back.
+        trainer: The trainer that runs the fit.
+        resume: The resume that restores the state.
         loaders: The fit's loaders.
     """
 
@@ -44,11 +44,11 @@ class ResumedEpoch:
         self._owed = list(resume.owed("behind") or ())
         self._before_validation = resume.owed("before_validation")
         self._is_ending = False
-        # All steps may be done, and still a validation run or the end of the epoch be owed.
+        # A validation run or the end of the epoch may still be owed when all steps are done.
         self.put_limit_back = compat.lift_step_limit(trainer)
 
     def start_fit(self, original: Callable[[], None]) -> None:
-        """Stand in for the fit loop's ``on_run_start``: `current_epoch` is meanwhile what it is without us."""
+        """Replace the fit loop's ``on_run_start``. While it runs, `current_epoch` is what it is without a resume."""
         progress: Any = self._trainer.fit_loop.epoch_progress.current
         processed, completed = progress.processed, progress.completed
         if self._where == EPOCH_END:
@@ -57,13 +57,13 @@ class ResumedEpoch:
         progress.processed, progress.completed = processed, completed
 
     def reset(self, original: Callable[[], None]) -> None:
-        """Stand in for the epoch loop's reset: the counters are right, but for an epoch that only starts."""
+        """Replace the epoch loop's reset. The counters need it only for an epoch that is just starting."""
         if self._where == EPOCH_START:
             compat.set_not_restarting(self._trainer)
             original()
 
     def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
-        """Stand in for the epoch loop's ``on_run_start``, and do what is owed before the next batch."""
+        """Replace the epoch loop's ``on_run_start``, and do the work that is owed before the next batch."""
         trainer, loaders = self._trainer, self._loaders
         if self._where != EPOCH_START or self._resume.saved("loaders").get("combined") is not None:
             self._resume.fit_in()
@@ -106,7 +106,7 @@ class ResumedEpoch:
             self._is_ending = True
 
     def end(self, original: Callable[[], None]) -> None:
-        """Stand in for the fit loop's ``on_advance_end``: of the hooks at the end of the epoch, call those owed."""
+        """Replace the fit loop's ``on_advance_end``. Call only the end-of-epoch hooks that are still owed."""
         if self._is_ending:
             callbacks, module = self._behind()
             with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):

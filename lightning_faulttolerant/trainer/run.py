@@ -1,6 +1,6 @@
-"""One run's directory: who holds it, which series of autosaves a fit has in it, and when they are removed.
+"""One run's directory: its lock, the series of autosaves of each fit, and when the autosaves are removed.
 
-Autosaves are in ``<dirpath>/<run_id>/fit-<n>/``. Which directory a fit takes is decided in ``runs/finding.py``.
+Autosaves are in ``<dirpath>/<run_id>/fit-<n>/``. ``runs/finding.py`` decides which directory a fit takes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def check_run_id(run_id: str) -> str:
     """Return `run_id` if it can name a directory.
 
     Raises:
-        TypeError: If it is no string.
-        ValueError: If it can't.
+        TypeError: If `run_id` is not a string.
+        ValueError: If `run_id` can't name a directory.
     """
     if not isinstance(run_id, str):
         raise TypeError(f"run_id must be a string, got {run_id!r}. It names the directory of this run's autosaves.")
@@ -57,12 +57,12 @@ def check_run_id(run_id: str) -> str:
 def run_id_of(own: str | None, default: str, environment: Mapping[str, str]) -> str:
     """Return the run id of a fit.
 
-    In a drill that is one of the drill's also where the script gives its own: no run of the user's may be continued.
+    In a drill this is an ID of the drill, even if the script sets its own: a drill must not continue a user's run.
 
     Args:
-        own: What the callback was given.
-        default: That of the command.
-        environment: Of the process.
+        own: The run id that was passed to the callback.
+        default: The run id of the command.
+        environment: The environment of the process.
     """
     if own is not None and not environment.get(DRILL_VARIABLE):
         return own
@@ -77,15 +77,15 @@ def run_id_of(own: str | None, default: str, environment: Mapping[str, str]) -> 
 
 
 FITS = threading.RLock()
-"""Held while a fit is found and begun, or noted as finished: threads of one process may train at the same time."""
+"""The lock for finding and beginning a fit, or noting its end: threads of one process may train at the same time."""
 
 
 class Run:
-    """One run's directory, here or in an object store, held against other processes until this one ends.
+    """One run's directory, local or in an object store, locked against other processes until this one ends.
 
     Args:
-        directory: Where its autosaves are.
-        script: The process whose run it is: this one, or one that has made this one for a fit.
+        directory: The directory of its autosaves.
+        script: The process that owns the run: this one, or one that created this one for a fit.
     """
 
     def __init__(self, directory: str, script: Script) -> None:
@@ -93,25 +93,25 @@ class Run:
         self.fit = 0
         """The number of the fit that was begun last."""
         self.num_open = 0
-        """Fits that have not come to their end: one that is left by an exception never does."""
+        """The number of fits that have not finished. A fit that ends with an exception never finishes."""
         self.process_id = os.getpid()
         self._script = script
         self._has_ended = False
         self._store = open_store(directory)
         self._lock = open_lock(directory)
-        found = self._store.listing()  # before the lock: stores say more of what is wrong with a listing
+        found = self._store.listing()  # before the lock: stores give better errors for a listing
         self.was_killed = LOCK_NAME in found.files
-        """Whether an earlier process of this run could not give its lock back."""
+        """Whether an earlier process of this run could not release its lock."""
         self.is_registered = False
         self.ends_with_fit = False
-        """Whether this process may be killed after its fit without a sign that all went well: that of a pool."""
+        """Whether this process may be killed after its fit without a sign of success, as in a process pool."""
         self.on_end: Callable[[], None] = lambda: unregister(directory)
-        """Called when all went well and the autosaves are removed."""
+        """Called when the run was successful and the autosaves are removed."""
         self._is_held_by_script = script.is_elsewhere and directory in script.held
         self._check = _is_held if self._is_held_by_script else self._lock.check
         self.history = open_history(directory, check=self._check)
         if self._is_held_by_script:
-            return  # by its process, which waits for this one
+            return  # the script's process holds the lock, and waits for this process
         self._lock.acquire()
         try:
             self._store.abort_uploads()
@@ -123,24 +123,24 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """What is known of the run beside its autosaves."""
+        """The record of the run that is kept beside its autosaves."""
         return read_record(self.directory) or RunRecord()
 
     @property
     def begun(self) -> list[int]:
-        """The numbers of the fits that the script has begun, in this process and in those that it has made."""
+        """The numbers of the fits that the script has begun, in this process and in those that it created."""
         return self._script.begun(self.directory)
 
     def fits(self, record: RunRecord) -> dict[int, FitRecord | None]:
-        """Return the fits that have autosaves, by number; ``None`` where `record` does not know how one started."""
+        """Return the fits that have autosaves, by number. A fit that is missing from `record` is ``None``."""
         return {fit_number(name): record.fits.get(fit_number(name)) for name in self._fits()}
 
     def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
-        """Return the autosaves of a fit.
+        """Begin a fit and return its series of autosaves.
 
         Args:
-            keep_last: How many of them there may be.
-            number: Of the fit; that of the script's next one by default.
+            keep_last: The maximum number of autosaves.
+            number: The number of the fit. Default: the number of the script's next fit.
         """
         self.fit = number or 1 + max(self.begun, default=0)
         self.num_open += 1
@@ -151,15 +151,15 @@ class Run:
         return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
 
     def later_autosaves(self) -> list[str]:
-        """Return the newest autosave of each fit after the one that was begun last; they need not verify."""
+        """Return the newest autosave of each fit after the one that was begun last, whether it verifies or not."""
         later = [name for name in self._fits() if fit_number(name) > self.fit]
         return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 
     def end_fit(self, number: int | None = None) -> None:
-        """Note that a fit came to its end.
+        """Note that a fit finished.
 
         Args:
-            number: Of the fit; the one that was begun last by default.
+            number: The number of the fit. Default: the fit that was begun last.
         """
         with FITS:
             self._note_end(self.fit if number is None else number)
@@ -177,7 +177,7 @@ class Run:
             _runs.pop(self.directory, None)
 
     def give_back(self) -> None:
-        """Give the directory back: no fit has begun in it."""
+        """Release the directory: no fit has begun in it."""
         self._has_ended = True
         self._script.held.pop(self.directory, None)
         self._lock.release()
@@ -185,20 +185,20 @@ class Run:
         _runs.pop(self.directory, None)
 
     def leave(self) -> None:
-        """Give the directory back, in a process that was made for one fit: nothing is called when such a one ends."""
+        """Release the directory, in a process created for one fit: no exit handler runs when that process ends."""
         if self._script.is_elsewhere:
             if not self._is_held_by_script:
                 self._lock.release()
             _runs.pop(self.directory, None)
 
     def end(self) -> None:
-        """Remove the autosaves if all went well, and let other processes in. May be called twice."""
+        """Remove the autosaves if the run was successful, and release the directory. A second call does nothing."""
         if os.getpid() != self.process_id or self._has_ended:
             return
         self._has_ended = True
-        # The interpreter sets these for an exception that nobody caught.
+        # The interpreter sets these for an uncaught exception.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # A fit of another run that did not come to its end says that the script has not.
+        # If a fit of another run has not finished, neither has the script.
         num_open = sum(
             run.num_open for run in _runs.values() if run.process_id == self.process_id
         ) + self._script.num_open(self.directory)
@@ -220,9 +220,10 @@ class Run:
             self._remove_if_empty()
 
     def remove(self) -> None:
-        """Remove all autosaves of this run, the last fit's first.
+        """Remove all autosaves of this run, those of the last fit first.
 
-        A process that is killed meanwhile leaves the first fits finished, and trains the later ones again from there.
+        If the process is killed during this, the first fits stay finished, and the next process trains the later ones
+        again from there.
         """
         self._lock.check()
         for name in reversed(self._fits()):
@@ -240,14 +241,14 @@ class Run:
 
 
 def _is_held() -> None:
-    """Do nothing: the script's process would be the one to find out."""
+    """Do nothing: the script's process holds the lock and checks it."""
 
 
 _runs: dict[str, Run] = {}
 
 
 def _end_script(script: Script) -> None:
-    """End the runs whose fits were all in other processes, as those of this one are ended."""
+    """End the runs that had all their fits in other processes, like the runs of this process."""
     for directory in script.directories():
         _end_run(directory, script)
 
@@ -264,7 +265,7 @@ def _end_run(directory: str, script: Script) -> None:
 
 
 def this_process() -> Script:
-    """Return this process, as the one in which a callback is made."""
+    """Return this process, as the process that creates a callback."""
     return this_script(_end_script)
 
 
@@ -272,15 +273,15 @@ def directory_of(dirpath: str | os.PathLike[str], run_id: str) -> str:
     """Return the directory of a run, as an absolute path or a URL.
 
     Args:
-        dirpath: Where the runs are.
-        run_id: Which.
+        dirpath: The directory of the runs.
+        run_id: The name of the run.
     """
     store = open_store(dirpath)
     return store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
 
 
 def run_of_process(directory: str) -> Run | None:
-    """Return this process's run in a directory, if there is one."""
+    """Return this process's run in a directory, or ``None``."""
     run = _runs.get(directory)
     return run if run is not None and run.process_id == os.getpid() else None
 
@@ -289,19 +290,19 @@ def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None
     """Return this process's run of that name, locked against other processes.
 
     Args:
-        dirpath: Where the runs are.
-        run_id: Which.
-        script: The process in which the callback was made; this one by default.
+        dirpath: The directory of the runs.
+        run_id: The name of the run.
+        script: The process that created the callback. Default: this one.
 
     Raises:
-        RunInUseError: If another process has it.
+        RunInUseError: If another process holds the run.
         CheckpointError: If the directory can't be written.
     """
     return open_directory(directory_of(dirpath, run_id), script)
 
 
 def open_directory(directory: str, script: Script | None = None) -> Run:
-    """Return this process's run in a directory, as `directory_of` returned it; else as `open_run`."""
+    """Return this process's run in a directory that `directory_of` returned. See `open_run`."""
     run = run_of_process(directory)
     if run is None:
         try:

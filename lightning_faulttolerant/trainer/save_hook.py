@@ -1,4 +1,4 @@
-"""Whether somebody adds to a checkpoint what is of the instant at which it is written."""
+"""Whether user code adds data to a checkpoint that depends on the instant of the write."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def overrides_save_hook(trainer: Trainer) -> bool:
     module = compat.datamodule(trainer)
     if module is not None and type(module).state_dict is not LightningDataModule.state_dict:
         return True  # it has no on_save_checkpoint that Lightning calls
-    # What a user's class inherits from one of Lightning's is Lightning's; a LambdaCallback's hook is its instance's.
+    # A hook that a user's class inherits from Lightning is Lightning's. A LambdaCallback has its hook on the instance.
     modules = [callback.on_save_checkpoint.__module__ for callback in compat.callbacks(trainer)]
     return any(not is_lightnings(module) and not module.startswith(_OURS) for module in modules)

@@ -1,4 +1,4 @@
-"""What serves a Trainer of one of Lightning's packages, gathered for the classes that serve those of both."""
+"""The names that serve a Trainer of one of Lightning's packages, gathered for the classes that serve both packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What serves a Trainer: `served`, or its twin for those of ``pytorch_lightning``, loaded when one is first met."""
+"""The module that serves a Trainer: `served`, or its twin for ``pytorch_lightning``. It is loaded on first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def is_module(value: object) -> bool:
 
 
 def served(trainer: Any) -> Any:
-    """Return what serves a Trainer of its package.
+    """Return the module that serves a Trainer of its package.
 
     Raises:
-        UnsupportedTrainerError: If it is a Trainer of neither package.
+        UnsupportedTrainerError: If `trainer` is a Trainer of neither package.
     """
     package = _package_with("Trainer", trainer)
     if package is None:
@@ -35,7 +35,7 @@ def served(trainer: Any) -> Any:
 
 
 def served_of_any() -> Any:
-    """Return what serves Trainers of the package that is loaded; of ``lightning.pytorch`` if both are, or none is."""
+    """Return the module that serves the loaded package, or ``lightning.pytorch`` if both or neither are loaded."""
     return _served(next((package for package in PACKAGES if package in sys.modules), PACKAGES[0]))
 
 

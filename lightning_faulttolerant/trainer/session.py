@@ -1,4 +1,4 @@
-"""One fit: the seams of Lightning's that are taken over at its start and given back at its end, and what each does."""
+"""One fit: the seams in Lightning that it takes over at its start and gives back at its end, and what each does."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from lightning_faulttolerant.trainer.surroundings import surroundings
 
 
 class Session:
-    """Everything of ours that lives as long as one fit.
+    """Everything that this package keeps for the length of one fit.
 
     Args:
-        trainer: Whose fit it is.
-        options: The callback's.
-        registered: What `FaultTolerance.register` was given, by name.
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
+        registered: The functions that were passed to `FaultTolerance.register`, by name.
     """
 
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
@@ -79,17 +79,17 @@ class Session:
 
     @property
     def report(self) -> ResumeReport | None:
-        """What was restored, if this fit resumed."""
+        """The report of what was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
     def begin(self) -> None:
-        """Choose what the fit resumes from; to be called before loggers begin their files and callbacks are set up."""
+        """Choose what the fit resumes from. Call this before loggers open their files and callbacks are set up."""
         self._beginning.begin()
         if not self._beginning.is_connected:
             self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
 
     def open(self, callback: Callback) -> None:
-        """Take the seams over; `callback` is the one that opens us."""
+        """Take over the seams. `callback` is the callback that opens this session."""
         if not self._beginning.is_connected:
             self._connect()
         pass_over_idle_hooks(callback, self._patches)
@@ -122,12 +122,12 @@ class Session:
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
 
     def finish(self) -> None:
-        """End a fit that came to its end."""
+        """End a fit that finished."""
         self._beginning.end_fit()
         self._tell_end(None)
 
     def interrupt(self, exception: BaseException) -> None:
-        """End a fit that an exception ended: save what can be saved, and never hide the exception."""
+        """End a fit that raised an exception. Save what can be saved, and never hide the exception."""
         self._stopping.interrupt(exception)
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
         try:
@@ -142,15 +142,15 @@ class Session:
             self._tell_end(exception)
 
     def _tell_end(self, exception: BaseException | None) -> None:
-        """Tell how the fit ended, for which a store may let us wait, and give everything back whatever happens."""
+        """Report how the fit ended; this may wait for a store. Give everything back whatever happens."""
         try:
             self._beginning.end(exception)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Give everything back. May be called twice."""
-        self._patches.undo()  # the last that was taken first: these lie over those of the stopping
+        """Give everything back. A second call does nothing more."""
+        self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
         self._stopping.close()
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
@@ -168,7 +168,7 @@ class Session:
         self._stopping.connect(self._beginning.connect())
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:
-        """Put our part into a checkpoint that somebody else asks for now."""
+        """Put our part into a checkpoint that other code is saving."""
         assert self.autosaver is not None
         assert self._hook_saves is not None
         hook, saver = compat.running_hook(self._trainer)
@@ -176,7 +176,7 @@ class Session:
         self.autosaver.put_part(checkpoint, save)
 
     def _begin(self) -> None:
-        """Begin the fit's real work: whatever a finder did before is over."""
+        """Begin the fit itself. If a finder ran before, it is done."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
         self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered)
         if self._resume is None and self._trainer.num_sanity_val_steps:
@@ -244,7 +244,7 @@ class Session:
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
-        """End a fit that an exception ends, in a process made for it: else nobody ends the workers of its loaders."""
+        """End a fit that raises in a process created for it. Nothing else ends the workers of its loaders."""
         try:
             yield
         except BaseException as error:
@@ -254,10 +254,10 @@ class Session:
             raise
 
     def _save_finished(self, autosaver: Autosaver) -> None:
-        """Leave one autosave that says that the fit came to its end, or put the state of that end back.
+        """Save one autosave that marks the fit as finished, or restore the state of such an autosave.
 
         Raises:
-            TrainingStopped: If a stop was asked for since the last boundary.
+            TrainingStopped: If a stop was requested since the last boundary.
         """
         is_pending = self._resume is not None and self._resume.is_pending
         if self._resume is not None and is_pending:

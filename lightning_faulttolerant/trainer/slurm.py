@@ -1,4 +1,4 @@
-"""SLURM: until when the job may run, which signal announces its end, and how it is queued again."""
+"""SLURM: when the job's time is over, which signal announces its end, and how it is queued again."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def queues_again(trainer: Trainer) -> bool:
 
 
 def requeue_signal(trainer: Trainer, original_handlers: Mapping[int, object]) -> signal.Signals | None:
-    """Return the signal that announces the end of the job; ``None`` if there is none, or it is somebody else's.
+    """Return the signal that announces the end of the job, or ``None`` if there is none or user code handles it.
 
     Args:
-        trainer: Whose environment it is.
-        original_handlers: From before Lightning's: as with Lightning, a handler of the user's own has the signal.
+        trainer: The trainer that runs in the SLURM environment.
+        original_handlers: The handlers from before Lightning's. As in Lightning, a user's own handler keeps the signal.
     """
     environment = cluster_environment(trainer)
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -43,7 +43,7 @@ def requeue_signal(trainer: Trainer, original_handlers: Mapping[int, object]) ->
 
 
 def end_time(environment: Mapping[str, str]) -> float | None:
-    """Return when the job's time is over, in seconds since 1970; ``None`` if that is not known."""
+    """Return when the job's time is over, in seconds since 1970, or ``None`` if that is not known."""
     text = environment.get(END_TIME_VARIABLE, "")
     if not text:
         return None
@@ -55,7 +55,7 @@ def end_time(environment: Mapping[str, str]) -> float | None:
 
 
 def requeue(environment: Mapping[str, str]) -> str:
-    """Queue this job again by ``scontrol requeue``; return why that failed, or nothing."""
+    """Queue this job again by ``scontrol requeue``. Return why that failed, or an empty string."""
     job = environment.get("SLURM_JOB_ID", "")
     if environment.get("SLURM_ARRAY_JOB_ID"):
         job = f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"

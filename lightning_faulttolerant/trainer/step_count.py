@@ -1,8 +1,8 @@
-"""When `every_n_train_steps` says that an autosave is due: by optimizer steps, or by batches where nobody counts steps.
+"""When an autosave is due by `every_n_train_steps`: it counts optimizer steps, or batches if nothing counts steps.
 
-Lightning's ``global_step`` counts the steps of automatic optimization, and in manual optimization those of the
-optimizers that ``self.optimizers()`` returns. A module that steps the raw optimizer, or trains without one as pyro's
-SVI does, leaves it where it is. Then finished batches count: as many as steps were asked for, with no step among them.
+Lightning's ``global_step`` counts the steps of automatic optimization, and in manual optimization the steps of the
+optimizers that ``self.optimizers()`` returns. It does not change if a module steps the raw optimizer, or trains without
+an optimizer as pyro's SVI does. Then an autosave is due after the same number of finished batches without a step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class StepCount:
         self._has_told = False
 
     def note_save(self) -> None:
-        """Note that the state of now is saved."""
+        """Note that the current state is saved."""
         self._last = self._now()
 
     def is_due(self) -> bool:
-        """Return whether an autosave is due. All ranks answer alike: they do the same steps and batches."""
-        if self._last is None:  # the fit continues from an autosave of this very place
+        """Return whether an autosave is due. All ranks return the same: they do the same steps and batches."""
+        if self._last is None:  # the fit continues from an autosave of this same place
             self.note_save()
         assert self._last is not None
         (last_step, last_batch), (step, batch) = self._last, self._now()

@@ -1,8 +1,8 @@
-"""Stop signals: a handler only sets a flag; at a boundary the ranks agree, save and end.
+"""Stop signals: a handler only sets a flag. At a boundary the ranks agree, save and end.
 
-A thread, `Watch`, looks on. It steps in where the main thread can't reach a boundary by itself. If a sole rank waits
-for a batch that a stuck worker never delivers, or is about to outlive its grace period, it sends the signal once more,
-and the handler then raises. When the grace period is over it ends the process, whatever the main thread does.
+A thread, `Watch`, looks on. It steps in if the main thread can't reach a boundary by itself. If a sole rank waits for a
+batch that a stuck worker never delivers, or is about to exceed its grace period, the thread sends the signal again, and
+the handler then raises. When the grace period is over, it ends the process, whatever the main thread does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lightning_faulttolerant.errors import TrainingStopped
 _log = logging.getLogger(__name__)
 
 DEADLINE_EXIT_CODE = 75
-"""Of a run that a deadline has stopped: sysexits' "temporary failure", run it again."""
+"""The exit code of a run that a deadline has stopped: sysexits' "temporary failure", run it again."""
 REQUEUED_EXIT_CODE = 76
-"""Of a run that was saved and whose SLURM job was queued again."""
+"""The exit code of a run that was saved, with its SLURM job queued again."""
 UNSAVED_EXIT_CODE = 74
-"""Of a run that was stopped and whose state could not be written: sysexits' "input/output error"."""
+"""The exit code of a stopped run that could not write its state: sysexits' "input/output error"."""
 
 _STUCK_FETCH_SECONDS = 1.0
 _FETCH = "waited for a batch from a worker"
 _GRACE = "could not reach the next batch within its grace period"
-# What is left of the grace period for a save and for the end of the process, at least and at most.
+# The share of the grace period that is left for a save and for the end of the process, at least and at most.
 _RESERVED_SHARE = 0.2
 _MAX_RESERVED_SHARE = 0.8
-# A save takes so many times as long as the longest before, at worst.
+# A save takes at most this many times as long as the longest save before.
 _SAVE_FACTOR = 1.2
 
 
@@ -44,8 +44,8 @@ class StopReason:
     """Why a run is to stop.
 
     Args:
-        name: What has asked for it.
-        exit_code: Of the process.
+        name: The cause of the stop.
+        exit_code: The exit code of the process.
         requeues: Whether the SLURM job is to be queued again once the state is saved.
     """
 
@@ -54,23 +54,23 @@ class StopReason:
     requeues: bool = False
 
     def to_text(self) -> str:
-        """Return it as text, for the other ranks."""
+        """Return the reason as text, for the other ranks."""
         return f"{self.exit_code} {int(self.requeues)} {self.name}"
 
     @classmethod
     def from_text(cls, text: str) -> StopReason:
-        """Return what `to_text` has written."""
+        """Return the reason that `to_text` has written."""
         exit_code, requeues, name = text.split(" ", 2)
         return cls(name=name, exit_code=int(exit_code), requeues=requeues == "1")
 
 
 def exit_code(signum: int) -> int:
-    """Return the exit code of a process that ended for a signal: 143 for SIGTERM, 130 for SIGINT."""
+    """Return the exit code of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
     return 128 + signum
 
 
 def signal_reason(signum: int, *, requeues: bool = False) -> StopReason:
-    """Return the reason that a signal is."""
+    """Return the stop reason for a signal."""
     return StopReason(name=signal.Signals(signum).name, exit_code=exit_code(signum), requeues=requeues)
 
 
@@ -78,8 +78,8 @@ def stopped_by(reason: StopReason, where: str, unsaved: str = "") -> TrainingSto
     """Return the exception that ends the process.
 
     Args:
-        reason: Why.
-        where: In the run.
+        reason: Why the run stops.
+        where: The place in the run.
         unsaved: Why the state of that place could not be saved, if that failed.
     """
     stopped = TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
@@ -88,17 +88,17 @@ def stopped_by(reason: StopReason, where: str, unsaved: str = "") -> TrainingSto
 
 
 def say_unsaved(stopped: TrainingStopped, unsaved: str) -> None:
-    """Let the message and the exit code say that the last autosave is older, unless nothing failed or they do so."""
+    """If a save failed, report in the message and the exit code that the last autosave is older, but only once."""
     if unsaved and stopped.code != UNSAVED_EXIT_CODE:
         stopped.code, stopped.reason = UNSAVED_EXIT_CODE, f"{stopped.reason}. {unsaved}"
 
 
 class StopSignals:
-    """Handles stop signals from `install` to `uninstall`, and knows whether and until when the run is to end.
+    """Handles stop signals from `install` to `uninstall`, and knows whether and by when the run must end.
 
     Args:
-        signals: Which.
-        grace_seconds: How long after the first one the process has to end.
+        signals: The signals to handle.
+        grace_seconds: How long the process may take to end after the first signal.
     """
 
     def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
@@ -110,7 +110,7 @@ class StopSignals:
         self._must_raise: str | None = None
         self._has_signal = False
         self._held_back: tuple[int, BaseException] | None = None
-        """What a handler of the script's has raised, until it is told: not in a handler."""
+        """The exception that a handler of the script has raised. It is logged later, outside of the handler."""
         self._main_thread = threading.main_thread().ident
         self.requested: StopReason | None = None
         self._requested_at = 0.0
@@ -118,22 +118,22 @@ class StopSignals:
         self._raised_at = float("-inf")
         self._saving = False
         self.is_alone = True
-        """Whether the main thread may be interrupted: another rank may wait for it in a collective."""
+        """Whether the main thread may be interrupted. If there are other ranks, one may wait for it in a collective."""
         self.save_seconds: Callable[[], float] = lambda: 0.0
-        """Gives how long a save takes, from those before."""
+        """Returns how long a save takes, from earlier saves."""
         self.announced_seconds: Callable[[], float] = lambda: 0.0
-        """Gives how long the SLURM job may still run, when its end is announced."""
+        """Returns how long the SLURM job may still run, when its end is announced."""
         self.before_hard_end: Callable[[StopReason], None] = lambda reason: None
         self.broke_fetch = False
         self.fetch_began: float | None = None
-        """When the fetch that is under way began, if its batch comes from workers."""
+        """When the fetch in progress began, if its batch comes from workers."""
 
     def install(self, original_handlers: Mapping[int, Any], *, requeue_signal: signal.Signals | None = None) -> None:
         """Take over the signals.
 
         Args:
-            original_handlers: Those to call besides, and what `uninstall` leaves alone.
-            requeue_signal: One more signal, for which the SLURM job is queued again.
+            original_handlers: The handlers to call in addition. `uninstall` does not restore these.
+            requeue_signal: One more signal. On it, the SLURM job is queued again.
         """
         if threading.current_thread() is not threading.main_thread():
             _log.warning("Stop signals are not handled: fit does not run in the main thread.")
@@ -147,7 +147,7 @@ class StopSignals:
         self._installed.set()
 
     def uninstall(self) -> None:
-        """Give the signals back, where nobody else has taken them since."""
+        """Give the signals back, unless other code has taken them since."""
         self._installed.clear()
         for signum, (previous, _) in self._previous.items():
             if signal.getsignal(signum) == self._handle:
@@ -168,11 +168,11 @@ class StopSignals:
             )
 
     def note(self, reason: StopReason, seconds: float | None = None) -> None:
-        """Note that the run is to stop, for the first of several reasons.
+        """Note that the run is to stop. The first of several reasons counts.
 
         Args:
-            reason: Why; it may be another rank's.
-            seconds: How long the run has for it: by default the grace period, or until the end that was announced.
+            reason: The reason; it may be another rank's.
+            seconds: How long the run may take. Default: the grace period, or the time to the announced end if longer.
         """
         if self.requested is None:
             if seconds is None:
@@ -187,12 +187,12 @@ class StopSignals:
         return self._end_at - time.monotonic()
 
     def save_fits(self, seconds_left: float) -> bool:
-        """Return whether a save can be done in so much time."""
+        """Return whether a save fits in `seconds_left`."""
         return self.save_seconds() * _SAVE_FACTOR <= seconds_left
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Let nobody interrupt the main thread meanwhile: the state is being saved."""
+        """Protect the main thread from interruption inside this context: the state is being saved."""
         self._saving = True
         try:
             yield
@@ -202,7 +202,7 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._must_raise is not None:
             because, self._must_raise = self._must_raise, None
-            if because == _FETCH and self.fetch_began is None:  # it came after all: the next boundary is near
+            if because == _FETCH and self.fetch_began is None:  # the batch came after all: the next boundary is near
                 return
             self.broke_fetch = self.fetch_began is not None
             raise stopped_by(self.requested or signal_reason(signum), f"while it {because}")
@@ -211,17 +211,17 @@ class StopSignals:
             if signum == signal.SIGINT:
                 raise stopped_by(signal_reason(signum), "at once, at the second signal")
             return
-        # All ranks may have got it, and this one was told by another before its own handler could run.
+        # All ranks may have received the signal, and another rank told this one before its own handler could run.
         self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
         original = self._previous.get(signum, (None, None))[1]
         if callable(original) and original is not signal.default_int_handler:
             try:
                 original(signum, frame)
-            except BaseException as error:  # noqa: BLE001 - sys.exit, as a rule: it would end the run unsaved
+            except BaseException as error:  # noqa: BLE001 - usually sys.exit: it would end the run unsaved
                 self._held_back = signum, error
 
     def look(self) -> None:
-        """Step in if it is time; for the thread that looks on."""
+        """Step in if it is time. The thread that looks on calls this."""
         self._tell_held_back()
         reason = self.requested
         if reason is None:

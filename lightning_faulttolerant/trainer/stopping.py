@@ -1,4 +1,4 @@
-"""All that ends a fit before its end, of one rank or several: signals, a deadline, a rank that has failed."""
+"""Everything that ends a fit early, on one rank or several: signals, a deadline, a rank that has failed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Method = Callable[..., Any]
 
 
 class Agreement(Protocol):
-    """How the main thread of a rank learns what all are to do; see `Member`."""
+    """How the main thread of a rank learns what all ranks are to do. See `Member`."""
 
     def at_boundary(self) -> str | None:
         """Return what all ranks do at this boundary."""
@@ -85,11 +85,11 @@ class SoleRank:
 
 
 class Stopping:
-    """What can end a fit before its end, from `connect` to `close`.
+    """Everything that can end a fit early, from `connect` to `close`.
 
     Args:
-        trainer: Whose fit it is.
-        options: The callback's.
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
@@ -98,7 +98,7 @@ class Stopping:
         self.signals = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self.agreement: Agreement = SoleRank(self.signals)
         self.is_too_late = False
-        """Whether the run is stopped when there was no time left for a save."""
+        """Whether the run stops with no time left for a save."""
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
         self._patches = Patches()
@@ -106,10 +106,10 @@ class Stopping:
         self._is_interrupted = False
         self._is_open = False
         self._noted_at: float | None = None
-        """When SLURM's notice came, if that was before the fit."""
+        """When SLURM's notice came, if it came before the fit."""
 
     def connect(self, ranks: Ranks) -> None:
-        """Connect the ranks; a collective. From now on the death of one is known to all."""
+        """Connect the ranks; a collective. From now on all ranks learn of the death of one."""
         if ranks.num_ranks == 1:
             return
         self._ranks = ranks
@@ -121,7 +121,7 @@ class Stopping:
         self._begin_watch()
 
     def open(self) -> None:
-        """Take the seams over that have to do with the end of a fit."""
+        """Take over the seams that concern the end of a fit."""
         loop, wrap = compat.validation_loop(self._trainer), self._patches.wrap
         wrap(self._trainer.fit_loop, "run", self._wrap_run)
         wrap(loop, "run", self._wrap_run)
@@ -133,10 +133,10 @@ class Stopping:
         self._is_open = True
 
     def begin(self, save_seconds: Callable[[], float]) -> None:
-        """Take over the signals, and mind the deadline.
+        """Take over the signals, and watch the deadline.
 
         Args:
-            save_seconds: Gives how long a save takes, from those before.
+            save_seconds: Returns how long a save takes, from earlier saves.
         """
         original = compat.original_handlers(self._trainer)
         requeue = slurm.requeue_signal(self._trainer, original)
@@ -153,7 +153,7 @@ class Stopping:
         self._begin_watch()
 
     def _note_early(self, noted_at: float, requeue_signal: signal.Signals | None) -> None:
-        """Stop for a notice that came before the fit, or end as without us if it asks for no stop here."""
+        """Stop for a notice that came before the fit. If no stop is requested for it, end as without this package."""
         assert NOTICE is not None
         if NOTICE not in (requeue_signal, *self._options.signals):
             end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment name it.")
@@ -189,14 +189,14 @@ class Stopping:
             self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
 
     def _was_over(self) -> bool:
-        """Return whether the deadline had passed when the script began: queued again, it would stop at once again."""
+        """Return whether the deadline had passed when the script began. A requeued job would only stop again."""
         return self._options.deadline is not None and self._options.deadline <= self._options.made_at
 
     # At the places where a fit can end.
 
     @property
     def reason(self) -> StopReason:
-        """Why the run is to stop: what the ranks have agreed on, where there are several."""
+        """Why the run is to stop. Several ranks agree on one reason."""
         agreed = self._agreed or self._watch.member.stop
         if agreed is not None:
             return StopReason.from_text(agreed)
@@ -204,7 +204,7 @@ class Stopping:
         return self.signals.requested
 
     def save_fits(self) -> bool:
-        """Return whether a save can be done in what is left of the grace period of each rank; a collective."""
+        """Return whether a save fits in the rest of each rank's grace period; a collective."""
         left = self._ranks.to_first("the time that is left", self.signals.seconds_left())
         fits = left is not None and self.signals.save_fits(min(left))
         self.is_too_late = not self._ranks.from_first("whether a save fits", fits)
@@ -216,14 +216,14 @@ class Stopping:
         return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
 
     def stop_if_wanted(self, where: str, unsaved: str = "") -> None:
-        """Stop here, where all ranks are, if one of them was asked to; a collective.
+        """Stop all ranks here if one of them was asked to stop; a collective.
 
         Args:
-            where: In the run.
+            where: The place in the run.
             unsaved: Why the state of that place could not be saved, if that failed.
 
         Raises:
-            TrainingStopped: If so.
+            TrainingStopped: If a rank was asked to stop.
         """
         own = self.signals.requested
         told = self._ranks.to_first("a wish to stop", own and own.to_text())
@@ -235,7 +235,7 @@ class Stopping:
             raise stopped_by(StopReason.from_text(text), where, unsaved)
 
     def end_together(self) -> None:
-        """Note that all ranks end here by agreement: that one is gone is no news any more."""
+        """Note that all ranks end here by agreement. From now on a rank that is gone is not a failure."""
         self._watch.end_together = True
         if self._ranks.num_ranks > 1:
             call_off_observers()
@@ -243,17 +243,17 @@ class Stopping:
     # At the end.
 
     def fail(self, exception: BaseException) -> None:
-        """Say at once what has ended this rank, if it has ended alone."""
+        """Report immediately what ended this rank, if it ended alone."""
         self._watch.fail(exception)
 
     def requeue(self, exception: BaseException) -> None:
-        """Queue the SLURM job again after a stop, if it is to be; a collective if the ranks end together."""
+        """Requeue the SLURM job after a stop, if the reason says so; a collective if the ranks end together."""
         if not isinstance(exception, TrainingStopped):
             return
         if self.signals.requested is None or not self.reason.requeues:
             return
         failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
-        if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all when the first has ended
+        if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all ranks when the first ends
             failure = self._ranks.from_first("requeue", failure)
         if not failure:
             exception.code = REQUEUED_EXIT_CODE
@@ -267,13 +267,13 @@ class Stopping:
                 _shout(failure)
 
     def interrupt(self, exception: BaseException) -> None:
-        """Look on until Lightning's own teardown is done: it may wait for a rank that is gone."""
+        """Keep watching until Lightning's own teardown is done: it may wait for a rank that is gone."""
         self.fail(exception)
         self._is_interrupted = True
 
     def close(self) -> None:
-        """Give the signals back and look no more, unless the fit was interrupted and is still being torn down."""
-        # Nothing is looked on for then; and where somebody's on_exception raises, Lightning tears nothing down.
+        """Give the signals back and stop watching, unless an interrupted fit is still being torn down."""
+        # A free rank has nothing to watch for. And if a user's on_exception raises, Lightning never tears down.
         is_free = self._ranks.num_ranks == 1 and self.signals.requested is None
         if is_free or not self._is_interrupted or not self._is_open:
             self._end()
@@ -290,7 +290,7 @@ class Stopping:
             try:
                 return original()
             except BaseException as error:
-                self.fail(error)  # before any callback's on_exception, which may wait for the others
+                self.fail(error)  # before any callback's on_exception, which may wait for the other ranks
                 raise
 
         return run

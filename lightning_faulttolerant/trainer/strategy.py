@@ -44,13 +44,13 @@ class Loaders:
     """Every loader that Lightning processes during a fit, by its place: ``train/0``, ``validation/0``, ...
 
     Args:
-        trainer: Whose fit it is.
+        trainer: The trainer that runs the fit.
         strict: Whether a loader that can't be resumed exactly is an error.
-        manual: Whether positions are those that the user's own objects keep, and no loader is replaced.
+        manual: Whether the user's own objects keep the positions, and no loader is replaced.
         is_per_sample: Whether the generators are seeded before each sample.
 
     Raises:
-        ValueError: If both are asked for.
+        ValueError: If both `manual` and `is_per_sample` are set.
     """
 
     def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False, is_per_sample: bool = False) -> None:
@@ -65,7 +65,7 @@ class Loaders:
         self._manual = manual
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
-        """Whether an iteration that is asked for now is the trainer's own."""
+        """Whether an iteration that begins now is the trainer's own."""
         self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._states: Mapping[str, Any] = {}
         self._states_of_own: Mapping[str, Any] = {}
@@ -73,21 +73,21 @@ class Loaders:
         self.mark_before: Mark | None = None
         self._is_marked = False
         self.holds_back = False
-        """Whether training iterations that are begun are to be empty: `renew` makes them in the right place."""
+        """Whether new training iterations are empty: `renew` begins them again in the right place."""
         self.fetches_ahead = False
-        """Whether each training batch is fetched while the one before it is still to be trained."""
+        """Whether each training batch is fetched before the previous one is trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.drawn: Drawn | None = None
-        """Notes what the script drew of each loader before it is iterated over."""
+        """Notes what the script drew for each loader, before the loader is iterated over."""
         self.trackers: dict[str, Tracker] = {}
         self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
-        """Loaders that run as they are; what their objects hold is part of the state all the same."""
+        """Loaders that run as they are. The state still includes what their objects hold."""
         self.goes_on = False
         """Whether this fit continues from a checkpoint with the loaders' places."""
         self.lightning_restores = False
-        """Whether Lightning gives the loaders states of their own, from a checkpoint that is not of ours."""
+        """Whether Lightning restores the loaders' own states, from a checkpoint that this package did not write."""
         self._left: list[str] = []
         self._followed: list[OfWholeLoader] = []
         self._patches = Patches()
@@ -96,17 +96,17 @@ class Loaders:
 
     @contextlib.contextmanager
     def iterated_by_trainer(self, *, stage: str = TRAIN) -> Iterator[None]:
-        """Let iterations that are asked for meanwhile be the trainer's own; at other times they are a callback's."""
+        """Count iterations that begin inside this context as the trainer's own. All others are a callback's."""
         self.is_trainers = stage == TRAIN or self.holds_back  # the setup of validation only tries its loaders
         try:
             yield
         finally:
             self.end_fetch()
-            # A user's own may be used again when loaders are reloaded, and holds our copies until they are put back.
+            # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
             self._combined.update(compat.combined_loaders(self._trainer))
 
     def begin_fetch(self) -> None:
-        """Let iterations from here on be the trainer's: of several validation loaders, all but the first begin late."""
+        """Count later iterations as the trainer's: of several validation loaders, all but the first begin late."""
         self.is_trainers = True
 
     def end_fetch(self) -> None:
@@ -114,11 +114,11 @@ class Loaders:
         self.is_trainers = self._is_marked = False
 
     def begin(self, stage: str) -> None:
-        """Get ready for the loaders of a stage to be processed again."""
+        """Prepare for the loaders of a stage to be processed again."""
         self._stage, self._next_index = stage, 0
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
-        """Let every loader that is processed from now on continue from its place in `states`, a `state_dict`."""
+        """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
         self._left = list(states.get("left", ()))
         self._states = states.get("places", {})
         self._states_of_own = states.get("own", {})
@@ -129,19 +129,19 @@ class Loaders:
             self._resume(place, tracker)
 
     def expect(self, check: Callable[[str, Any], None]) -> None:
-        """Let `check` see the place and the fingerprint of each loader, of those that are processed later too."""
+        """Call `check` with the place and the fingerprint of each loader, including those processed later."""
         self._check = check
         for place, fingerprint in self.fingerprints.items():
             check(place, fingerprint)
 
     def resumed(self) -> None:
-        """Let loaders that are processed from now on begin at their beginning; they may be others."""
+        """Let loaders that are processed from now on begin at their beginning: they may be different ones."""
         self._check = lambda place, fingerprint: None
         self._states, self._left, self._states_of_own = {}, [], {}
 
     def process(self, loader: Any) -> Any:
-        """Return what stands in for a loader that Lightning has processed."""
-        loader = user_loader(loader)  # a user's CombinedLoader that is given again still holds our copies
+        """Return the replacement for a loader that Lightning has processed."""
+        loader = user_loader(loader)  # a user's CombinedLoader that is used again still holds our copies
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
@@ -153,7 +153,7 @@ class Loaders:
         reason = self._why_not_followed(loader, stage)
         if reason is not None:
             self.untracked[place] = loader
-            # What is not seeded per sample would depend on the number of workers.
+            # A sample that is not seeded itself would depend on the number of workers.
             is_seeded = self._seeds is not None and isinstance(loader, DataLoader)
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
@@ -189,7 +189,7 @@ class Loaders:
 
     def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
         known = self.trackers.get(place)
-        if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # given again when loaders are reloaded
+        if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # used again when loaders are reloaded
             return known, known.loader
         for other, tracker in self.trackers.items():
             if other != place and isinstance(tracker, TrackedLoader) and share_a_state(loader, tracker.user_loader):
@@ -203,7 +203,7 @@ class Loaders:
         tracker.index_side.num_ranks = self._trainer.world_size
         tracked = tracker.copy_of(loader)
         if keeps_own_position(loader):
-            # A data module may ask the loader that it holds, which is at its beginning all the time.
+            # A data module may call these on the loader that it holds, which never leaves its beginning.
             self._patches.replace(loader, "state_dict", tracked.state_dict)  # type: ignore[attr-defined]
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
@@ -214,7 +214,7 @@ class Loaders:
         if has_state and any(tracker.place != place for tracker in others):
             self._refuse(place, f"the same object is {others[0].place} too, and it has one state for both")
         for tracker in others:
-            if has_state or tracker.place == place:  # loaders are reloaded, and this is the one of before
+            if has_state or tracker.place == place:  # loaders are reloaded, and this one is the same
                 return tracker, tracker.followed
         tracker = tracker_of(loader, place=place, older=self._followed)
         tracker.strict, tracker.not_exact = self.strict, self.not_exact
@@ -244,7 +244,7 @@ class Loaders:
         return loader
 
     def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
-        """Give the user's objects the states that they had, right before they are iterated over."""
+        """Restore the states of the user's objects. Call this right before they are iterated over."""
         for place, state in states.items():
             if place in self._own and only in (None, place):
                 self._own[place].load_state_dict(state)
@@ -261,8 +261,8 @@ class Loaders:
     def renew(self, state: Mapping[str, Any]) -> None:
         """Begin the trainer's iteration over the training loaders again, at the place of `state`.
 
-        Where batches are fetched ahead, the next one is fetched here, under the random states under which it was
-        fetched before; who calls this puts those of the boundary back.
+        If batches are fetched ahead, this fetches the next one, under the same random states as before. The caller
+        then restores the random states of the boundary.
         """
         self.holds_back = False
         ahead = state.get("ahead")
@@ -291,7 +291,7 @@ class Loaders:
         )
 
     def _before_first_batch(self) -> None:
-        # The first batch of all is fetched while the loaders are set up, before anybody could tell.
+        # The very first batch is fetched while the loaders are set up, before any seam could mark it.
         if not self._is_marked and compat.fetches_ahead(self._trainer):
             self.mark()
 
@@ -306,7 +306,7 @@ class Loaders:
         """Return the position of each loader.
 
         Args:
-            in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin again.
+            in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
         """
         mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, Any] = {
@@ -336,11 +336,11 @@ class Loaders:
         return {place: own.state_dict() for place, own in self._own.items()}
 
     def held_state(self) -> dict[str, dict[str, bytes]]:
-        """Return the generators that the loaders' objects hold."""
+        """Return the states of the generators that the loaders' objects hold."""
         return {place: tracker.held.state_dict() for place, tracker in self.trackers.items()}
 
     def load_held(self, state: Mapping[str, Mapping[str, bytes]]) -> list[str]:
-        """Put those generators back; return the paths that are not there any more."""
+        """Restore those generators. Return the paths that no longer exist."""
         missing = []
         for place, held in state.items():
             if place in self.trackers:
@@ -348,16 +348,16 @@ class Loaders:
         return missing
 
     def share_seeds(self, ranks: Ranks) -> None:
-        """Let the samples of all ranks be seeded from rank 0's seed; a collective."""
+        """Seed the samples of all ranks from rank 0's seed; a collective."""
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
     def deal(self) -> Deal | None:
-        """Return how the rest of an epoch that others began comes to this rank, until it is begun."""
+        """Return this rank's share of the rest of an epoch that other ranks began, until that rest begins."""
         return next((t.deal for t in self._training().values() if isinstance(t, TrackedLoader)), None)
 
     def share(self) -> Share | None:
-        """Return how the samples of the training loader come to the ranks, if that is known."""
+        """Return how the samples of the training loader are split among the ranks, if that is known."""
         return next((side.current_share() for side in self._index_sides.values()), None)
 
     def has_workers(self) -> bool:
@@ -365,28 +365,28 @@ class Loaders:
         return any(t.num_workers for place, t in self.trackers.items() if place.startswith(TRAIN))
 
     def num_handed_out(self) -> int:
-        """Return how many index batches of the training epoch were drawn so far."""
+        """Return how many index batches of the training epoch have been drawn so far."""
         num = 0
-        for side in self._index_sides.values():  # at each boundary: a generator would cost more than all the rest
+        for side in self._index_sides.values():  # this runs at each boundary: a generator would cost more than the rest
             num += side.record.handed_out
         return num
 
     def replayed(self) -> list[Any]:
-        """Return the loaders that are resumed by a replay, and the iterators that live on in them."""
+        """Return the loaders that are resumed by a replay, and the iterators that they keep."""
         return [one for tracker in self._followed for one in tracker.replayed()]
 
     def close_workers(self) -> None:
-        """End all workers at once, those that are stuck too."""
+        """End all workers immediately, including stuck ones."""
         for tracker in self.trackers.values():
             tracker.close_workers()
 
     def release_workers(self) -> None:
-        """Let workers that are still there follow a termination again."""
+        """Let the remaining workers react to a termination again."""
         for tracker in self.trackers.values():
             tracker.release_workers()
 
     def put_back(self) -> None:
-        """Put the loaders that Lightning would have without us where our copies are."""
+        """Replace our copies by the loaders that Lightning would have without us."""
         for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
             combined.flattened = [user_loader(loader) for loader in combined.flattened]
         self._combined.clear()

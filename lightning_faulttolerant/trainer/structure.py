@@ -1,4 +1,4 @@
-"""What training has changed on the structure of a module, which no new process makes again by itself."""
+"""The changes that training makes to the structure of a module. A new process does not repeat them by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EPOCH_START = ("on_train_epoch_start", "on_epoch_start")
 
 
 class Structure:
-    """The modules and parameters that there were when the fit began.
+    """The modules inside a module when the fit began.
 
     Args:
         module: The module that is trained.
@@ -28,7 +28,7 @@ class Structure:
         self._ids = {id(one) for one in self._modules.values()}
 
     def lost(self) -> dict[str, str]:
-        """Return what a new process would not make again, by path, with the reason."""
+        """Return the parts that a new process would not create again, by path, with the reason."""
         now, before = _modules_of(self._module), self._modules
         added = now.keys() - before.keys()
         outer = [name for name in sorted(added) if name.rpartition(".")[0] not in added]
@@ -40,7 +40,7 @@ class Structure:
 
 
 def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by name, without metrics and what trackers of metrics make: these have a part of their own."""
+    """Return all modules by name, without metrics and the modules of metric trackers, which are saved separately."""
     return {
         name: one
         for name, one in module.named_modules(remove_duplicate=False)

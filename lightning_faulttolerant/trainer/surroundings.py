@@ -1,4 +1,4 @@
-"""Versions, devices and threads: what the last bits of the arithmetic depend on besides the run itself."""
+"""Versions, devices and threads. The last bits of the arithmetic depend on these besides the run itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer, __version__  # type: ignore[attr-defined]
 
 
 def surroundings(trainer: Trainer) -> dict[str, Any]:
-    """Return what this process computes with."""
+    """Return the versions, the device and the threads that this process computes with."""
     numpy = sys.modules.get("numpy")
     device = trainer.strategy.root_device
     return {

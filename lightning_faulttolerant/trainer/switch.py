@@ -18,13 +18,13 @@ _ON = ("on", "manual")
 def callbacks_from_environment() -> list[FaultTolerance]:
     """Return the callbacks to add to a Trainer that is being built.
 
-    Each of Lightning's packages calls this once per Trainer, through an entry point group of its own.
+    Each of Lightning's packages calls this once per Trainer, through its own entry point group.
 
     Raises:
-        ValueError: If the variable has a value that means nothing.
+        ValueError: If the variable has an unknown value.
     """
     switch = read_switch()
-    # A run that is switched off is to be compared with one that is not.
+    # A run that is switched off writes a ledger to be compared with one that is on.
     writes_ledger = switch == "off" and bool(os.environ.get(LEDGER_VARIABLE))
     follow_trainer(is_on=switch in _ON)
     if switch not in _ON and not writes_ledger:

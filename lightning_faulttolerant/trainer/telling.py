@@ -1,4 +1,4 @@
-"""What a run says of itself, beside what Lightning says, if the level of our logger allows it."""
+"""The messages that a run prints besides Lightning's, if the level of our logger allows it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _package = logging.getLogger("lightning_faulttolerant")
 
 
 def tell(text: str) -> None:
-    """Say `text`, on rank zero, unless the user has set the level of our logger above that of information.
+    """Print `text` on rank zero, unless the user has set the level of our logger above ``INFO``.
 
-    It is Lightning's logger that says it: by default Python shows of all others warnings only.
+    Lightning's logger prints it: by default, Python shows only the warnings of all other loggers.
     """
-    if _package.level <= logging.INFO and not _package.disabled:  # it is 0 where nobody has set it
+    if _package.level <= logging.INFO and not _package.disabled:  # it is 0 if nothing has set it
         rank_zero_info(worded(text))

@@ -1,4 +1,4 @@
-"""What follows a loader, by the kind of loader that it is."""
+"""The trackers that follow loaders, by the kind of loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 
 OfWholeLoader = OwnLoader | ReplayedLoader
-"""Follows what the loader gives, rather than what it consists of."""
+"""Follows what the loader yields, rather than the parts that it consists of."""
 Tracker = TrackedLoader | OfWholeLoader
 
 
@@ -21,26 +21,26 @@ def why_not_whole(loader: Any) -> str | None:
 
 
 def tracker_of(loader: Any, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
-    """Return what follows a loader as a whole: by its own state if it has one, else by a replay."""
+    """Return the tracker that follows a loader as a whole: by its own state if it has one, or else by a replay."""
     if keeps_own_state(loader):
         return OwnLoader(loader, place=place)
     return ReplayedLoader(loader, place=place, older=older)
 
 
 def user_loader(loader: Any) -> Any:
-    """Return the loader of which `loader` is our copy, or `loader` itself."""
+    """Return the loader that `loader` is our copy of, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
     return user_loader_behind(loader) if tracker is None else tracker.user_loader
 
 
 def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:
-    """Return the copies of loaders that the trainer has, by place."""
+    """Return the copies of loaders that the trainer uses, by place."""
     followed = {place: one for place, one in trackers.items() if isinstance(one, TrackedLoader) and not one.is_gone}
     return {place: one.loader for place, one in followed.items()}
 
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
-    """Return the states that a checkpoint holds of loaders with a ``state_dict``, which Lightning gives every rank."""
+    """Return a checkpoint's states of loaders with a ``state_dict``. Lightning gives them to every rank."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states: list[Any] = fit_loop.get("combined_loader", [])
     return states

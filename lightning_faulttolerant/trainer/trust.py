@@ -1,4 +1,4 @@
-"""Which autosaves are trusted: only from those are objects unpickled that ``weights_only=True`` would refuse."""
+"""Which autosaves are trusted. Objects that ``weights_only=True`` would refuse are unpickled only from trusted ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _GRANT = f"pass FaultTolerance(trust_autosaves=True) or set {TRUST_VARIABLE}=1"
 
 @final
 class Trust:
-    """Says which objects may be in autosaves, and which autosaves may be unpickled.
+    """Decides which objects may be in autosaves, and which autosaves may be unpickled.
 
     Args:
-        options: Whether the user has granted or forbidden it, and whether a refusal is an error.
+        options: The callback's options: whether the user grants or forbids it, and whether a refusal is an error.
     """
 
     def __init__(self, options: Options) -> None:
@@ -41,29 +41,29 @@ class Trust:
         self._known: set[str] = set()
 
     def why_not(self, path: str) -> str | None:
-        """Return why an autosave or a directory of them is not trusted, ``None`` if it is."""
+        """Return why an autosave, or a directory of autosaves, is not trusted, or ``None`` if it is."""
         if self._options.trust_autosaves is not None:
             return None if self._options.trust_autosaves else "trust_autosaves forbids it"
         reasons = map(why_not_trusted, _files_of(path) or [path])
         return next((reason for reason in reasons if reason is not None), None)
 
     def is_trusted_series(self, series: AutosaveSeries | None) -> bool:
-        """Return whether what is written there is trusted now."""
+        """Return whether autosaves in the series are trusted now."""
         if series is None:
             return False
         return self._why_not_in(os.fspath(series.directory)) is None
 
     def _why_not_in(self, directory: str) -> str | None:
-        """Return why a directory of autosaves, which is made if it is not there, is not trusted."""
+        """Return why a directory of autosaves is not trusted. Create the directory if it does not exist."""
         if not is_url(directory):
             os.makedirs(local_path(directory), exist_ok=True)
         return self.why_not(directory)
 
     def unpickled(self, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        """Return the state of a rank with the objects that its object state holds as bytes.
+        """Return the state of a rank, with the objects unpickled that its object state holds as bytes.
 
         Raises:
-            UnsafeCheckpointError: If there are any, and the checkpoint is not trusted.
+            UnsafeCheckpointError: If there are such bytes, and the checkpoint is not trusted.
         """
         objects = state.get(OBJECTS) or {}
         if not has_pickles(objects):
@@ -77,15 +77,15 @@ class Trust:
         return {**state, OBJECTS: unpickled(objects)}
 
     def check(self, packed: Packed, checkpoint: Mapping[str, Any], directory: str) -> None:
-        """Refuse to write what a resume could not load; to be called before that is written.
+        """Refuse to write objects that a resume could not load. Call this before the checkpoint is written.
 
         Args:
-            packed: What was made of Lightning's checkpoint.
-            checkpoint: All that is to be written.
-            directory: Where to.
+            packed: Lightning's checkpoint, with the objects that would not load packed as bytes.
+            checkpoint: The checkpoint to write.
+            directory: The directory to write to.
 
         Raises:
-            UnsafeCheckpointError: If something would not load, or, under ``strict``, only from a trusted directory.
+            UnsafeCheckpointError: If a value would not load, or, under ``strict``, only from a trusted directory.
         """
         _refuse_unsafe(checkpoint, packed.failures)
         new = packed.pool.keys() - self._known
@@ -101,10 +101,10 @@ class Trust:
         _log.warning("%s\nAs strict is off, the run is saved all the same: its next start needs the trust.", text)
 
     def written(self, pool: Mapping[str, Any], path: str, *, is_first: bool) -> None:
-        """Let nobody else write to an autosave that holds objects as bytes; show of the first that it can be loaded.
+        """Let no other user write to an autosave that holds objects as bytes. Check that the first one can be loaded.
 
         Args:
-            pool: Those objects.
+            pool: The objects.
             path: The autosave.
             is_first: Whether it is the first of the fit.
 
@@ -123,17 +123,17 @@ class Trust:
                 set_rng_state(drawn)
 
     def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, Any] | None, path: str, **more: Any) -> None:
-        """Put objects back that were kept as bytes.
+        """Restore the objects that were kept as bytes.
 
         Args:
-            checkpoint: What Lightning restores from.
-            pool: Those objects.
-            path: The autosave that they are in.
+            checkpoint: The checkpoint that Lightning restores from.
+            pool: The objects.
+            path: The autosave that holds them.
             more: As in `unpack`.
 
         Raises:
-            UnsafeCheckpointError: If there are any, and the autosave is not trusted.
-            CheckpointError: If one can't be made again.
+            UnsafeCheckpointError: If there are any objects, and the autosave is not trusted.
+            CheckpointError: If an object can't be created again.
         """
         if not pool:
             return
@@ -148,7 +148,7 @@ class Trust:
 
 
 def _files_of(path: str) -> list[str]:
-    """Return the files of an autosave that is a directory."""
+    """Return the files of an autosave that is a directory, and none for any other."""
     directory = local_path(path)
     if is_url(path) or not os.path.exists(os.path.join(directory, METADATA_NAME)):
         return []

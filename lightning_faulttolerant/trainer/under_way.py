@@ -1,4 +1,4 @@
-"""Which fits are under way in this process: one inside a hook of another is a part of that one."""
+"""The fits in progress in this process. A fit inside a hook of another fit is a part of that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-# By trainer, the thread of its fit.
+# The thread of each trainer's fit.
 _threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -16,11 +16,11 @@ def begin(trainer: Any) -> None:
 
 
 def is_under_way(trainer: Any) -> bool:
-    """Return whether a fit of `trainer` is under way in this thread; one that an exception has ended is not."""
+    """Return whether a fit of `trainer` is in progress in this thread. One that an exception has ended is not."""
     is_fitting = trainer.state.fn == "fit" and trainer.state.status == "running"
     return is_fitting and _threads.get(trainer) == threading.get_ident()
 
 
 def is_inside_another(trainer: Any) -> bool:
-    """Return whether a fit of another trainer is under way, in one of whose hooks this one runs."""
+    """Return whether a fit of another trainer is in progress, and this one runs in one of its hooks."""
     return any(other is not trainer and is_under_way(other) for other in list(_threads))

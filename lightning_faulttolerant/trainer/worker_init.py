@@ -1,4 +1,4 @@
-"""What Lightning lets new data-loading workers call where the user gave them nothing."""
+"""The function that Lightning lets new data-loading workers call if the user passed none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 
 
 def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
-    """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
+    """Return the ``worker_init_fn`` that Lightning sets under ``seed_everything(workers=True)``, else ``None``.
 
-    Lightning sets it after ``process_dataloader``, and only where there is none: ours is there by then.
+    Lightning sets it after ``process_dataloader``, and only if the loader has none. Our loader has one by then.
     """
     if not int(os.environ.get("PL_SEED_WORKERS", "0")):
         return None

@@ -1,7 +1,8 @@
-"""`lightning_faulttolerant.trainer` once more, for Trainers of ``pytorch_lightning``: made from the same files.
+"""A second copy of `lightning_faulttolerant.trainer` from the same files, for Trainers of ``pytorch_lightning``.
 
-The two packages are one source under two names, so what replaces methods of one's loops has to be made with the other's
-classes. A module that keeps something for the whole process, or whose objects both Trainers are given, is shared.
+The two packages are one source under two names, so code that replaces methods of one's loops must be built with that
+one's classes. Two kinds of modules are shared: those that keep something for the whole process, and those with objects
+that both Trainers get.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lightning_faulttolerant.translation import Translation, TwinFinder
 _PARENT = __name__.rpartition(".")[0]
 _ORIGINAL = f"{_PARENT}.trainer"
 
-# None of them imports Lightning when it is loaded.
+# None of these imports Lightning at import time.
 SHARED = (
     "bases",
     "callback",

@@ -11,7 +11,7 @@ PART_BYTES = 5 * 1024 * 1024
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A directory that does not exist yet, in each kind of store."""
+    """Yield a directory that does not exist yet, in each kind of store."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/runs/run"
     return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
@@ -19,7 +19,7 @@ def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=["memory", "s3"])
 def remote_url(request: pytest.FixtureRequest) -> str:
-    """A directory that does not exist yet, in each kind of store that is no local directory."""
+    """Yield a directory that does not exist yet, in each kind of store that is not a local directory."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/runs/run"
     return f"memory://{uuid.uuid4().hex}/run"

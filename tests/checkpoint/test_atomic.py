@@ -30,21 +30,21 @@ def _names(directory: Path) -> list[str]:
 
 
 def test_save_writes_what_torch_load_reads(tmp_path):
-    """A saved object must load again, and nothing else may be left in the directory."""
+    """A saved object must load again, and no other file may be left in the directory."""
     atomic_torch_save({"weights": torch.arange(3)}, tmp_path / "a.ckpt")
     assert torch.equal(_load(tmp_path / "a.ckpt")["weights"], torch.arange(3))
     assert _names(tmp_path) == ["a.ckpt"]
 
 
 def test_write_bytes_replaces_the_old_content(tmp_path):
-    """A small file must hold exactly the new bytes, also where the old ones were more."""
+    """A small file must hold exactly the new bytes, even if it was longer before."""
     atomic_write_bytes(b"a long old content", tmp_path / "meta.json")
     atomic_write_bytes(b"{}", tmp_path / "meta.json", fsync=False)
     assert (tmp_path / "meta.json").read_bytes() == b"{}"
 
 
 def test_temporary_file_is_in_the_directory_of_the_target(tmp_path):
-    """The temporary file must lie beside the target, under the documented name, and the target be untouched so far."""
+    """The temporary file must be beside the target, under the documented name, and the target still unchanged."""
     atomic_write_bytes(b"old", tmp_path / "a.ckpt")
     with atomic_writer(tmp_path / "a.ckpt") as file:
         file.write(b"new")
@@ -55,7 +55,7 @@ def test_temporary_file_is_in_the_directory_of_the_target(tmp_path):
 
 
 def test_symlink_stays_and_its_target_is_replaced(tmp_path):
-    """Writing to a link must change the file that it points to, which may be in another directory."""
+    """A write to a link must change the file that it points to, even if that is in another directory."""
     (tmp_path / "real").mkdir()
     atomic_write_bytes(b"old", tmp_path / "real" / "a.ckpt")
     (tmp_path / "last.ckpt").symlink_to(Path("real") / "a.ckpt")
@@ -66,7 +66,7 @@ def test_symlink_stays_and_its_target_is_replaced(tmp_path):
 
 
 def test_mode_of_the_new_file_follows_the_umask(tmp_path):
-    """A new file must be as readable as one that open() makes, not private like those of tempfile."""
+    """A new file must be as readable as one that open() creates, not private like the files of tempfile."""
     before = os.umask(0o027)
     try:
         atomic_write_bytes(b"x", tmp_path / "a.ckpt")
@@ -76,7 +76,7 @@ def test_mode_of_the_new_file_follows_the_umask(tmp_path):
 
 
 def test_very_long_name_is_written(tmp_path):
-    """A name as long as the file system allows must work, though the temporary name adds to it."""
+    """A name as long as the file system allows must work, although the temporary name is longer."""
     path = tmp_path / ("ä" * 125 + ".ckpt")
     atomic_write_bytes(b"x", path)
     assert path.read_bytes() == b"x"
@@ -84,9 +84,9 @@ def test_very_long_name_is_written(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "fsync"), KeyboardInterrupt(), SystemExit(143)])
 def test_exception_in_the_block_keeps_the_old_file(tmp_path, error):
-    """Whatever ends the block, a Ctrl-C included, must leave the old file and no temporary one."""
+    """Whatever ends the block, including a Ctrl-C, must leave the old file and no temporary file."""
     atomic_write_bytes(b"old", tmp_path / "a.ckpt")
-    with pytest.raises(type(error)), atomic_writer(tmp_path / "a.ckpt") as file:  # noqa: PT012 - the block raises itself
+    with pytest.raises(type(error)), atomic_writer(tmp_path / "a.ckpt") as file:  # noqa: PT012 - the block raises
         file.write(b"new")
         raise error
     assert (tmp_path / "a.ckpt").read_bytes() == b"old"
@@ -98,7 +98,7 @@ def test_exception_in_the_block_keeps_the_old_file(tmp_path, error):
     [("fsync", OSError(errno.EIO, "bad disk")), ("replace", PermissionError(errno.EACCES, "not yours"))],
 )
 def test_failing_system_call_is_raised(tmp_path, monkeypatch, function, error):
-    """An error of fsync or of the rename must reach the caller, with the old file in place."""
+    """An error of fsync or of the rename must reach the caller, and the old file must stay in place."""
     atomic_torch_save({"step": 1}, tmp_path / "a.ckpt")
 
     def fail(*args: object) -> None:
@@ -112,7 +112,7 @@ def test_failing_system_call_is_raised(tmp_path, monkeypatch, function, error):
 
 
 def test_failing_fsync_of_the_directory_is_raised(tmp_path, monkeypatch):
-    """A disk error at the directory must be raised; a file system without this operation must not be one."""
+    """A disk error at the directory must be raised; a file system without this operation must not raise an error."""
     real, answers = os.fsync, []
 
     def fsync(descriptor: int) -> None:
@@ -129,7 +129,7 @@ def test_failing_fsync_of_the_directory_is_raised(tmp_path, monkeypatch):
 
 
 def test_file_and_directory_are_synced_around_the_rename(tmp_path, monkeypatch):
-    """The bytes must be on the disk before the new name is, and then the directory; without fsync neither."""
+    """The bytes must be synced before the rename, and the directory after it; without fsync neither is synced."""
     calls: list[str] = []
     real_fsync, real_replace = os.fsync, os.replace
 
@@ -151,7 +151,7 @@ def test_file_and_directory_are_synced_around_the_rename(tmp_path, monkeypatch):
 
 
 def test_full_disk_is_raised_as_what_it_is(tmp_path):
-    """A write that fails in the middle must raise its OSError, which torch.save hides, and keep the old file."""
+    """A write that fails halfway must raise its OSError, which torch.save hides, and keep the old file."""
     atomic_torch_save({"step": 1}, tmp_path / "a.ckpt")
 
     def write_too_much() -> None:
@@ -185,7 +185,7 @@ def test_missing_directory_directory_and_pipe_are_refused(tmp_path):
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs")
 def test_checksums_are_written_where_the_user_switched_them_off(tmp_path):
-    """Our files must have CRCs whatever torch's option says, and the option must be put back, also after an error."""
+    """Our files must have CRCs whatever torch's option says, and the option must be restored, even after an error."""
     torch.serialization.set_crc32_options(False)
     try:
         atomic_torch_save({"step": 1}, tmp_path / "a.ckpt")
@@ -214,7 +214,7 @@ def _overwrite_for_ever(path: Path) -> None:
 
 
 def test_path_always_loads_when_its_writer_is_killed(tmp_path):
-    """After SIGKILL at any moment the path must hold one whole save; what the dead left must be known as theirs."""
+    """After SIGKILL at any moment the path must hold one whole save, and the dead process's leftovers must be found."""
     path = tmp_path / "last.ckpt"
     atomic_torch_save({"number": 0, "weights": torch.full((20_000,), 0)}, path)
     last_numbers = set()
@@ -249,7 +249,7 @@ def test_leftovers_of_the_living_and_of_other_hosts_are_not_reported(tmp_path):
 
 
 def test_leftover_of_an_earlier_process_with_our_id_is_reported(tmp_path):
-    """In containers each start has the same process id: what the one before left must go, what we write must stay."""
+    """In containers each start has the same process id: leftovers of the last process must go, our files must stay."""
     (tmp_path / f".a.ckpt.tmp-{os.uname().nodename}-{os.getpid()}-0123456789abcdef").touch()
     with atomic_writer(tmp_path / "b.ckpt"):
         assert sorted(os.listdir(tmp_path))[1].startswith(".b.ckpt.tmp-")

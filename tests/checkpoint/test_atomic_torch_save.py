@@ -1,4 +1,4 @@
-"""What `torch.save` takes, `atomic_torch_save` takes; and each fault of the original that it replaces is not there."""
+"""`atomic_torch_save` accepts whatever `torch.save` accepts, without the faults of the original that it replaces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_it_is_public_by_its_name():
 
 @pytest.mark.parametrize("as_argument", [str, os.fsencode, Path, lambda path: f"file://{path}"])
 def test_each_kind_of_path_is_taken(tmp_path, as_argument):
-    """Text, bytes, a PathLike and a local URL must all be the same file."""
+    """Text, bytes, a PathLike and a local URL must all name the same file."""
     atomic_torch_save(CONTENT, as_argument(tmp_path / "a.ckpt"))
     _assert_holds(tmp_path / "a.ckpt")
     assert _names(tmp_path) == ["a.ckpt"]
@@ -55,7 +55,7 @@ def test_relative_path_without_a_directory_is_taken(tmp_path, monkeypatch):
 
 
 def test_url_is_written_through_fsspec():
-    """An object in a store must be written, whole, under its URL, and small files too."""
+    """An object in a store must be written whole, under its URL, and so must small files."""
     atomic_torch_save(CONTENT, "memory://atomic-torch-save/run/a.ckpt")
     atomic_write_bytes(b"{}", "memory://atomic-torch-save/run/meta.json")
     fs = fsspec.filesystem("memory")
@@ -75,7 +75,7 @@ class _CannotBePickled:
 
 
 def test_object_of_a_store_stays_when_the_save_fails():
-    """A save to a URL that raises must leave the old object, and nothing beside it."""
+    """A save to a URL that raises must leave the old object, and no other object."""
     atomic_torch_save(CONTENT, "memory://atomic-torch-save-2/a.ckpt")
     with pytest.raises(pickle.PicklingError, match="not this one"):
         atomic_torch_save({"x": _CannotBePickled()}, "memory://atomic-torch-save-2/a.ckpt")
@@ -85,7 +85,7 @@ def test_object_of_a_store_stays_when_the_save_fails():
 
 
 def test_bytes_io_is_written_and_makes_no_file(tmp_path, monkeypatch):
-    """The original made a file named like the object: the buffer itself must hold the save, from where it stood."""
+    """The original created a file named like the object: the buffer itself must hold the save, from its position on."""
     monkeypatch.chdir(tmp_path)
     buffer = io.BytesIO(b"before")
     buffer.seek(6)
@@ -111,7 +111,7 @@ def test_open_file_is_written_flushed_and_synced(tmp_path, buffering):
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs")
 def test_open_file_gets_checksums_where_they_are_switched_off(tmp_path):
-    """A file object must hold what can be verified, whatever torch's option says."""
+    """A file object must get verifiable content, whatever torch's option says."""
     torch.serialization.set_crc32_options(False)
     try:
         buffer = io.BytesIO()
@@ -124,7 +124,7 @@ def test_open_file_gets_checksums_where_they_are_switched_off(tmp_path):
 
 
 def test_pipe_is_written_though_it_cannot_be_synced():
-    """A file object without a disk after it must be written, as torch.save does."""
+    """A file object without a disk behind it must be written, as by torch.save."""
     reader, writer = os.pipe()
     with open(reader, "rb") as source, open(writer, "wb") as file:
         atomic_torch_save({"step": 3}, file)
@@ -143,7 +143,7 @@ def test_failing_fsync_of_an_open_file_is_raised(tmp_path):
 
 
 def test_text_file_is_refused(tmp_path):
-    """A file that takes text must be refused before anything is written, with the remedy."""
+    """A text file must be refused before anything is written, with the remedy."""
     with open(tmp_path / "a.ckpt", "w") as file, pytest.raises(TypeError, match="mode 'wb'"):
         atomic_torch_save(CONTENT, file)
     with pytest.raises(TypeError, match="is a text file"):
@@ -151,7 +151,7 @@ def test_text_file_is_refused(tmp_path):
 
 
 def test_what_is_no_file_and_a_file_open_for_reading_are_refused(tmp_path):
-    """The errors of torch.save and of the file itself must come out."""
+    """The errors of torch.save and of the file itself must reach the caller."""
     with pytest.raises(AttributeError, match="write"):
         atomic_torch_save(CONTENT, None)
     (tmp_path / "a.ckpt").touch()
@@ -160,7 +160,7 @@ def test_what_is_no_file_and_a_file_open_for_reading_are_refused(tmp_path):
 
 
 def test_keywords_of_torch_save_are_passed_on(tmp_path):
-    """The pickle module and protocol must be those that were asked for; an unknown keyword be refused by torch."""
+    """The requested pickle module and protocol must be used; torch must refuse an unknown keyword."""
     used = []
 
     class _Pickler(pickle.Pickler):
@@ -183,7 +183,7 @@ def test_keywords_of_torch_save_are_passed_on(tmp_path):
 
 
 def test_the_old_file_format_is_refused(tmp_path):
-    """A format without checksums must be refused, with the reason, for a path and for an open file alike."""
+    """A format without checksums must be refused with the reason, for a path and for an open file."""
     for file in (tmp_path / "a.ckpt", io.BytesIO()):
         with pytest.raises(ValueError, match="no checksums"):
             atomic_torch_save(CONTENT, file, _use_new_zipfile_serialization=False)
@@ -200,7 +200,7 @@ def test_bytes_are_on_the_disk_before_the_name(tmp_path):
 
 
 def test_small_file_is_on_the_disk_before_its_name(tmp_path):
-    """Bytes that still are in Python's buffer at the fsync would be lost: they must not be."""
+    """A small file must not lose bytes that are still in Python's buffer at the fsync."""
     atomic_write_bytes(b"old", tmp_path / "a.json")
     for keeps in ("synced", "names", "removals"):
         with PowerLoss(tmp_path, keeps=keeps):
@@ -215,7 +215,7 @@ def _save_many(path: Path, step: int, barrier) -> None:
 
 
 def test_two_writers_of_one_path_do_not_meet(tmp_path):
-    """The original had one temporary name: of two processes that write one path none may fail, and the last wins."""
+    """The original had one temporary name: if two processes write one path, neither may fail, and the last must win."""
     barrier = FORK.Barrier(2)
     processes = [FORK.Process(target=_save_many, args=(tmp_path / "a.ckpt", step, barrier)) for step in (1, 2)]
     for process in processes:
@@ -234,7 +234,7 @@ def test_two_writers_of_one_path_do_not_meet(tmp_path):
 
 
 def test_two_threads_that_write_one_path_do_not_meet(tmp_path):
-    """Threads share a process id: their temporary files must be kept apart all the same."""
+    """Threads share a process id: their temporary files must still have different names."""
     barrier, errors = threading.Barrier(2), []
 
     def save_many(step: int) -> None:
@@ -267,7 +267,7 @@ def test_nothing_is_left_behind_when_the_save_fails(tmp_path):
 
 
 def test_symlink_stays_a_symlink(tmp_path):
-    """The original replaced the link: the file that it points to must be replaced instead, also where it is missing."""
+    """The original replaced the link: the file that it points to must be replaced instead, even if it is missing."""
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
     for _ in range(2):
         atomic_torch_save(CONTENT, tmp_path / "last.ckpt")
@@ -276,7 +276,7 @@ def test_symlink_stays_a_symlink(tmp_path):
 
 
 def test_raw_file_that_takes_less_than_it_is_given_gets_the_rest(tmp_path):
-    """What write returns is ignored by torch: what a system call left over must be written, not lost."""
+    """Torch ignores the result of write: bytes that a system call left over must be written, not lost."""
     with (
         FaultyFiles(tmp_path, write_short, kind="write") as files,
         open(tmp_path / "a.ckpt", "wb", buffering=0) as file,
@@ -293,7 +293,7 @@ def test_raw_file_that_takes_less_than_it_is_given_gets_the_rest(tmp_path):
 
 
 class _Refuses(io.RawIOBase):
-    """A raw file that takes ten bytes and then no more."""
+    """A raw file that accepts ten bytes and then no more."""
 
     def __init__(self, answer: int | None) -> None:
         self._answer = answer
@@ -309,13 +309,13 @@ class _Refuses(io.RawIOBase):
 
 @pytest.mark.parametrize("answer", [0, None])
 def test_file_that_takes_no_more_is_an_error(answer):
-    """A file that stops taking bytes must raise, not spin for ever and not pass."""
+    """A file that stops accepting bytes must raise; it must neither hang nor pass."""
     with pytest.raises(OSError, match=r"The file took \d+ of \d+ bytes and then no more"):
         atomic_torch_save(CONTENT, _Refuses(answer))
 
 
 def test_class_of_ones_own_with_a_write_is_taken():
-    """What torch.save takes, an object with `write` that returns nothing and has no descriptor, must be taken."""
+    """An object with a `write` that returns nothing, and without a descriptor, must be accepted, as by torch.save."""
 
     class _Sink:
         data = b""
@@ -329,7 +329,7 @@ def test_class_of_ones_own_with_a_write_is_taken():
 
 
 def test_rename_that_is_lost_is_raised(tmp_path):
-    """A rename that is reported done and is not must be an error: the caller would take the old file for new."""
+    """A rename that is reported as done and is not must be an error: the caller would take the old file for the new."""
     atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
     with FaultyFiles(tmp_path, lose, kind="rename"), pytest.raises(OSError, match="reported as done") as caught:
         atomic_torch_save({"step": 4, "weights": torch.zeros(1)}, tmp_path / "a.ckpt")
@@ -339,7 +339,7 @@ def test_rename_that_is_lost_is_raised(tmp_path):
 
 
 def test_rename_whose_answer_got_lost_is_done(tmp_path):
-    """Over NFS a rename that worked may answer that there is no such file: that must not fail, a true failure must."""
+    """Over NFS, a rename that worked may report a missing file: that must not fail, but a real failure must."""
 
     def answer_lost(step, carry_out):
         carry_out()
@@ -357,7 +357,7 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path):
 
 
 def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path, monkeypatch):
-    """The temporary file must be made exclusively: should its random name exist, it is somebody's."""
+    """The temporary file must be created exclusively: a file that has its random name belongs to another process."""
     monkeypatch.setattr("secrets.token_hex", lambda num_bytes: "00" * num_bytes)
     monkeypatch.setattr("lightning_faulttolerant.checkpoint.atomic_file._tokens", {})
     process = FORK.Process(target=_killed_at_its_rename, args=(tmp_path,))

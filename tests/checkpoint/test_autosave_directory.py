@@ -1,4 +1,4 @@
-"""Autosaves that are directories of shards: a series treats them as it does files."""
+"""Autosaves that are directories of shards: a series treats them like files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def autosaves(tmp_path):
 
 
 def test_newest_is_loaded_and_older_ones_go(autosaves):
-    """The newest directory must be found by its number, what is not in shards be loaded, and older ones be deleted."""
+    """The newest directory must be found by its number, its unsharded part loaded, and older ones deleted."""
     paths = [_save(autosaves, number) for number in range(4)]
     assert autosaves.paths() == [str(path) for path in paths[2:]]
     assert _newest(autosaves) == 3
@@ -62,7 +62,7 @@ def test_files_and_directories_are_one_series(autosaves):
 
 @pytest.mark.parametrize("damage", ["byte", "shard", "metadata", "manifest"])
 def test_damaged_directory_is_set_aside(autosaves, damage, caplog):
-    """A changed byte, a lost shard or a lost manifest must be found out, and the directory before it be taken."""
+    """A changed byte, a lost shard or a lost manifest must be detected, and the previous directory must be used."""
     _save(autosaves, 0)
     path = _save(autosaves, 1)
     if damage == "byte":
@@ -83,7 +83,7 @@ def test_only_damaged_directories_are_an_error(autosaves):
 
 
 def test_keep_last_counts_directories_that_verify(autosaves):
-    """A directory of an earlier process that has gone bad must not count."""
+    """A directory of an earlier process that is damaged now must not count."""
     paths = [_save(autosaves, number) for number in range(2)]
     Path(paths[1], SHARD).unlink()
     newest = _save(AutosaveSeries(autosaves.directory, keep_last=2), 2)
@@ -91,7 +91,7 @@ def test_keep_last_counts_directories_that_verify(autosaves):
 
 
 def test_directory_that_was_never_committed_is_removed_by_the_next_process(autosaves):
-    """What a killed writer has left must not be found, and be gone after the next save."""
+    """A killed writer's directory must not be found, and must be gone after the next save."""
     _save(autosaves, 0)
     begun = _begin(autosaves, 1)
     dead = begun.replace(f"-{os.getpid()}-", f"-{_dead_process_id()}-")
@@ -103,14 +103,14 @@ def test_directory_that_was_never_committed_is_removed_by_the_next_process(autos
 
 
 def test_directory_of_a_failed_save_is_gone_behind_the_next(autosaves):
-    """A directory that this very process has begun and not committed must not stay for ever."""
+    """A directory that this process has begun and not committed must not stay forever."""
     begun = _begin(autosaves, 1)
     _save(autosaves, 2)
     assert not os.path.exists(begun)
 
 
 def test_dropped_directory_is_gone(autosaves):
-    """A directory that is given up must be gone at once, and be given up twice without an error."""
+    """A dropped directory must be gone immediately, and dropping it twice must not be an error."""
     begun = _begin(autosaves, 1)
     autosaves.drop_directory(begun)
     autosaves.drop_directory(begun)
@@ -118,7 +118,7 @@ def test_dropped_directory_is_gone(autosaves):
 
 
 def test_without_metadata_nothing_is_committed(autosaves):
-    """Shards without the file that says what they are must not become an autosave."""
+    """Shards without the metadata file must not become an autosave."""
     begun = autosaves.begin_directory(epoch=0, batch=0)
     Path(begun, SHARD).write_bytes(b"1")
     with pytest.raises(DamagedCheckpointError):
@@ -127,7 +127,7 @@ def test_without_metadata_nothing_is_committed(autosaves):
 
 
 def test_nothing_is_committed_into_a_directory_that_is_no_longer_ours(autosaves, tmp_path):
-    """Where another process has taken the directory over, nothing may be published or deleted."""
+    """If another process has taken the directory over, nothing may be published or deleted."""
 
     def check() -> None:
         raise CheckpointError("taken over")
@@ -140,7 +140,7 @@ def test_nothing_is_committed_into_a_directory_that_is_no_longer_ours(autosaves,
 
 
 def test_set_aside_and_removed(autosaves):
-    """Directories must leave together into a subdirectory, and all be gone when the run is done."""
+    """Directories must move together into a subdirectory, and all must be gone when the run is done."""
     for number in range(2):
         _save(autosaves, number)
     aside = autosaves.set_aside("label")
@@ -152,7 +152,7 @@ def test_set_aside_and_removed(autosaves):
 
 
 def test_urls_are_refused():
-    """Shards below a URL must be refused with what to do, to be written there and if they were copied there."""
+    """Shards below a URL must be refused with the remedy, whether they are written there or were copied there."""
     autosaves = AutosaveSeries("memory://shards/fit-0")
     with pytest.raises(CheckpointError, match=r"Shards can't be written to memory://shards.*dirpath"):
         autosaves.begin_directory(epoch=0, batch=0)

@@ -1,4 +1,4 @@
-"""Jobs after the work: one at a time, errors kept as they were, and none in a process that is forked meanwhile."""
+"""Background jobs run one at a time, keep their errors, and do not exist in a process that is forked during one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_job_runs_behind_the_work(gate: threading.Event) -> None:
-    """`start` returns before the job is done, and `wait` after it; the thread is gone then."""
+    """`start` returns before the job is done, and `wait` afterwards; the thread is gone then."""
     writer = BackgroundWriter("writer of the test")
     done = []
     writer.start(lambda: (gate.wait(), done.append(threading.current_thread())))
@@ -53,7 +53,7 @@ def test_one_job_at_a_time(gate: threading.Event) -> None:
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
-    """Without a thread for it, or interrupted while the thread starts, the job is done or given up, once."""
+    """If its thread can't start, or its start is interrupted, the job is done or given up, once."""
     done = []
     start = threading.Thread.start
 
@@ -77,7 +77,7 @@ def test_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_error_is_given_once_as_it_was() -> None:
-    """The very exception comes back, with the place where it was raised, and is then forgotten."""
+    """The same exception comes back, with the place where it was raised, and is then forgotten."""
     error = OSError(28, "No space left on device")
 
     def fails() -> None:
@@ -116,7 +116,7 @@ def test_what_was_written_is_let_go() -> None:
 
 
 def test_forked_process_has_no_writer(gate: threading.Event) -> None:
-    """A child that is forked during a job neither waits for it nor takes it for under way, and can begin its own."""
+    """A child that is forked during a job neither waits for it nor sees it as under way, and can begin its own."""
     writer = BackgroundWriter("autosave")
     writer.start(gate.wait)
     process_id = os.fork()
@@ -140,7 +140,7 @@ def test_forked_process_has_no_writer(gate: threading.Event) -> None:
 def test_signal_handler_breaks_the_wait_and_not_the_job(gate: threading.Event) -> None:
     """A handler that raises, as at a second Ctrl-C, is not held up by a disk that hangs."""
 
-    class Interrupted(Exception):  # noqa: N818 - it is no error
+    class Interrupted(Exception):  # noqa: N818 - it is not an error
         pass
 
     def handler(*_: object) -> None:

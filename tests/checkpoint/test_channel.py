@@ -9,7 +9,7 @@ from tests.ranks import on_ranks
 
 
 def test_channel_that_was_closed_can_be_made_again(tmp_path: Path) -> None:
-    """Two fits that follow each other in the same processes each have a channel."""
+    """Two successive fits in the same processes each have a channel."""
 
     def main(rank: int) -> Any:
         answers = []

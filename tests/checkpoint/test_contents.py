@@ -1,4 +1,4 @@
-"""A directory with a manifest: each changed byte is found, nothing outside is read, extra files are no damage."""
+"""A directory with a manifest: each changed byte is found, nothing outside is read, and extra files are not damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTENTS = {"a.bin": b"0123456789", "shards/0.bin": b"\x00" * 100, "shards/deep/
 
 @pytest.fixture
 def directory(tmp_path):
-    """A directory with files of several kinds, committed."""
+    """A committed directory with files of several kinds."""
     root = tmp_path / "checkpoint"
     for name, data in CONTENTS.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def directory(tmp_path):
 
 
 def test_committed_directory_verifies_and_tells_its_metadata(directory):
-    """What was written must verify, and the manifest must give back files, sizes, checksums and metadata exactly."""
+    """A committed directory must verify, and its manifest must return files, sizes, checksums and metadata exactly."""
     verification = verify_path(directory)
     assert (verification.has_checksums, verification.num_files, verification.num_bytes) == (True, 4, 111)
     assert verification.extra_files == ()
@@ -47,7 +47,7 @@ def test_committed_directory_verifies_and_tells_its_metadata(directory):
 
 
 def test_each_changed_byte_of_the_files_and_of_the_manifest_is_detected(directory):
-    """No byte may be left out, in the manifest neither; each truncation and extension too."""
+    """Each changed byte, truncation and extension must be detected, also in the manifest."""
     for path in [path for path in directory.rglob("*") if path.is_file()]:
         data = path.read_bytes()
         changed = [data[:i] + bytes([data[i] ^ flip]) + data[i + 1 :] for i in range(len(data)) for flip in (1, 0x20)]
@@ -61,7 +61,7 @@ def test_each_changed_byte_of_the_files_and_of_the_manifest_is_detected(director
 
 
 def test_missing_file_is_damage_and_all_are_named(directory):
-    """The message must name what is missing and what is changed, in one go."""
+    """The message must name the missing and the changed files together."""
     (directory / "a.bin").unlink()
     (directory / "shards/0.bin").write_bytes(b"\x01" * 100)
     with pytest.raises(DamagedCheckpointError, match=r"2 of 4 files .*a\.bin: No such file.*shards/0\.bin has CRC32"):
@@ -69,14 +69,14 @@ def test_missing_file_is_damage_and_all_are_named(directory):
 
 
 def test_extra_file_is_no_damage_and_reported(directory):
-    """A README that a user adds changes no byte of what was saved."""
+    """A README that a user adds changes no byte of the checkpoint."""
     (directory / "README").write_text("mine")
     (directory / "shards/9.bin").write_text("")
     assert verify_directory(directory).extra_files == ("README", "shards/9.bin")
 
 
 def test_without_contents_only_presence_and_sizes_are_compared(directory):
-    """The cheap look must find what is missing or cut, and need not find what is changed."""
+    """The quick check must detect missing or cut files, but need not detect changed ones."""
     (directory / "a.bin").write_bytes(b"x" * 10)
     verify_directory(directory, contents=False)
     (directory / "a.bin").write_bytes(b"x" * 9)
@@ -85,7 +85,7 @@ def test_without_contents_only_presence_and_sizes_are_compared(directory):
 
 
 def test_directory_without_manifest_was_written_without_checksums(directory, tmp_path):
-    """A directory of other software can't be verified, which is no damage; an empty or missing one is."""
+    """A directory of other software can't be verified, which is not damage; an empty or missing directory is."""
     (directory / MANIFEST_NAME).unlink()
     verification = verify_path(directory)
     assert not verification.has_checksums
@@ -98,14 +98,14 @@ def test_directory_without_manifest_was_written_without_checksums(directory, tmp
 
 
 def test_uncommitted_directory_is_refused_with_its_writer(directory):
-    """A directory that was begun and never committed must not pass, and the message must say who began it."""
+    """A directory that was begun and never committed must be refused, and the message must name the process."""
     save_manifest(directory, Manifest(owner={"hostname": "node7", "process_id": 12}))
     with pytest.raises(DamagedCheckpointError, match="never committed, it was begun by process 12 on node7"):
         verify_path(directory)
 
 
 def test_empty_directory_is_not_committed(tmp_path):
-    """A checkpoint without files must be refused, with subdirectories too, and leave no manifest."""
+    """A checkpoint without files, even with subdirectories, must be refused and leave no manifest."""
     (tmp_path / "shards").mkdir()
     with pytest.raises(ValueError, match="There is no file in"):
         write_manifest(tmp_path)
@@ -129,7 +129,7 @@ def test_path_that_leaves_the_directory_is_refused(directory, name):
 
 
 def test_link_that_leaves_the_directory_is_refused(directory):
-    """Neither a file nor a directory that has become a link to elsewhere may be read as part of the checkpoint."""
+    """A file or a directory that has become a link to another place must not be read as part of the checkpoint."""
     secret = directory.parent / "secret"
     secret.write_bytes(CONTENTS["a.bin"])
     (directory / "a.bin").unlink()
@@ -141,7 +141,7 @@ def test_link_that_leaves_the_directory_is_refused(directory):
 
 
 def test_link_within_the_directory_counts_as_its_file(directory):
-    """A link beside its file must verify, also when a copy has made a file of it, and fail when its file changes."""
+    """A link beside its file must verify, even if a copy has made a file of it, and fail when its file changes."""
     (directory / "last.bin").symlink_to("a.bin")
     write_manifest(directory)
     assert verify_directory(directory).num_files == 5
@@ -155,7 +155,7 @@ def test_link_within_the_directory_counts_as_its_file(directory):
 
 @pytest.mark.parametrize("kind", ["link to a directory", "device, pipe or socket"])
 def test_what_is_no_file_is_refused_at_commit(directory, kind):
-    """What can't be read back as bytes must not be committed, and never hang the commit."""
+    """Anything that can't be read back as bytes must not be committed, and must never hang the commit."""
     if kind == "link to a directory":
         (directory / "loop").symlink_to("shards")
     else:
@@ -178,7 +178,7 @@ def test_what_is_no_file_is_refused_at_commit(directory, kind):
     ],
 )
 def test_nonsense_in_a_manifest_is_damage(directory, content):
-    """A manifest that has a right checksum and no right content must be refused, and break nothing."""
+    """A manifest with a right checksum but wrong content must be refused, and break nothing."""
     _forge(directory, **content)
     with pytest.raises(DamagedCheckpointError, match="checkpoint_manifest"):
         verify_path(directory)
@@ -186,7 +186,7 @@ def test_nonsense_in_a_manifest_is_damage(directory, content):
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b"\xff", b'{"a": 1e999}', b"1" * 10_000])
 def test_garbage_in_the_place_of_a_manifest_is_damage(directory, data):
-    """Whatever stands in the file, the answer must be damage."""
+    """Any garbage in the manifest file must count as damage."""
     (directory / MANIFEST_NAME).write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match="not as it was written"):
         verify_path(directory)
@@ -210,7 +210,7 @@ PLAIN = st.recursive(
 @settings(database=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(metadata=st.dictionaries(st.text(), PLAIN, max_size=4))
 def test_metadata_read_back_as_they_were_given(directory, metadata):
-    """Any plain value must come back equal and of the same type."""
+    """Any plain value must come back equal and with the same type."""
     write_manifest(directory, metadata=metadata, fsync=False)
     assert repr(read_manifest(directory).metadata) == repr(dict(sorted(metadata.items()))) or (
         read_manifest(directory).metadata == metadata
@@ -228,7 +228,7 @@ def test_metadata_read_back_as_they_were_given(directory, metadata):
     ],
 )
 def test_metadata_that_would_not_read_back_are_refused(directory, metadata, place):
-    """What a manifest can't hold must raise before anything is written, with its place."""
+    """Metadata that a manifest can't hold must raise before anything is written, with their place."""
     before = (directory / MANIFEST_NAME).read_bytes()
     with pytest.raises((TypeError, ValueError), match=place):
         write_manifest(directory, metadata=metadata or [0])
@@ -236,7 +236,7 @@ def test_metadata_that_would_not_read_back_are_refused(directory, metadata, plac
 
 
 def test_directory_is_verified_by_url(directory, remote_url):
-    """A directory in an object store must give the same answers as a local one, and be told from a file."""
+    """A directory in an object store must give the same answers as a local one, and be distinguished from a file."""
     store = open_store(remote_url)
 
     def put(name: str, data: bytes) -> None:
@@ -263,7 +263,7 @@ def test_directory_is_verified_by_url(directory, remote_url):
 
 @pytest.mark.parametrize(("number", "is_damage"), [(errno.EIO, True), (errno.EACCES, False)])
 def test_read_error_is_damage_and_a_missing_permission_is_none(directory, monkeypatch, number, is_damage):
-    """A bad disk is a reason to take another checkpoint, a missing permission would meet them all."""
+    """A bad disk is a reason to take another checkpoint; a missing permission is not, as it would affect them all."""
     real = contents.open_file
 
     def fail(path, **options):
@@ -277,13 +277,13 @@ def test_read_error_is_damage_and_a_missing_permission_is_none(directory, monkey
 
 
 def test_directory_that_can_not_be_listed_is_no_damage(directory):
-    """All files were right: an error in the look for extra ones must be raised, it condemns no checkpoint."""
+    """All files were right: an error in the search for extra ones must be raised, but is not damage."""
     with FaultyFiles(directory, fail_with(errno.EIO), kind="list"), pytest.raises(OSError, match="Input/output error"):
         verify_directory(directory)
 
 
 def test_directory_that_holds_only_directories_is_on_the_disk_before_the_manifest(tmp_path):
-    """A power loss must not take the name of a directory between the root and the files of a committed checkpoint."""
+    """A power loss must not remove a directory's name between the root and the files of a committed checkpoint."""
     (tmp_path / "ranks" / "0").mkdir(parents=True)
     (tmp_path / "ranks" / "0" / "shard.bin").write_bytes(b"123")
     with FaultyFiles(tmp_path) as files:
@@ -294,7 +294,7 @@ def test_directory_that_holds_only_directories_is_on_the_disk_before_the_manifes
 
 
 def test_each_file_and_directory_is_on_the_disk_before_the_manifest(directory, monkeypatch):
-    """A power loss after the commit must find all that the manifest names: fsync of each comes first."""
+    """A power loss after the commit must keep all that the manifest names: fsync of each must come first."""
     (directory / MANIFEST_NAME).unlink()
     events = []
     real_fsync, real_replace = os.fsync, os.replace
@@ -319,7 +319,7 @@ def test_each_file_and_directory_is_on_the_disk_before_the_manifest(directory, m
 
 
 def test_file_that_grows_while_it_is_summed_is_refused(directory, monkeypatch):
-    """A thread that still writes must be noticed, not be committed in the middle."""
+    """A file that a thread is still writing must be noticed, and not be committed halfway."""
     real = contents._sum_stream
 
     def grow(file, num_bytes):
@@ -334,6 +334,6 @@ def test_file_that_grows_while_it_is_summed_is_refused(directory, monkeypatch):
 
 
 def test_manifest_is_json_that_people_can_read(directory):
-    """Who has no package must still be able to see what is in a checkpoint."""
+    """A person without the package must still be able to see the content of a checkpoint."""
     content = json.loads((directory / MANIFEST_NAME).read_text())
     assert content["files"]["a.bin"] == {"size_bytes": 10, "crc32": f"{zlib.crc32(CONTENTS['a.bin']):08x}"}

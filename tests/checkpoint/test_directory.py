@@ -1,4 +1,4 @@
-"""AtomicDirectory in one process: what it publishes, keeps, deletes and recovers from."""
+"""AtomicDirectory in one process: publishing, keeping, deleting, and recovering."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def save(saver: AtomicDirectory, content: object, *, force_save: bool = False) -
 
 
 def content_of(directory: str | Path | None) -> str:
-    """Read what `save` has saved."""
+    """Read the content that `save` has saved."""
     assert directory is not None
     return Path(directory, "content.txt").read_text()
 
 
 def names_in(directory: Path) -> list[str]:
-    """List a directory without the link and the file beside it."""
+    """List a directory without the link and the file beside the link."""
     return sorted(name for name in os.listdir(directory) if ".latest_checkpoint" not in name)
 
 
@@ -63,7 +63,7 @@ def recipe(output_directory: str, saver: AtomicDirectory) -> str | None:
 
 @pytest.mark.parametrize("is_relative", [False, True])
 def test_documented_recipe_works(tmp_path, monkeypatch, is_relative):
-    """The recipe in the documentation must find each checkpoint, by an absolute or a relative output directory."""
+    """The documented recipe must find each checkpoint, with an absolute or a relative output directory."""
     monkeypatch.chdir(tmp_path)
     output_directory = "out/put" if is_relative else str(tmp_path / "out/put")
     for epoch in range(3):
@@ -83,7 +83,7 @@ def test_documented_recipe_works(tmp_path, monkeypatch, is_relative):
 
 
 def test_names_are_those_of_the_original(tmp_path):
-    """Users of cycling_utils must find their way: the names of directories and of the link are theirs."""
+    """Names of directories and of the link must be the same as in cycling_utils."""
     saver = AtomicDirectory(tmp_path, name="model")
     assert (saver.name, saver.symlink_name) == ("model", "model.latest_checkpoint")
     first, forced = save(saver, 0), save(saver, 1, force_save=True)
@@ -98,7 +98,7 @@ def test_names_are_those_of_the_original(tmp_path):
 
 
 def test_directory_is_verified_and_tells_its_metadata(tmp_path):
-    """A committed checkpoint must verify as a whole and carry the metadata that were given."""
+    """A committed checkpoint must verify as a whole and carry the given metadata."""
     saver = AtomicDirectory(tmp_path)
     directory = saver.prepare_checkpoint_directory()
     Path(directory, "content.txt").write_text("x")
@@ -113,7 +113,7 @@ def test_directory_is_verified_and_tells_its_metadata(tmp_path):
 
 
 def test_keep_last_one_never_deletes_the_only_checkpoint(tmp_path):
-    """While the next checkpoint is written, the one before must be there; it goes only after the commit."""
+    """While the next checkpoint is written, the previous one must exist; it goes only after the commit."""
     saver = AtomicDirectory(tmp_path, keep_last=1)
     for number in range(3):
         directory = saver.prepare_checkpoint_directory()
@@ -127,7 +127,7 @@ def test_keep_last_one_never_deletes_the_only_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("keep_last", "expected"), [(-1, range(6)), (0, range(6)), (1, [1, 5]), (3, [1, 3, 4, 5])])
 def test_keep_last_counts_complete_ones_and_spares_the_forced(tmp_path, keep_last, expected):
-    """The last k must be kept, those that are kept for ever too, and all where nothing is to be deleted."""
+    """The last k and the forced checkpoints must be kept, and all checkpoints if nothing is to be deleted."""
     saver = AtomicDirectory(tmp_path, keep_last=keep_last)
     for number in range(6):
         save(saver, number, force_save=number == 1)
@@ -135,7 +135,7 @@ def test_keep_last_counts_complete_ones_and_spares_the_forced(tmp_path, keep_las
 
 
 def test_keep_last_does_not_count_what_has_lost_a_file(tmp_path):
-    """A checkpoint that is not whole must not take the place of one that is."""
+    """A checkpoint that has lost a file must not take the place of a whole one."""
     saver = AtomicDirectory(tmp_path, keep_last=2)
     save(saver, 0)
     (Path(save(saver, 1)) / "content.txt").unlink()
@@ -147,7 +147,7 @@ def test_keep_last_does_not_count_what_has_lost_a_file(tmp_path):
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "manifest"])
 def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, caplog, damage):
-    """A new saver must fall back to the newest that verifies, say so, delete nothing, and mend the link."""
+    """A new saver must fall back to the newest that verifies, report it, delete nothing, and repair the link."""
     saver = AtomicDirectory(tmp_path)
     save(saver, 0)
     path = Path(save(saver, 1))
@@ -166,7 +166,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, c
 
 
 def test_checkpoint_that_has_lost_its_manifest_is_not_preferred_to_one_that_verifies(tmp_path, caplog):
-    """A copy that brought the link and only a part of the newest directory must not be resumed from unverified."""
+    """A copy with the link and only part of the newest directory must not be resumed from unverified."""
     saver = AtomicDirectory(tmp_path)
     for number in range(3):
         newest = save(saver, number)
@@ -179,7 +179,7 @@ def test_checkpoint_that_has_lost_its_manifest_is_not_preferred_to_one_that_veri
 
 
 def test_contents_are_not_read_where_that_is_switched_off(tmp_path):
-    """verify=False must still find a file that is missing or cut, and not read the rest."""
+    """verify=False must still detect a missing or cut file, and not read the rest."""
     saver = AtomicDirectory(tmp_path)
     save(saver, 0)
     path = Path(save(saver, 1), "content.txt")
@@ -190,7 +190,7 @@ def test_contents_are_not_read_where_that_is_switched_off(tmp_path):
 
 
 def test_all_damaged_is_an_error_and_no_fresh_start(tmp_path):
-    """Checkpoints that exist and can't be taken must stop the start, each time, with their names."""
+    """Checkpoints that exist and can't be used must stop each start, with their names."""
     Path(save(AtomicDirectory(tmp_path), 0), "content.txt").write_text("changed")
     for _ in range(2):
         with pytest.raises(
@@ -200,7 +200,7 @@ def test_all_damaged_is_an_error_and_no_fresh_start(tmp_path):
 
 
 def test_lost_link_loses_nothing(tmp_path):
-    """Copies lose links: a new saver must find the newest checkpoint, make the link again, and keep all the others."""
+    """Copies lose links: a new saver must find the newest checkpoint, restore the link, and keep all the others."""
     saver = AtomicDirectory(tmp_path)
     for number in range(3):
         save(saver, number, force_save=number == 1)
@@ -214,7 +214,7 @@ def test_lost_link_loses_nothing(tmp_path):
 
 
 def test_link_that_leads_nowhere_or_elsewhere_is_mended(tmp_path):
-    """Checkpoints that were moved or copied to another place must be found there, not where they were."""
+    """Checkpoints that were moved or copied must be found in the new place, not in the old one."""
     saver = AtomicDirectory(tmp_path / "old")
     save(saver, "old")
     shutil.copytree(tmp_path / "old", tmp_path / "copy", symlinks=True)
@@ -226,7 +226,7 @@ def test_link_that_leads_nowhere_or_elsewhere_is_mended(tmp_path):
 
 
 def test_stale_temporary_link_blocks_nothing(tmp_path):
-    """What a killed process left, of ours or of cycling_utils, must not keep a later one from saving."""
+    """A link that a killed process left, of ours or of cycling_utils, must not prevent later saves."""
     saver = AtomicDirectory(tmp_path)
     (tmp_path / f"{saver.symlink_name}_temp").symlink_to("nowhere")
     process_id = os.fork()
@@ -242,7 +242,7 @@ def test_stale_temporary_link_blocks_nothing(tmp_path):
 
 
 def test_link_without_directories_is_a_fresh_start(tmp_path, caplog):
-    """A user who has deleted all checkpoints must be able to start again, and be told about the link."""
+    """A user who has deleted all checkpoints must be able to start again, with a message about the link."""
     saver = AtomicDirectory(tmp_path)
     shutil.rmtree(save(saver, 0))
     restarted = AtomicDirectory(tmp_path)
@@ -253,7 +253,7 @@ def test_link_without_directories_is_a_fresh_start(tmp_path, caplog):
 
 
 def test_deletion_that_fails_leaves_no_half_checkpoint(tmp_path):
-    """A directory that can be deleted in part only must not look like a checkpoint, of ours or of cycling_utils."""
+    """A directory that can be deleted only in part must not look like a checkpoint, of ours or of cycling_utils."""
     saver = AtomicDirectory(tmp_path, keep_last=1)
     directory = saver.prepare_checkpoint_directory()
     for name in ("content.txt", "shards/0.txt"):
@@ -272,7 +272,7 @@ def test_deletion_that_fails_leaves_no_half_checkpoint(tmp_path):
 
 
 def test_empty_directory_is_not_published(tmp_path):
-    """A checkpoint without files must be refused, the one before stay the latest, and the empty one be usable."""
+    """An empty checkpoint must be refused, the previous one must stay the latest, and the empty one can be filled."""
     saver = AtomicDirectory(tmp_path)
     save(saver, 0)
     directory = saver.prepare_checkpoint_directory()
@@ -286,7 +286,7 @@ def test_empty_directory_is_not_published(tmp_path):
 
 
 def test_bad_arguments_are_refused_with_what_is_possible(tmp_path):
-    """Each wrong argument must raise ValueError or TypeError when the saver is made, and make nothing."""
+    """Each wrong argument must raise ValueError or TypeError when the saver is created, and create nothing."""
     output = tmp_path / "out"
     with pytest.raises(ValueError, match=r"strategy is 'sync'.*sync_any, sync_all, async, mono"):
         AtomicDirectory(output, strategy="sync")
@@ -303,7 +303,7 @@ def test_bad_arguments_are_refused_with_what_is_possible(tmp_path):
 
 
 def test_several_processes_without_a_group_are_refused(tmp_path, monkeypatch):
-    """Under torchrun, before init_process_group, ranks would write over each other; async and mono ask for no group."""
+    """Under torchrun without a group, ranks would overwrite each other's files; async and mono need no group."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 and there is no process group"):
@@ -313,7 +313,7 @@ def test_several_processes_without_a_group_are_refused(tmp_path, monkeypatch):
 
 
 def test_abort_deletes_the_directory_and_nothing_else(tmp_path):
-    """A checkpoint that was given up must vanish, the next one take its number, and a complete one be refused."""
+    """An aborted checkpoint must vanish, the next one must take its number, and a complete one must be refused."""
     saver = AtomicDirectory(tmp_path)
     complete = save(saver, 0)
     directory = saver.prepare_checkpoint_directory()
@@ -337,7 +337,7 @@ def test_directory_that_was_never_ended_is_replaced(tmp_path):
 
 
 def test_user_who_empties_the_directory_can_still_commit(tmp_path):
-    """Libraries that make the directory of their checkpoint again must not lose the checkpoint."""
+    """Libraries that create their checkpoint directory anew must not lose the checkpoint."""
     saver = AtomicDirectory(tmp_path)
     directory = saver.prepare_checkpoint_directory()
     shutil.rmtree(directory)
@@ -348,7 +348,7 @@ def test_user_who_empties_the_directory_can_still_commit(tmp_path):
 
 
 def test_output_directory_may_be_a_link(tmp_path):
-    """A path that leads to the prepared directory in another way must be accepted, the user may have resolved it."""
+    """Another path to the prepared directory must be accepted, as the user may have resolved it."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to("disk")
     saver = AtomicDirectory(tmp_path / "out")
@@ -359,7 +359,7 @@ def test_output_directory_may_be_a_link(tmp_path):
 
 
 def test_tilde_in_the_output_directory_is_the_home_directory(tmp_path, monkeypatch):
-    """A checkpoint goes where `FaultTolerance` and Lightning would put it, not to a directory named `~`."""
+    """A checkpoint must go where `FaultTolerance` and Lightning would put it, not to a directory named `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert AtomicDirectory("~/out").output_directory == str(tmp_path / "out")
@@ -375,7 +375,7 @@ def _begin(path: Path, *, hostname: str, process_id: int, machine: str | None = 
 
 
 def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path):
-    """What a killed process left must go at the next prepare; what another process is writing must stay."""
+    """A killed process's directories must go at the next prepare; directories that another process writes must stay."""
     here, process_id = socket.gethostname(), os.fork()
     if not process_id:
         os._exit(0)
@@ -400,7 +400,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
 
 
 def test_two_savers_do_not_touch_each_other(tmp_path):
-    """Savers of different names in one directory must neither count nor delete what is the other's."""
+    """Two savers with different names in one directory must not count or delete each other's checkpoints."""
     first, second = AtomicDirectory(tmp_path, keep_last=1), AtomicDirectory(tmp_path, name="Other", keep_last=1)
     begun = first.prepare_checkpoint_directory()
     for number in range(3):
@@ -413,7 +413,7 @@ def test_two_savers_do_not_touch_each_other(tmp_path):
 
 
 def test_directories_of_the_original_are_read_by_its_rule(tmp_path, caplog):
-    """Without manifests, those up to the link are complete; they are taken unverified, said so, and never deleted."""
+    """Without manifests, directories up to the link are complete; they are used with a warning, and never deleted."""
     for number in range(2):
         original_save(tmp_path, number)
     original_save(tmp_path, 2, linked=False)
@@ -434,7 +434,7 @@ def test_directories_of_the_original_are_read_by_its_rule(tmp_path, caplog):
 
 
 def test_directories_of_the_original_go_by_the_documented_rule_only(tmp_path):
-    """They must not count among the last k, for they can't be verified, and go when k newer ones are complete."""
+    """They must not count among the last k, as they can't be verified, and must go when k newer ones are complete."""
     original_save(tmp_path, 0)
     saver = AtomicDirectory(tmp_path, keep_last=2)
     save(saver, 1)
@@ -444,7 +444,7 @@ def test_directories_of_the_original_go_by_the_documented_rule_only(tmp_path):
 
 
 def test_original_with_a_relative_link_is_mended(tmp_path, monkeypatch):
-    """The original's link for a relative output directory leads nowhere; what it names must be found all the same."""
+    """The original's link for a relative output directory leads nowhere; the directory that it names must be found."""
     monkeypatch.chdir(tmp_path)
     path = original_save(tmp_path / "out", 0)
     (tmp_path / "out/AtomicDirectory.latest_checkpoint").unlink()
@@ -453,7 +453,7 @@ def test_original_with_a_relative_link_is_mended(tmp_path, monkeypatch):
 
 
 def test_original_without_its_link_is_an_error_and_loses_nothing(tmp_path):
-    """Which of its directories is complete nobody can know: the start must stop, and all stay."""
+    """Without the link it is unknown which of its directories is complete: the start must stop, and all must stay."""
     original_save(tmp_path, 0)
     original_save(tmp_path, 1)
     os.unlink(tmp_path / "AtomicDirectory.latest_checkpoint")
@@ -463,7 +463,7 @@ def test_original_without_its_link_is_an_error_and_loses_nothing(tmp_path):
 
 
 def test_link_that_has_become_a_directory_is_an_error_with_the_remedy(tmp_path):
-    """A copy that follows links must be told from a link, before hours of training."""
+    """A copy that has replaced the link must be detected before hours of training."""
     saver = AtomicDirectory(tmp_path)
     save(saver, 0)
     os.unlink(tmp_path / saver.symlink_name)
@@ -473,7 +473,7 @@ def test_link_that_has_become_a_directory_is_an_error_with_the_remedy(tmp_path):
 
 
 def test_file_system_without_links_has_the_file_beside(tmp_path, monkeypatch, caplog):
-    """Where there are no links, saving must work, and the latest be found by a new saver and by the file."""
+    """Without links, saving must work, and a new saver and the file must show the latest checkpoint."""
 
     def refuse(*args, **options):
         raise PermissionError(1, "Operation not permitted")
@@ -488,7 +488,7 @@ def test_file_system_without_links_has_the_file_beside(tmp_path, monkeypatch, ca
 
 
 def test_reader_needs_no_right_to_write(tmp_path, monkeypatch):
-    """A process that only looks for the latest checkpoint must change nothing where nothing is wrong."""
+    """A process that only looks for the latest checkpoint must change nothing if nothing is wrong."""
     save(AtomicDirectory(tmp_path), 0)
     original_save(tmp_path, 0, name="Original")
 
@@ -502,7 +502,7 @@ def test_reader_needs_no_right_to_write(tmp_path, monkeypatch):
 
 
 def test_reader_takes_what_a_writer_commits_while_it_verifies(tmp_path, monkeypatch):
-    """When the directory that was found is replaced and deleted meanwhile, the newer one must be taken and linked."""
+    """If the found directory is replaced and deleted during the check, the newer one must be used and linked."""
     writer, reader = AtomicDirectory(tmp_path, keep_last=1), AtomicDirectory(tmp_path)
     save(writer, 0)
     real, looks = directory_series.verify_directory, []
@@ -521,7 +521,7 @@ def test_reader_takes_what_a_writer_commits_while_it_verifies(tmp_path, monkeypa
 
 
 def test_output_directory_is_made_with_the_saver(tmp_path):
-    """Scripts that put files there, once the saver is made, must find it; looking must not fail where it is gone."""
+    """Scripts that put files there once the saver exists must find it; a look must not fail if it is gone."""
     saver = AtomicDirectory(tmp_path / "a/b")
     assert (tmp_path / "a/b").is_dir()
     shutil.rmtree(tmp_path / "a")

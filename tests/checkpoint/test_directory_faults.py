@@ -1,4 +1,4 @@
-"""AtomicDirectory is killed, loses power or meets a failing disk at each of its steps: the last checkpoint stays."""
+"""At each step, AtomicDirectory is killed, loses power or meets a failing disk, and the last checkpoint stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, k
 from lightning_faulttolerant.testing.steps import KINDS
 from tests.processes import in_child
 
-# Exit codes of children.
+# Exit codes of child processes.
 _FAILED, _SWALLOWED = 3, 4
 _CHANGES = set(KINDS) - {"list"}
 
@@ -41,7 +41,7 @@ def _number_in(directory: str | None) -> int | None:
 
 
 def _check_recovery(output: Path, possible: tuple[int | None, ...], *, at: int) -> int | None:
-    """A new process finds a whole checkpoint, by the saver and by the link, saves the next, and leaves no litter."""
+    """Check that a new process finds a whole checkpoint by saver and link, saves the next one, and leaves no litter."""
     saver = AtomicDirectory(output, keep_last=1)
     found = _number_in(saver.latest())
     assert found in possible, f"step {at}: {found}"
@@ -57,7 +57,7 @@ def _check_recovery(output: Path, possible: tuple[int | None, ...], *, at: int) 
 
 @pytest.mark.parametrize("num_before", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_each_step_the_last_checkpoint_stays(tmp_path, num_before):
-    """After SIGKILL after any step, the checkpoint before or the new one must be the latest, whole and linked."""
+    """After SIGKILL after any step, the previous checkpoint or the new one must be the latest, whole and linked."""
     found, at, exit_code = [], 0, -signal.SIGKILL
     while exit_code == -signal.SIGKILL:
         at += 1
@@ -76,17 +76,17 @@ def test_killed_at_each_step_the_last_checkpoint_stays(tmp_path, num_before):
         shutil.rmtree(output)
     assert exit_code == 0
     assert at > 30
-    # Before the commit it is the old one, from the commit on the new one, with one change between.
+    # Before the commit it is the old one, afterwards the new one, with one change between.
     assert found == sorted(found, key=lambda number: number == 5)
     assert set(found) == {num_before - 1 if num_before else None, 5}
 
 
 @pytest.mark.parametrize("keeps", ["synced", "names", "removals"])
 def test_power_lost_at_each_step_the_last_checkpoint_stays(tmp_path, keeps):
-    """Whatever a disk has kept, the checkpoint before or the new one must be whole; a finished save must be the new."""
+    """Whatever the disk has kept, the previous or the new checkpoint must be whole; a finished save must be kept."""
     at, has_lost = 0, True
     while has_lost:
-        at += 5  # of these steps each fifth: the whole takes long
+        at += 5  # only every fifth of these steps: all of them take long
         output = tmp_path / str(at)
         output.mkdir()
         _save(output, 1)
@@ -105,7 +105,7 @@ def test_power_lost_at_each_step_the_last_checkpoint_stays(tmp_path, keeps):
 
 @pytest.mark.parametrize(("number", "start"), [(errno.ENOSPC, 1), (errno.EIO, 2)])
 def test_error_at_each_step_is_raised_and_the_last_checkpoint_stays(tmp_path, number, start):
-    """A disk that is full or bad must be heard of wherever it happens, and cost at most the new checkpoint."""
+    """A full or bad disk must be reported wherever it happens, and cost at most the new checkpoint."""
     at, failed = start, True
     while failed:
         output = tmp_path / str(at)
@@ -131,7 +131,7 @@ def test_error_at_each_step_is_raised_and_the_last_checkpoint_stays(tmp_path, nu
 
 
 def test_reader_beside_a_writer_finds_a_whole_checkpoint_each_time(tmp_path):
-    """While another process saves and deletes without a pause, a reader must find a checkpoint, and damage nothing."""
+    """While another process saves and deletes without a pause, a reader must find a checkpoint and damage nothing."""
     _save(tmp_path, 1)
 
     def save_on():

@@ -1,4 +1,4 @@
-"""AtomicDirectory on two ranks over gloo: one series, agreed on; an error or a death on one is an error on both."""
+"""AtomicDirectory on two ranks over gloo: they share one series, and an error or a death on one is an error on both."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_ranks_share_one_series(tmp_path):
     ("strategy", "expected"), [("sync_any", ["", "_force", "_force"]), ("sync_all", ["", "", "_force"])]
 )
 def test_force_save_is_agreed(tmp_path, strategy, expected):
-    """A checkpoint must be kept for ever if any rank, or if all ranks say so, whichever was chosen."""
+    """A checkpoint must be kept forever if any rank says so, or if all ranks do, depending on the strategy."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", strategy=strategy, timeout=TIMEOUT)
@@ -74,7 +74,7 @@ def test_async_ranks_have_series_of_their_own(tmp_path):
 
 
 def test_files_are_summed_by_all_ranks_in_equal_parts(tmp_path):
-    """The work of reading the files back must be shared out by their sizes."""
+    """The work of reading the files back must be divided by their sizes."""
 
     def main(rank):
         summed = []
@@ -91,7 +91,7 @@ def test_files_are_summed_by_all_ranks_in_equal_parts(tmp_path):
 
 
 def test_file_that_one_rank_does_not_see_yet_is_part_of_the_checkpoint(tmp_path, monkeypatch):
-    """On a network file system a listing may be old: what any rank sees must be in the manifest."""
+    """On a network file system a listing may be old: files that any rank sees must be in the manifest."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out")
@@ -105,7 +105,7 @@ def test_file_that_one_rank_does_not_see_yet_is_part_of_the_checkpoint(tmp_path,
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_of_one_rank_reaches_both(tmp_path, failing):
-    """A rank whose disk is full while the checkpoint is completed must stop both, and publish nothing."""
+    """A rank with a full disk during the completion of a checkpoint must stop both, and nothing may be published."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
@@ -118,7 +118,7 @@ def test_error_of_one_rank_reaches_both(tmp_path, failing):
             directory.sum_files = fail
         try:
             return _save(saver, rank)
-        except Exception as error:  # noqa: BLE001 - looked at below
+        except Exception as error:  # noqa: BLE001 - checked below
             return [f"{type(error).__name__}: {error}", saver.latest()]
 
     answers = on_ranks(main, tmp_path / "ranks")
@@ -129,7 +129,7 @@ def test_error_of_one_rank_reaches_both(tmp_path, failing):
 
 
 def test_abort_on_one_rank_ends_the_checkpoint_on_both(tmp_path):
-    """A rank that can't write its part gives up: the other must hear it at once, and both save the next one."""
+    """A rank that can't write its part gives up: the other must learn it immediately, and both save the next one."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
@@ -150,7 +150,7 @@ def test_abort_on_one_rank_ends_the_checkpoint_on_both(tmp_path):
 
 
 def test_dead_rank_is_an_error_on_the_other(tmp_path):
-    """When a rank is killed while it writes, the other must raise, not wait for ever, and nothing be published."""
+    """If a rank is killed while it writes, the other must raise rather than wait forever, and publish nothing."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=timedelta(seconds=5))
@@ -167,7 +167,7 @@ def test_dead_rank_is_an_error_on_the_other(tmp_path):
 
 
 def test_silent_rank_is_an_error_within_the_timeout(tmp_path):
-    """When a rank hangs, the other must raise when its time is up, and the message say how long it waited."""
+    """If a rank hangs, the other must raise after the timeout, and the message must say how long it waited."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=timedelta(seconds=1))
@@ -186,7 +186,7 @@ def test_silent_rank_is_an_error_within_the_timeout(tmp_path):
 
 
 def test_ranks_that_lose_each_other_are_told(tmp_path):
-    """A rank that continues to the next checkpoint while the other completes this one must be an error on both."""
+    """If a rank continues to the next checkpoint while the other completes this one, both must raise an error."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
@@ -206,7 +206,7 @@ def test_ranks_that_lose_each_other_are_told(tmp_path):
     ],
 )
 def test_savers_that_do_not_fit_are_refused_on_both(tmp_path, arguments, reason):
-    """Ranks that would wait for one another, or write over each other, must both raise when the saver is made."""
+    """Ranks that would wait for each other, or overwrite each other, must both raise when the saver is created."""
 
     def main(rank):
         AtomicDirectory(tmp_path / "out", timeout=TIMEOUT, **arguments[rank])
@@ -217,7 +217,7 @@ def test_savers_that_do_not_fit_are_refused_on_both(tmp_path, arguments, reason)
 
 
 def test_empty_checkpoint_and_different_paths_are_refused_on_both(tmp_path):
-    """What one rank gets wrong must stop both, and leave the prepared directory to be mended and completed."""
+    """An error of one rank must stop both, and leave the prepared directory to be repaired and completed."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
@@ -239,7 +239,7 @@ def test_empty_checkpoint_and_different_paths_are_refused_on_both(tmp_path):
 
 
 def test_output_directory_that_is_not_shared_is_an_error_on_both(tmp_path):
-    """Ranks on nodes without a common disk must be told so within the timeout, not wait for a directory for ever."""
+    """Ranks on nodes without a common disk must get an error within the timeout, not wait for a directory forever."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / f"disk-{rank}", timeout=TIMEOUT)
@@ -253,7 +253,7 @@ def test_output_directory_that_is_not_shared_is_an_error_on_both(tmp_path):
 
 
 def test_group_of_some_ranks_leaves_the_others_out(tmp_path):
-    """A saver of a group of ranks must ask no other rank, and number them as the job does."""
+    """A saver of a group of ranks must contact no other rank, and number the ranks as the job does."""
 
     def main(rank):
         group = dist.new_group([1, 2], backend="gloo")
@@ -269,7 +269,7 @@ def test_group_of_some_ranks_leaves_the_others_out(tmp_path):
 
 
 def test_damaged_checkpoint_is_left_by_all_ranks_alike(tmp_path):
-    """All ranks must take the same older checkpoint where the newest is damaged, and all stop where none is left."""
+    """All ranks must use the same older checkpoint if the newest is damaged, and all must stop if none is left."""
     saver = AtomicDirectory(tmp_path / "out")
     first, second = _save(saver, 0), _save(saver, 0)
 

@@ -1,4 +1,4 @@
-"""The lock of a run in an object store: whoever dies loses it, whoever sleeps notices, and nobody waits in vain."""
+"""The lock of a run in an object store: a dead holder loses it, a suspended one notices, and waiting has an end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def holder_of(url: str) -> dict[str, Any]:
 
 
 def dead_process_id() -> int:
-    """Return the id of a process that is no more."""
+    """Return the id of a process that no longer exists."""
     process = FORK.Process(target=int)
     process.start()
     process.join()
@@ -73,14 +73,14 @@ def dead_process_id() -> int:
 
 
 def test_lock_is_of_the_kind_that_the_directory_needs(remote_url: str, tmp_path: Any) -> None:
-    """A local directory is locked by the operating system, one below a URL by a lease."""
+    """The operating system locks a local directory; a lease locks one below a URL."""
     assert isinstance(open_lock(remote_url), RunLease)
     assert isinstance(open_lock(tmp_path), RunLock)
     assert isinstance(open_lock(f"file://{tmp_path}"), RunLock)
 
 
 def test_lock_is_held_and_given_back(remote_url: str) -> None:
-    """While it is held the object names the holder; then it is gone, with its thread."""
+    """While the lock is held, the object names the holder; afterwards it is gone, and so is its thread."""
     held = RunLease(remote_url)
     with held:
         assert held.is_held
@@ -106,7 +106,7 @@ def test_lock_is_given_back_behind_an_exception(remote_url: str) -> None:
 
 
 def test_second_one_in_this_process_is_refused_at_once(remote_url: str) -> None:
-    """Within one process there is no waiting: the lock is known to be held."""
+    """Within one process there is no wait: the lock is known to be held."""
     with RunLease(remote_url) as held:
         for again in (RunLease(remote_url), held):
             with pytest.raises(RunInUseError, match=rf"process {os.getpid()} on .* \(this one\)"):
@@ -135,7 +135,7 @@ for number, _ in enumerate(sys.stdin):
 
 @pytest.fixture
 def other(s3: str) -> Any:
-    """Another process that holds the lock of a run, and saves when it gets a line."""
+    """Yield another process that holds the lock of a run, and saves when it gets a line."""
     command = [sys.executable, "-c", OTHER, f"{s3}/run", str(LEASE_SECONDS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -145,7 +145,7 @@ def other(s3: str) -> Any:
 
 
 def ask(other: Any) -> str:
-    """Let the other process save."""
+    """Make the other process save."""
     other.stdin.write("\n")
     other.stdin.flush()
     answer: str = other.stdout.readline()
@@ -174,7 +174,7 @@ def test_killed_holder_loses_the_lock_at_once(s3: str, other: Any) -> None:
 def test_process_that_was_asleep_does_not_write_over_its_successor(
     s3: str, other: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A holder that is suspended for longer than its lease is taken over, and when it wakes up it saves nothing."""
+    """A holder that is suspended for longer than its lease loses it, and saves nothing when it wakes up."""
     assert ask(other) == "saved\n"
     os.kill(other.pid, signal.SIGSTOP)
     with caplog.at_level(logging.WARNING), RunLease(f"{s3}/run", lease_seconds=LEASE_SECONDS) as held:
@@ -189,7 +189,7 @@ def test_process_that_was_asleep_does_not_write_over_its_successor(
 
 
 def test_dead_process_of_another_host_is_waited_for(remote_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody here can tell whether a process of another host is alive: it has the time of its lease to show it."""
+    """This host can't see whether a process of another host is alive: that process has its lease to renew."""
     process_id = dead_process_id()
     put_lock(remote_url, hostname="elsewhere", process_id=process_id)
     began = time.monotonic()
@@ -200,7 +200,7 @@ def test_dead_process_of_another_host_is_waited_for(remote_url: str, caplog: pyt
 
 
 class Waits:
-    """Stands in for ``time`` where a newcomer waits: the clock goes while it sleeps, and something happens."""
+    """Stands in for ``time`` where a newcomer waits: its sleep moves the clock, and an event happens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
         self._now = 0.0
@@ -218,7 +218,7 @@ class Waits:
 
 
 def test_renewal_on_another_host_keeps_the_newcomer_out(remote_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sign of life of the holder is enough."""
+    """One renewal of the holder is enough."""
     put_lock(remote_url, hostname="elsewhere", process_id=1)
     Waits(monkeypatch, lambda: put_lock(remote_url, hostname="elsewhere", process_id=1, num_renewals=1))
     with pytest.raises(RunInUseError, match="in use by process 1 on elsewhere"):
@@ -227,7 +227,7 @@ def test_renewal_on_another_host_keeps_the_newcomer_out(remote_url: str, monkeyp
 
 
 def test_lock_that_is_given_back_meanwhile_is_taken(remote_url: str) -> None:
-    """Who waits does not wait on for a holder that has gone."""
+    """A newcomer does not wait on for a holder that has gone."""
     put_lock(remote_url, hostname="elsewhere", process_id=1)
     end = threading.Timer(LEASE_SECONDS / 4, RemoteStore(remote_url).delete, [LOCK_NAME])
     end.start()
@@ -240,7 +240,7 @@ def test_lock_that_is_given_back_meanwhile_is_taken(remote_url: str) -> None:
 
 @pytest.mark.parametrize("process_id", ["dead", "ours"])
 def test_lock_of_a_dead_process_of_this_host_is_taken_at_once(remote_url: str, process_id: str) -> None:
-    """A dead process is known by its id, also where this process has been given the same one, as in containers."""
+    """A dead process is known by its id, even if this process has been given the same one, as in containers."""
     number = os.getpid() if process_id == "ours" else dead_process_id()
     put_lock(remote_url, hostname=socket.gethostname(), process_id=number)
     began = time.monotonic()
@@ -252,7 +252,7 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_at_once(remote_url: str, p
 def test_process_of_another_container_with_our_host_name_is_not_taken_for_dead(
     remote_url: str, process_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers on the network of their host share its name, not their process ids: the second run must be refused."""
+    """Containers on their host's network share its name, not their process ids: the second run must be refused."""
     number = os.getpid() if process_id == "ours" else dead_process_id()
     theirs = {"hostname": socket.gethostname(), "process_id": number, "machine": "another container"}
     put_lock(remote_url, **theirs)  # type: ignore[arg-type]
@@ -263,14 +263,14 @@ def test_process_of_another_container_with_our_host_name_is_not_taken_for_dead(
 
 
 def test_lock_that_cannot_be_read_is_taken_over_when_nothing_moves(remote_url: str) -> None:
-    """A lock that says nothing keeps nobody out for longer than a lease."""
+    """An unreadable lock keeps no process out for longer than a lease."""
     RemoteStore(remote_url).replace(LOCK_NAME, b"{")
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
         held.check()
 
 
 def test_who_loses_a_race_is_refused(remote_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two that create the lock at once, the one whose lock does not stay must not begin."""
+    """Of two that create the lock at the same time, the one whose lock does not stay must not begin."""
     real = RemoteStore.create
 
     def create_too_late(self: RemoteStore, name: str, content: bytes) -> None:
@@ -284,7 +284,7 @@ def test_who_loses_a_race_is_refused(remote_url: str, monkeypatch: pytest.Monkey
 
 
 def test_object_is_created_exclusively(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 itself is asked to refuse the second of two that create the lock at the same time."""
+    """S3 itself must refuse the second of two that create the lock at the same time."""
     put_lock(f"{s3}/run", hostname="elsewhere", process_id=1)
     with calls_of_s3(monkeypatch) as calls, pytest.raises(FileExistsError):
         RemoteStore(f"{s3}/run").create(LOCK_NAME, b"mine")
@@ -295,7 +295,7 @@ def test_object_is_created_exclusively(s3: str, monkeypatch: pytest.MonkeyPatch)
 def test_store_that_can_not_create_exclusively_is_locked_all_the_same(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """A store that does not know an exclusive creation must not be refused: there the last of two writers stays."""
+    """A store without exclusive creation must not be refused: the last of two writers stays there."""
     real = MemoryFileSystem.pipe_file
 
     def pipe_file(self: Any, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
@@ -309,7 +309,7 @@ def test_store_that_can_not_create_exclusively_is_locked_all_the_same(
 
 
 def test_lost_lock_is_noticed(remote_url: str) -> None:
-    """A lock that was taken over or removed is an error before anything is written, and stays as it is on release."""
+    """A lock that was taken over or removed is an error before anything is written, and its release changes nothing."""
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
         RemoteStore(remote_url).delete(LOCK_NAME)
         with pytest.raises(RunInUseError, match="has been removed"):
@@ -322,7 +322,7 @@ def test_lost_lock_is_noticed(remote_url: str) -> None:
 
 
 def test_lock_is_renewed(remote_url: str) -> None:
-    """The holder shows that it lives, by itself, and without a draw from the global generator."""
+    """The holder shows by itself that it is alive, without a draw from the global generator."""
     before = random.getstate()
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS):
         deadline = time.monotonic() + 20
@@ -335,7 +335,7 @@ def test_lock_is_renewed(remote_url: str) -> None:
 def test_store_that_fails_for_a_moment_costs_nothing(
     remote_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A renewal that fails is tried again, in silence."""
+    """A renewal that fails is silently tried again."""
     has_failed = threading.Event()
 
     def fail(*_: object) -> None:
@@ -360,7 +360,7 @@ def _in_child(held: RunLease, answers: Any) -> None:
 
 
 def test_forked_child_neither_holds_nor_releases(remote_url: str) -> None:
-    """A data-loading worker has a copy of the object, and must not give the lock back at its end."""
+    """A data-loading worker has a copy of the object, and must not release the lock at its end."""
     with RunLease(remote_url) as held:
         answers = FORK.Queue()
         process = FORK.Process(target=_in_child, args=(held, answers))
@@ -371,5 +371,5 @@ def test_forked_child_neither_holds_nor_releases(remote_url: str) -> None:
 
 
 def test_lease_is_as_long_as_is_documented() -> None:
-    """A lease lasts 30 s and is renewed three times meanwhile."""
+    """A lease lasts 30 s and is renewed three times in that time."""
     assert (lease.LEASE_SECONDS, lease.RENEWALS_PER_LEASE) == (30.0, 3)

@@ -1,4 +1,4 @@
-"""One process at a time, and the dead don't count."""
+"""One process holds the lock at a time, and dead processes don't count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _exit_code(function, *args: object) -> int:
 
 
 def _try_lock(directory: Path) -> None:
-    """End with 0 where the lock can be had, with 3 where it is refused."""
+    """Exit with 0 if the lock is free, and with 3 if it is refused."""
     try:
         RunLock(directory).acquire()
     except RunInUseError:
@@ -41,7 +41,7 @@ def _try_lock(directory: Path) -> None:
 
 
 def test_second_process_is_refused_until_release(tmp_path):
-    """While the lock is held nobody else may get it; after the release, they may, and nothing is left behind."""
+    """While the lock is held, others must be refused; after the release they may get it, and nothing is left behind."""
     with RunLock(tmp_path / "new" / "run") as held:
         assert held.is_held
         assert _exit_code(_try_lock, tmp_path / "new" / "run") == 3
@@ -51,7 +51,7 @@ def test_second_process_is_refused_until_release(tmp_path):
 
 
 def test_message_names_host_process_and_directory(tmp_path):
-    """Who is refused must learn who holds the lock, where, and what to do: also from a process that shares no code."""
+    """The error must name the holder, the place and the remedy, even in a process that shares no code with this one."""
     script = (
         "import sys, pathlib\n"
         "from lightning_faulttolerant.checkpoint.lock import RunLock\n"
@@ -86,7 +86,7 @@ def test_second_lock_object_of_this_process_is_refused(tmp_path):
 
 
 def test_lock_of_a_killed_process_is_free(tmp_path):
-    """After SIGKILL the next run must start at once, though the file with the dead one's name is still there."""
+    """After SIGKILL the next run must start immediately, although the file with the dead holder's name still exists."""
     holder = FORK.Process(target=_hold_for_ever, args=(tmp_path,))
     holder.start()
     _wait_for(tmp_path / "ready")
@@ -132,7 +132,7 @@ def test_worker_that_outlives_its_killed_parent_does_not_keep_the_lock(tmp_path)
 
 
 def test_forked_child_can_neither_release_nor_take_the_lock(tmp_path):
-    """What a child does with its copy of the lock must not change the parent's."""
+    """A child's actions on its copy of the lock must not change the parent's."""
     held = RunLock(tmp_path)
 
     def child() -> None:
@@ -161,7 +161,7 @@ def test_lock_is_given_back_when_the_block_raises(tmp_path):
     "content", [b"", b"{", b"[]", b'{"hostname": "x"}', b'{"hostname": 1, "process_id": null}', b"\xff"]
 )
 def test_holder_without_a_readable_name_is_still_respected(tmp_path, content):
-    """A holder that has not yet written its name must be refused all the same."""
+    """A holder that has not yet written its name must still keep others out."""
     with RunLock(tmp_path) as held:
         os.truncate(held._descriptor, 0)
         os.pwrite(held._descriptor, content, 0)
@@ -175,7 +175,7 @@ def test_holder_without_a_readable_name_is_still_respected(tmp_path, content):
 
 
 def test_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
-    """Where the system can't lock, the run must continue, with a warning that names the directory."""
+    """If the system can't lock, the run must continue, with a warning that names the directory."""
 
     def refuse(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -205,7 +205,7 @@ def test_failing_write_of_the_name_gives_the_lock_back(tmp_path, monkeypatch):
 
 
 def _compete(directory: Path, num_rounds: int) -> None:
-    """End with an error where two processes are inside at once; the inner file tells."""
+    """Exit with an error if two processes are inside at the same time; the inner file shows it."""
     for _ in range(num_rounds):
         with contextlib.suppress(RunInUseError), RunLock(directory):
             os.close(os.open(directory / "inside", os.O_CREAT | os.O_EXCL))
@@ -213,7 +213,7 @@ def _compete(directory: Path, num_rounds: int) -> None:
 
 
 def test_never_two_inside_while_the_file_is_removed_and_made_again(tmp_path):
-    """Releasing removes the file: a process that had opened it must not think that it holds the lock."""
+    """A release removes the file: a process that had opened it before must not believe that it holds the lock."""
     processes = [FORK.Process(target=_compete, args=(tmp_path, 1500)) for _ in range(3)]
     for process in processes:
         process.start()
@@ -223,7 +223,7 @@ def test_never_two_inside_while_the_file_is_removed_and_made_again(tmp_path):
 
 
 def test_threads_of_one_process_are_kept_apart(tmp_path):
-    """Of several threads that ask at once exactly one must get the lock."""
+    """Of several threads that request the lock at the same time, exactly one must get it."""
     results: list[str] = []
     start = threading.Barrier(4)
 

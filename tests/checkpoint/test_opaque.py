@@ -1,4 +1,4 @@
-"""Objects kept as bytes come back in their places, and share what they shared."""
+"""Objects that are kept as bytes come back in their places, and share what they shared."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Color(Enum):
 
 
 def again(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint packed, written, loaded with weights_only=True, and unpacked."""
+    """Return a checkpoint after packing, writing, loading with weights_only=True, and unpacking."""
     packed = pack(checkpoint)
     buffer = io.BytesIO()
     torch.save([packed.checkpoint, packed.pool], buffer)
@@ -50,7 +50,7 @@ def again(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_all_kinds_come_back_in_their_order() -> None:
-    """Also as keys, in tuples, in nested dicts and lists; the order of a dict is what it was."""
+    """Objects come back also as keys, in tuples, and in nested dicts and lists; a dict keeps its order."""
     checkpoint = {
         "epoch": 1,
         "path": Path("/data"),
@@ -65,7 +65,7 @@ def test_all_kinds_come_back_in_their_order() -> None:
 
 
 def test_objects_of_libraries_come_back() -> None:
-    """Tables, encoders, arrays, metrics, and modules, with the values that they had."""
+    """Tables, encoders, arrays, metrics, and modules come back with their values."""
     metric = MeanMetric()
     metric.update(torch.tensor(3.0))
     found = again(
@@ -85,7 +85,7 @@ def test_objects_of_libraries_come_back() -> None:
 
 
 def test_what_is_shared_stays_shared() -> None:
-    """Among objects, with plain containers, and with tensors, whose memory is written once."""
+    """Objects share again with each other, with plain containers, and with tensors, whose memory is written once."""
     module, shared = nn.Linear(200, 200), [1, 2]
     encoder = LabelEncoder()
     checkpoint: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_the_users_own_containers_are_left_alone() -> None:
-    """What is replaced is replaced in a copy; what holds itself is copied as it is."""
+    """Objects are replaced in a copy of their container; a container that holds itself is copied as it is."""
     own: dict[str, Any] = {"path": Path("/data"), "plain": [1]}
     ring: list[Any] = [own]
     ring.append(ring)
@@ -121,7 +121,7 @@ def test_the_users_own_containers_are_left_alone() -> None:
 
 
 def test_nothing_is_copied_where_there_is_nothing_to_keep() -> None:
-    """A checkpoint of plain values is as it was."""
+    """A checkpoint of plain values is unchanged."""
     inner = OrderedDict(weight=torch.zeros(2))
     packed = pack({"state_dict": inner, "epoch": 3})
     assert packed.checkpoint["state_dict"] is inner
@@ -129,18 +129,18 @@ def test_nothing_is_copied_where_there_is_nothing_to_keep() -> None:
 
 
 def test_attributes_of_a_state_dict_are_kept() -> None:
-    """A module's state_dict has its versions in an attribute."""
+    """The attribute with the versions of a module's state_dict is kept."""
     found = again({"state_dict": nn.BatchNorm1d(2).state_dict(), "path": Path("/data")})
     assert found["state_dict"]._metadata == nn.BatchNorm1d(2).state_dict()._metadata
 
 
 def test_keys_that_read_alike_are_two() -> None:
-    """The keys 1 and "1" give one place."""
+    """The keys 1 and "1" have different places."""
     assert again({"a": {1: Path("/one"), "1": Path("/text")}}) == {"a": {1: Path("/one"), "1": Path("/text")}}
 
 
 def test_what_can_not_be_pickled_stays_and_is_named() -> None:
-    """The others are kept as bytes all the same."""
+    """An object that can't be pickled stays and is named; the others are still kept as bytes."""
     shared = Fraction(1, 3)
     packed = pack({"bad": Holds(shared, lambda: 1), "good": Holds(shared, Path("/data"))})
     assert list(packed.failures) == ["bad"]
@@ -153,7 +153,7 @@ def test_what_can_not_be_pickled_stays_and_is_named() -> None:
 
 
 def test_a_class_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says where the object is and what class it was of."""
+    """The error names the object's place and its class."""
     packed = pack({"here": {"mine": Holds(1)}})
     monkeypatch.delattr(f"{__name__}.Holds")
     with pytest.raises(CheckpointError, match=rf"here/mine, an object of the class {__name__}.Holds, can't be made"):
@@ -177,7 +177,7 @@ def test_a_class_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_lines_that_allow_objects(value: Any) -> None:
-    """Pasted into a script, they let the object load with weights_only=True."""
+    """With these lines in a script, the object loads with weights_only=True."""
     lines = lines_to_allow([value])
     assert lines is not None
     buffer = io.BytesIO()
@@ -197,20 +197,20 @@ def test_lines_that_allow_objects(value: Any) -> None:
 
 
 class Reaches:
-    """Needs getattr to be made again."""
+    """Needs getattr to be recreated."""
 
     def __reduce__(self) -> Any:
         return getattr, ("", "upper")
 
 
 def test_no_lines_where_none_is_safe_or_enough() -> None:
-    """Whoever allows getattr allows everything; what can't be pickled nothing allows."""
+    """Allowing getattr would allow everything, and no line allows an object that can't be pickled."""
     assert lines_to_allow([Reaches()]) is None
     assert lines_to_allow([lambda: 1]) is None
 
 
 def test_two_classes_of_one_name_get_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines name each by its module."""
+    """The lines name each class by its module."""
     theirs, ours = Fraction(1, 3), type("Fraction", (), {"__module__": __name__, "__qualname__": "Fraction"})
     monkeypatch.setattr(f"{__name__}.Fraction", ours)
     lines = lines_to_allow([theirs, ours()])

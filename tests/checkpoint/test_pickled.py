@@ -28,13 +28,13 @@ ran: list[str] = []
 
 
 def strike(*_: Any) -> str:
-    """What a hostile pickle would like to have called."""
+    """Stand for a function that a hostile pickle would call."""
     ran.append("called")
     return "struck"
 
 
 class Struck:
-    """A class that notices whatever is done to it."""
+    """A class that notices every operation on it."""
 
     attribute = "untouched"
 
@@ -53,12 +53,12 @@ class Struck:
 
 
 def describe(data: bytes) -> Any:
-    """What a whole pickle is described as."""
+    """Return the description of a whole pickle."""
     return describe_pickle(io.BytesIO(data), begin=0, num_bytes=len(data))
 
 
 def name(what: Any) -> bytes:
-    """The opcode that pushes a class or function of this module."""
+    """Return the opcode that pushes a class or function of this module."""
     return f"c{what.__module__}\n{what.__qualname__}\n".encode()
 
 
@@ -77,7 +77,7 @@ plain_values = strategies.recursive(
 
 @hypothesis.given(value=plain_values, protocol=strategies.sampled_from(PROTOCOLS))
 def test_plain_values_come_out_as_they_are(value: Any, protocol: int) -> None:
-    """What consists of numbers, texts, bytes, lists, tuples and dicts is described by itself, in each protocol."""
+    """Numbers, texts, bytes, lists, tuples and dicts are described by themselves, in each protocol."""
     assert describe(pickle.dumps(value, protocol)) == value
 
 
@@ -97,7 +97,7 @@ def test_collections_come_out_as_their_items(protocol: int) -> None:
 
 @each_protocol
 def test_an_object_is_described_by_its_name(protocol: int) -> None:
-    """Classes, and objects of unknown classes, are named; what they were made of can be looked into."""
+    """Classes and objects of unknown classes are named, and their content can be examined."""
     value = describe(pickle.dumps([pathlib.PurePosixPath("/data"), collections.Counter], protocol))
     path, kind = value
     assert isinstance(path, Made)
@@ -136,7 +136,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_nothing_of_a_hostile_pickle_is_run(attack: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever a pickle would import, call, make, build or change, none of it happens."""
+    """Whatever a pickle would import, call, create, build or change, none of it happens."""
     ran.clear()
     monkeypatch.chdir(tmp_path)
     path = os.environ["PATH"]
@@ -149,7 +149,7 @@ def test_nothing_of_a_hostile_pickle_is_run(attack: bytes, monkeypatch: pytest.M
 
 
 def test_the_attacks_are_real() -> None:
-    """Python's own unpickler runs what these pickles carry: the test above could fail."""
+    """Python's own unpickler runs the content of these pickles: the test above could fail."""
     for attack in ("REDUCE", "INST", "OBJ", "NEWOBJ", "BUILD of an object", "APPEND", "SETITEM"):
         ran.clear()
         pickle.loads(ATTACKS[attack])
@@ -157,7 +157,7 @@ def test_the_attacks_are_real() -> None:
 
 
 def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of a module that is not loaded is named without loading it."""
+    """A class of a module that is not loaded is named without loading the module."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("something is imported")
@@ -169,7 +169,7 @@ def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nested(opening: bytes, closing: bytes, depth: int = 300_000) -> bytes:
-    """A pickle that opens so many things in one another."""
+    """Return a pickle that nests this many containers."""
     return opening * depth + closing * depth
 
 
@@ -188,7 +188,7 @@ HUGE = {
 
 @pytest.mark.parametrize("data", HUGE.values(), ids=HUGE)
 def test_deep_nesting_neither_crashes_nor_hangs(data: bytes) -> None:
-    """Structures 300,000 deep are described or refused, without the interpreter's stack running over."""
+    """Structures 300,000 deep are described or refused, and the interpreter's stack does not overflow."""
     began = time.monotonic()
     with contextlib.suppress(UnreadablePickleError):
         describe(data)
@@ -211,7 +211,7 @@ LARGE_CLAIMS = {
 
 @pytest.mark.parametrize("data", LARGE_CLAIMS.values(), ids=LARGE_CLAIMS)
 def test_a_small_file_can_not_take_much_memory(data: bytes) -> None:
-    """Lengths that a file claims and does not have take no memory."""
+    """Lengths that a file claims but does not have take no memory."""
     tracemalloc.start()
     try:
         with pytest.raises(UnreadablePickleError):
@@ -223,7 +223,7 @@ def test_a_small_file_can_not_take_much_memory(data: bytes) -> None:
 
 @hypothesis.given(data=strategies.binary(max_size=300), value=plain_values, cut=strategies.integers(0, 300))
 def test_garbage_is_refused_by_one_kind_of_error(data: bytes, value: Any, cut: int) -> None:
-    """Any bytes, and any pickle with garbage in it, are described or refused, and raise nothing else."""
+    """Any bytes, and any pickle with garbage in it, are described or refused, and raise no other error."""
     whole = pickle.dumps(value)
     for garbage in (data, whole[:cut] + data, whole[:cut]):
         with contextlib.suppress(UnreadablePickleError):
@@ -231,7 +231,7 @@ def test_garbage_is_refused_by_one_kind_of_error(data: bytes, value: Any, cut: i
 
 
 def test_too_many_operations_are_an_error_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle with more operations than anybody waits for is given up, and not called damaged."""
+    """A pickle with too many operations to wait for is given up, and not called damaged."""
     monkeypatch.setattr(pickled, "_MAX_OPERATIONS", 1000)
     with pytest.raises(TooLargePickleError, match="1,000 operations"):
         describe(pickle.dumps(list(range(1000))))
@@ -253,7 +253,7 @@ class CountingFile(io.BytesIO):
 )
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_long_data_is_passed_over(make: Callable[[], Any], kind: str, protocol: int) -> None:
-    """A text, bytes or a number of 10 MB is told by its length and not read; what follows it is."""
+    """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
     data = pickle.dumps([make(), "behind"], protocol)
     file = CountingFile(data)
     long, behind = describe_pickle(file, begin=0, num_bytes=len(data))
@@ -264,7 +264,7 @@ def test_long_data_is_passed_over(make: Callable[[], Any], kind: str, protocol: 
 
 
 def test_only_its_part_of_the_file_is_read() -> None:
-    """A pickle between other bytes is read from where it begins, and not past its end."""
+    """A pickle between other bytes is read from its beginning, and not past its end."""
     data = pickle.dumps({"step": 3})
     file = io.BytesIO(b"before" + data + b"behind")
     assert describe_pickle(file, begin=6, num_bytes=len(data)) == {"step": 3}
@@ -273,7 +273,7 @@ def test_only_its_part_of_the_file_is_read() -> None:
 
 
 def test_values_that_hold_themselves_are_described() -> None:
-    """A list in itself comes out as a list in itself."""
+    """A list in itself is described as a list in itself."""
     value: list[Any] = []
     value.append(value)
     found = describe(pickle.dumps(value))
@@ -281,13 +281,13 @@ def test_values_that_hold_themselves_are_described() -> None:
 
 
 def tensor_pickle(shape: bytes) -> bytes:
-    """The pickle of a tensor of 12 floats with the shape that some opcodes push."""
+    """Return the pickle of a tensor of 12 floats with the shape that the given opcodes push."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR."
 
 
 def test_a_tensor_is_its_type_and_shape() -> None:
-    """A tensor is described by dtype, shape and storage; one of an impossible shape is shown as an object."""
+    """A tensor is described by dtype, shape and storage; one with an impossible shape is shown as an object."""
     found = describe(tensor_pickle(b"(K\x03K\x04t"))
     assert isinstance(found, TensorInfo)
     assert (found.dtype, found.shape, found.num_values) == ("float32", (3, 4), 12)

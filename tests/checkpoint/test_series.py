@@ -1,4 +1,4 @@
-"""The newest autosave that verifies is found, and nothing of the user's is touched."""
+"""The newest autosave that verifies is found, and none of the user's files is touched."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _leftover(directory: Path, *, host: str, process_id: int, name: str = "autos
 
 
 def test_no_directory_means_no_autosave(autosaves):
-    """A run that never saved must answer None everywhere, make no directory and not fail."""
+    """A run that has never saved must answer None everywhere, create no directory and not fail."""
     assert _newest(autosaves) is None
     assert _paths(autosaves) == []
     assert autosaves.set_aside("label") is None
@@ -73,7 +73,7 @@ def test_no_directory_means_no_autosave(autosaves):
 
 
 def test_keep_last_below_one_is_refused(tmp_path):
-    """A series that would keep nothing must be refused when it is made."""
+    """A series that would keep nothing must be refused when it is created."""
     with pytest.raises(ValueError, match="keep_last is 0"):
         AutosaveSeries(tmp_path, keep_last=0)
 
@@ -87,7 +87,7 @@ def test_save_names_the_file_by_sequence_epoch_and_batch(autosaves):
 
 
 def test_keep_last_counts_those_that_verify(tmp_path):
-    """An autosave of an earlier process that has gone bad must not count: the sound one before it stays."""
+    """An autosave of an earlier process that is damaged now must not count: the sound one before it must stay."""
     saved = [_save(AutosaveSeries(tmp_path, keep_last=3), number) for number in range(3)]
     _damage(saved[1])
     autosaves = AutosaveSeries(tmp_path, keep_last=3)
@@ -103,7 +103,7 @@ def test_keep_last_counts_those_that_verify(tmp_path):
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
 def test_save_keeps_the_newest(tmp_path, keep_last):
-    """After each save the newest keep_last files must be there, in order, and be the last ones saved."""
+    """After each save the newest keep_last files must exist, in order, and be the last ones saved."""
     autosaves = AutosaveSeries(tmp_path, keep_last=keep_last)
     saved = []
     for number in range(6):
@@ -113,7 +113,7 @@ def test_save_keeps_the_newest(tmp_path, keep_last):
 
 
 def test_order_is_that_of_the_numbers_not_of_the_letters(autosaves):
-    """A sequence number that outgrows its eight digits must still be the newest."""
+    """A sequence number with more than eight digits must still be the newest."""
     first = _save(autosaves, 0)
     second = first.rename(first.with_name("autosave-99999999-epoch=0-batch=0.ckpt"))
     third = _save(autosaves, 1)
@@ -122,7 +122,7 @@ def test_order_is_that_of_the_numbers_not_of_the_letters(autosaves):
 
 
 def test_nothing_is_deleted_before_the_new_file_verifies(autosaves, monkeypatch):
-    """With keep_last=1 there must be a verified autosave at each moment, also while the new one is read back."""
+    """With keep_last=1 a verified autosave must exist at each moment, even while the new one is read back."""
     autosaves = AutosaveSeries(autosaves.directory, keep_last=1)
     first = _save(autosaves, 0)
     seen = []
@@ -133,7 +133,7 @@ def test_nothing_is_deleted_before_the_new_file_verifies(autosaves, monkeypatch)
 
 
 def test_file_that_does_not_read_back_is_set_aside_and_raised(autosaves, monkeypatch):
-    """A disk that loses bytes must be reported with the step at the save itself, and the autosaves before it kept."""
+    """A disk that loses bytes must be reported with the step by the save itself, and earlier autosaves must be kept."""
     kept = [_save(autosaves, 0), _save(autosaves, 1)]
     real = series.save_to_file
 
@@ -150,7 +150,7 @@ def test_file_that_does_not_read_back_is_set_aside_and_raised(autosaves, monkeyp
 
 
 def test_failing_fsync_is_raised_although_the_file_reads_back(autosaves, monkeypatch):
-    """What a disk has refused to keep must not count as saved because memory still has it."""
+    """A file that the disk has refused to keep must not count as saved because memory still has it."""
     kept = [_save(autosaves, 0), _save(autosaves, 1)]
     real = os.fsync
 
@@ -178,7 +178,7 @@ def test_failing_write_keeps_what_is_there(autosaves, monkeypatch):
 
 
 def test_newest_sets_a_damaged_file_aside_and_takes_the_one_before(autosaves, caplog):
-    """A damaged newest file must be renamed, not deleted, and the log must say which, why and what is taken instead."""
+    """A damaged newest file must be renamed, not deleted, and the log must name it, the reason, and its replacement."""
     first, second = _save(autosaves, 0), _save(autosaves, 1)
     _damage(second)
     data = second.read_bytes()
@@ -208,7 +208,7 @@ def test_number_of_a_damaged_file_is_not_given_again(autosaves):
 
 
 def test_only_damaged_files_are_an_error_that_lists_them(autosaves):
-    """Where no autosave verifies the run must not start from scratch in silence, at the second try neither."""
+    """If no autosave verifies, the run must not silently start from scratch, at the second try neither."""
     paths = [_save(autosaves, 0), _save(autosaves, 1)]
     for path in paths:
         _damage(path)
@@ -220,7 +220,7 @@ def test_only_damaged_files_are_an_error_that_lists_them(autosaves):
 
 
 def test_file_that_cannot_be_read_is_not_set_aside(autosaves, monkeypatch):
-    """A missing permission is no damage: it must be raised, and the file keep its name."""
+    """A missing permission is not damage: it must be raised, and the file must keep its name."""
     path = _save(autosaves, 0)
 
     def refuse(path: Path) -> None:
@@ -256,7 +256,7 @@ def _make_foreign(directory: Path) -> list[Path]:
 
 
 def test_files_of_others_are_never_touched(autosaves):
-    """Saving, pruning, searching, setting aside and removing must leave everything that is not ours as it was."""
+    """Saving, pruning, searching, setting aside and removing must not change any file that is not ours."""
     foreign = _make_foreign(autosaves.directory)
     for number in range(4):
         _save(autosaves, number)
@@ -280,7 +280,7 @@ def test_empty_directory_named_like_an_autosave_is_not_ours(autosaves):
 
 
 def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
-    """A save must clean up after killed writers of this host, and of others where nothing has moved for an hour."""
+    """A save must clean up after killed writers of this host, and of others if nothing has changed for an hour."""
     autosaves.directory.mkdir(parents=True)
     host, dead = os.uname().nodename, _dead_process_id()
     gone = _leftover(autosaves.directory, host=host, process_id=dead)
@@ -295,7 +295,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
 
 
 def test_set_aside_moves_everything_and_numbering_goes_on(autosaves):
-    """After setting aside there must be no autosave left, the moved ones intact, and no sequence number used twice."""
+    """After setting aside, no autosave may be left, the moved ones must be intact, and no number may be used twice."""
     first, second = _save(autosaves, 0), _save(autosaves, 1)
     _damage(second)
     folder = Path(autosaves.set_aside("other-origin"))
@@ -316,7 +316,7 @@ def test_set_aside_moves_everything_and_numbering_goes_on(autosaves):
 
 @pytest.mark.parametrize("label", ["", "a/b", "..\n", "a b"])
 def test_label_that_is_no_name_is_refused(autosaves, label):
-    """A label must not be able to lead out of the directory."""
+    """A label must not lead out of the directory."""
     _save(autosaves, 0)
     with pytest.raises(ValueError, match="can't be part of a name"):
         autosaves.set_aside(label)
@@ -324,7 +324,7 @@ def test_label_that_is_no_name_is_refused(autosaves, label):
 
 
 def test_set_aside_works_where_only_damaged_files_are_left(autosaves):
-    """A user who chose another checkpoint must get out of the state in which nothing verifies."""
+    """A user who chose another checkpoint must be able to continue when nothing verifies."""
     _damage(_save(autosaves, 0))
     with pytest.raises(NoValidCheckpointError):
         _newest(autosaves)
@@ -351,7 +351,7 @@ def test_remove_all_removes_the_directory(autosaves):
     keep_last=st.integers(1, 3),
 )
 def test_newest_is_the_last_save_that_is_sound(tmp_path_factory, actions, keep_last):
-    """Whatever is saved and damaged in whatever order, the answer must be the newest sound file that was kept."""
+    """After any sequence of saves and damage, the answer must be the newest sound file that was kept."""
     autosaves = AutosaveSeries(tmp_path_factory.mktemp("series"), keep_last=keep_last)
     kept: list[tuple[Path, bool]] = []
     any_damaged_aside = False
@@ -382,7 +382,7 @@ def _save_for_ever(directory: Path) -> None:
 
 
 def test_newest_verifies_when_the_writer_is_killed(tmp_path):
-    """After SIGKILL at any moment of saving and pruning there must be a sound autosave, never an older one."""
+    """After SIGKILL at any moment of saving and pruning, a sound autosave must exist, never an older one."""
     _save(AutosaveSeries(tmp_path), 0)
     newest = 0
     for _ in range(15):

@@ -1,4 +1,4 @@
-"""A series of autosaves keeps its promises wherever it lies."""
+"""A series of autosaves keeps its promises in every kind of store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(autosaves: AutosaveSeries, number: int) -> str:
 
 
 def flip_a_byte(path: str) -> None:
-    """Change a byte in the middle of a file, behind the back of its store."""
+    """Change a byte in the middle of a file, without its store noticing."""
     with fsspec.open(path, "rb") as file:
         data = bytearray(file.read())
     data[len(data) // 2] ^= 0xFF
@@ -42,7 +42,7 @@ def flip_a_byte(path: str) -> None:
 
 
 def names(autosaves: AutosaveSeries) -> list[str]:
-    """The files in the directory of a series."""
+    """Return the names of the files in the directory of a series."""
     return autosaves.store.names()
 
 
@@ -53,7 +53,7 @@ def autosaves(any_url: str) -> AutosaveSeries:
 
 
 def test_newest_are_kept_and_loaded(autosaves: AutosaveSeries) -> None:
-    """After each save the newest two are there, and the last one is what a resume loads."""
+    """After each save the newest two exist, and a resume loads the last one."""
     assert autosaves.load_newest() is None
     saved = []
     for number in range(4):
@@ -66,7 +66,7 @@ def test_newest_are_kept_and_loaded(autosaves: AutosaveSeries) -> None:
 def test_damaged_one_is_set_aside_and_the_one_before_taken(
     autosaves: AutosaveSeries, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A byte that flips in the store is found when the autosave is loaded; the log says which is taken instead."""
+    """A byte that flips in the store is found when the autosave is loaded; the log names the one used instead."""
     first, second = save(autosaves, 1), save(autosaves, 2)
     flip_a_byte(second)
     with caplog.at_level(logging.WARNING):
@@ -80,7 +80,7 @@ def test_damaged_one_is_set_aside_and_the_one_before_taken(
 
 
 def test_only_damaged_ones_are_an_error(autosaves: AutosaveSeries) -> None:
-    """Where no autosave verifies, nobody starts over in silence."""
+    """If no autosave verifies, the run does not silently start over."""
     path = save(autosaves, 1)
     flip_a_byte(path)
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_only_damaged_ones_are_an_error(autosaves: AutosaveSeries) -> None:
 
 
 def test_refusal_to_unpickle_is_no_damage(autosaves: AutosaveSeries) -> None:
-    """What weights_only=True refuses is said to be so; the file keeps its name, and no older one is taken."""
+    """A file that weights_only=True refuses is reported as such; it keeps its name, and no older one is used."""
     save(autosaves, 1)
     path = autosaves.save({"mine": argparse.Namespace()}, epoch=0, batch=2, global_step=2)
     with pytest.raises(UnsafeCheckpointError, match="is not damaged"):
@@ -98,7 +98,7 @@ def test_refusal_to_unpickle_is_no_damage(autosaves: AutosaveSeries) -> None:
 
 
 def test_files_of_others_are_never_touched(autosaves: AutosaveSeries) -> None:
-    """Saving, pruning, setting aside and removing leave everything that is not ours as it was."""
+    """Saving, pruning, setting aside and removing do not change any file that is not ours."""
     foreign = ["last.ckpt", "autosave.ckpt", "autosave-1-epoch=0-batch=0.ckpt", "superseded-0001-mine/notes.txt"]
     for name in foreign:
         write(autosaves.store.url, name, b"mine")
@@ -115,7 +115,7 @@ def test_files_of_others_are_never_touched(autosaves: AutosaveSeries) -> None:
 
 
 def test_removing_all_leaves_nothing(autosaves: AutosaveSeries) -> None:
-    """A finished run leaves none of its files in the store, set aside or not."""
+    """A finished run leaves none of its files in the store, whether set aside or not."""
     save(autosaves, 1)
     autosaves.set_aside("label")
     flip_a_byte(save(autosaves, 2))
@@ -125,7 +125,7 @@ def test_removing_all_leaves_nothing(autosaves: AutosaveSeries) -> None:
 
 
 def test_leftovers_of_dead_writers_go(autosaves: AutosaveSeries) -> None:
-    """What a killed writer has left under a temporary name goes at the next save; that of a living one stays."""
+    """A killed writer's temporary file goes at the next save; that of a living one stays."""
     process = FORK.Process(target=int)
     process.start()
     process.join()
@@ -139,7 +139,7 @@ def test_leftovers_of_dead_writers_go(autosaves: AutosaveSeries) -> None:
 
 @pytest.mark.parametrize("num_good_checks", [0, 1])
 def test_nothing_is_published_or_deleted_for_who_has_lost_the_run(any_url: str, num_good_checks: int) -> None:
-    """A process whose lock another one has taken over writes no autosave, and deletes none of the other's."""
+    """A process whose lock was taken over writes no autosave, and deletes none of the new holder's."""
     before = [save(AutosaveSeries(any_url, keep_last=2), number) for number in range(2)]
     checks = [None] * num_good_checks + [RunInUseError("taken")]
 
@@ -157,7 +157,7 @@ def test_nothing_is_published_or_deleted_for_who_has_lost_the_run(any_url: str, 
 
 
 def test_resume_reads_its_autosave_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is transferred once to be verified and loaded, and the ones after it not at all."""
+    """The file is transferred once to be verified and loaded, and the later ones not at all."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=3)
     saved = [save(autosaves, number) for number in range(3)]
     with calls_of_s3(monkeypatch) as calls:
@@ -168,7 +168,7 @@ def test_resume_reads_its_autosave_once(s3: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_damaged_upload_keeps_what_is_there(s3: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An autosave that does not arrive as it was sent is an error at once, and no earlier one makes room for it."""
+    """An autosave that does not arrive as it was sent is an error immediately, and no earlier one is deleted for it."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=1)
     first = save(autosaves, 1)
     real = uploads._S3Upload.publish
@@ -195,7 +195,7 @@ def _save_for_ever(url: str, saved: Any) -> None:
 def test_writer_that_is_killed_during_uploads_leaves_the_last_one_sound(
     s3: str, s3_endpoint: str, small_parts: int
 ) -> None:
-    """After SIGKILL at any moment of an upload the last autosave loads, and its lost parts are dropped at the start."""
+    """After SIGKILL at any moment of an upload the last autosave loads, and the start drops the lost parts."""
     url, bucket = f"{s3}/run", s3.removeprefix("s3://")
     num_rounds = num_orphans = 0
     while num_rounds < 2 or (num_orphans == 0 and num_rounds < 10):

@@ -1,4 +1,4 @@
-"""A staged copy is the checkpoint of its instant, byte by byte in its file, in memory that is used again."""
+"""A staged copy is the checkpoint of its instant, with the same bytes in its file, in memory that is reused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_faulttolerant.state.rng import rng_state
 
 
 def saved(checkpoint: Any, directory: Path) -> bytes:
-    """Return the bytes of a checkpoint's file; its name is a part of them."""
+    """Return the bytes of a checkpoint's file; the file's name is part of them."""
     directory.mkdir(exist_ok=True)
     torch.save(checkpoint, directory / "a.ckpt")
     return (directory / "a.ckpt").read_bytes()
@@ -50,7 +50,7 @@ def trained() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def test_file_of_a_copy_is_that_of_the_original(tmp_path: Path) -> None:
-    """Values, views, what is shared, attributes: whatever torch.save writes of the original it writes of the copy."""
+    """Values, views, sharing, attributes: torch.save writes the same file for the copy as for the original."""
     _, checkpoint = trained()
     assert checkpoint["state_dict"]._metadata
     staging = Staging()
@@ -60,7 +60,7 @@ def test_file_of_a_copy_is_that_of_the_original(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
 def test_layouts_that_deepcopy_does_not_know_are_copied() -> None:
-    """Compressed sparse and nested tensors, of which torch.save writes a file, are copied too."""
+    """Compressed sparse and nested tensors, which torch.save can write, are copied too."""
     compressed = torch.eye(3).to_sparse_csr()
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     copied = Staging().copy({"compressed": compressed, "nested": nested})
@@ -72,7 +72,7 @@ def test_layouts_that_deepcopy_does_not_know_are_copied() -> None:
 
 
 def test_nothing_that_training_changes_reaches_the_copy(tmp_path: Path) -> None:
-    """Tensors, buffers, lists and dicts continue changing; the copy stays as it was."""
+    """Tensors, buffers, lists and dicts keep changing; the copy stays as it was."""
     module, checkpoint = trained()
     before = saved(checkpoint, tmp_path / "before")
     copy = Staging().copy(checkpoint)
@@ -93,7 +93,7 @@ def test_nothing_that_training_changes_reaches_the_copy(tmp_path: Path) -> None:
 
 
 def test_shared_storages_are_copied_once() -> None:
-    """Tied weights and views of one tensor still share their memory in the copy, within other objects too."""
+    """Tied weights and views of one tensor still share their memory in the copy, even within other objects."""
 
     class Holder:
         def __init__(self, tensor: Tensor) -> None:
@@ -109,12 +109,12 @@ def test_shared_storages_are_copied_once() -> None:
 
 
 def pointers(checkpoint: Any) -> list[int]:
-    """Return where the tensors of a flat dict lie."""
+    """Return the memory addresses of the tensors of a flat dict."""
     return [tensor.data_ptr() for tensor in checkpoint.values()]
 
 
 def test_memory_is_used_again() -> None:
-    """The next copy lies where the one before lay; what is not needed any more is given back."""
+    """The next copy uses the memory of the one before; memory that is no longer needed is freed."""
     staging = Staging()
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000), "c": torch.zeros(50)}
     first = staging.copy(tensors)
@@ -129,7 +129,7 @@ def test_memory_is_used_again() -> None:
 
 
 def test_reserved_memory_is_what_the_first_copy_takes() -> None:
-    """What `reserve` has made is enough, and all of it is used."""
+    """The memory that `reserve` has allocated is enough, and all of it is used."""
     _, checkpoint = trained()
     staging = Staging()
     staging.reserve(checkpoint)()
@@ -141,7 +141,7 @@ def test_reserved_memory_is_what_the_first_copy_takes() -> None:
 
 
 def test_conjugated_view_keeps_its_value() -> None:
-    """Torch's own copy resolves it: the values are right, and the tensor that it is a view of is untouched."""
+    """Torch's own copy resolves it: the values are right, and the tensor behind the view is unchanged."""
     numbers = torch.tensor([1 + 2j])
     copy = Staging().copy({"numbers": numbers, "conjugated": numbers.conj(), "negative": numbers.conj().imag})
     assert copy["numbers"].tolist() == [1 + 2j]
@@ -151,7 +151,7 @@ def test_conjugated_view_keeps_its_value() -> None:
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_container_that_holds_itself(kind: type) -> None:
-    """It is copied as it is, rather than for ever."""
+    """It is copied as it is, without an endless loop."""
     holds: Any = [torch.ones(1)] if kind is list else {"tensor": torch.ones(1)}
     holds.append(holds) if kind is list else holds.update(itself=holds)
     copy = Staging().copy({"it": holds})["it"]
@@ -160,7 +160,7 @@ def test_container_that_holds_itself(kind: type) -> None:
 
 
 def test_copying_draws_no_random_number_and_leaves_torch_as_it_is() -> None:
-    """Neither the generators nor what is set for all of torch have changed."""
+    """Neither the generators nor torch's global settings change."""
     _, checkpoint = trained()
     torch.set_default_dtype(torch.float64)
     try:
@@ -173,14 +173,14 @@ def test_copying_draws_no_random_number_and_leaves_torch_as_it_is() -> None:
 
 
 def test_default_device_is_not_where_the_copy_goes() -> None:
-    """The copy lies in main memory whatever device new tensors are made on."""
+    """The copy is in main memory, whatever the default device is."""
     with torch.device("meta"):
         copy = Staging().copy(OrderedDict(weight=torch.ones(3, device="cpu")))
     assert copy["weight"].tolist() == [1, 1, 1]
 
 
 def test_memory_that_cannot_be_reserved_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To reserve only saves time: where it fails nothing is raised, and a copy is made all the same."""
+    """Reserving only saves time: if it fails, nothing is raised, and a copy still works."""
 
     def fails(layout: object) -> Tensor:
         raise RuntimeError("can't allocate memory")

@@ -44,7 +44,7 @@ def read(path: str) -> bytes:
 
 @contextlib.contextmanager
 def calls_of_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Record what is asked of S3."""
+    """Record the requests to S3."""
     calls = []
     real = s3fs.S3FileSystem._call_s3
 
@@ -60,7 +60,7 @@ def calls_of_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dic
 
 @pytest.fixture
 def bucket(s3: str, s3_endpoint: str) -> Callable[..., Any]:
-    """What the bucket answers to a client that is not ours."""
+    """Return a function that yields the bucket's answers to an independent client."""
     plain = client(s3_endpoint)
     return lambda method, **arguments: getattr(plain, method)(Bucket=s3.removeprefix("s3://"), **arguments)
 
@@ -84,7 +84,7 @@ def test_store_lists_renames_and_deletes(any_url: str) -> None:
 
 
 def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
-    """Brackets, stars and spaces in names, as metrics have them, mean nothing to a store."""
+    """Brackets, stars and spaces in names, as in names with metrics, have no special meaning."""
     store = open_store(f"{any_url}/val[1]*")
     for content in (b"old", b"new"):
         write(store.url, "loss[a] *.ckpt", content)
@@ -98,7 +98,7 @@ def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
 
 
 def test_directory_with_files_is_not_removed(any_url: str) -> None:
-    """Removing a directory if it is empty must keep one that is not, and not mind one that is missing."""
+    """Removing a directory if it is empty must keep one that is not, and accept one that is missing."""
     write(any_url, "a", b"1")
     open_store(any_url).remove_if_empty()
     open_store(any_url).folder("missing").remove_if_empty()
@@ -106,7 +106,7 @@ def test_directory_with_files_is_not_removed(any_url: str) -> None:
 
 
 def test_missing_file_is_not_found(any_url: str) -> None:
-    """Whatever the store, a missing file is a FileNotFoundError with its number."""
+    """In every store, a missing file is a FileNotFoundError with its number."""
     path = open_store(any_url).path("missing")
     for look in (open_file, local_copy, lambda _: open_store(any_url).size("missing")):
         with pytest.raises(FileNotFoundError) as caught:
@@ -119,7 +119,7 @@ def test_missing_file_is_not_found(any_url: str) -> None:
 def test_file_whose_writer_raises_is_never_published(
     any_url: str, error: type[BaseException], num_bytes: int, small_parts: int
 ) -> None:
-    """An exception of any kind, at any size, leaves the old file as it was, and nothing of the new one."""
+    """An exception of any kind, at any size, leaves the old file unchanged, and nothing of the new one."""
     store = open_store(any_url)
     write(any_url, "a", b"old")
 
@@ -135,7 +135,7 @@ def test_file_whose_writer_raises_is_never_published(
 
 
 def test_file_is_the_old_one_until_its_writer_is_done(any_url: str, small_parts: int) -> None:
-    """Who reads while a new file is written gets the old one, whole."""
+    """A reader gets the whole old file while a new one is written."""
     store = open_store(any_url)
     write(any_url, "a", b"old")
     content = os.urandom(11 * MIB)
@@ -148,7 +148,7 @@ def test_file_is_the_old_one_until_its_writer_is_done(any_url: str, small_parts:
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5 * MIB - 1, 5 * MIB, 5 * MIB + 1, 10 * MIB])
 def test_file_of_any_size_is_whole(any_url: str, num_bytes: int, small_parts: int) -> None:
-    """At the borders of parts, too, a file has what was written, and is read alike by both ways of reading."""
+    """At the part boundaries too, a file has the written content, and both ways of reading return it."""
     content = os.urandom(num_bytes)
     with open_writer(open_store(any_url).path("a") if is_url(any_url) else _made(any_url)) as file:
         file.write(content[: num_bytes // 2])
@@ -166,7 +166,7 @@ def _made(directory: str) -> str:
 
 
 def test_parts_are_sent_while_the_file_is_written(s3: str, bucket: Callable[..., Any], small_parts: int) -> None:
-    """A large file is never held in memory whole: its parts leave as soon as they are full, all of one size."""
+    """A large file is never in memory as a whole: its parts are sent as soon as they are full, all of one size."""
     with open_store(s3).writer("run/a") as file:
         file.write(bytes(12 * MIB))
         [upload] = bucket("list_multipart_uploads")["Uploads"]
@@ -177,7 +177,7 @@ def test_parts_are_sent_while_the_file_is_written(s3: str, bucket: Callable[...,
 
 
 def test_upload_that_raises_leaves_no_parts(s3: str, bucket: Callable[..., Any], small_parts: int) -> None:
-    """Parts that were sent are dropped: nobody sees them, and they cost money."""
+    """Parts that were sent are dropped: they are invisible and cost money."""
 
     def fail() -> None:
         with open_store(s3).writer("a") as file:
@@ -191,7 +191,7 @@ def test_upload_that_raises_leaves_no_parts(s3: str, bucket: Callable[..., Any],
 
 
 def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
-    """Let an upload to S3 send other bytes than it was given."""
+    """Make an upload to S3 send other bytes than it was given."""
     data = damage(upload._file.buffer.getvalue())
     upload._file.buffer = io.BytesIO()
     upload._file.buffer.write(data)
@@ -200,7 +200,7 @@ def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -
 def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two writers of one URL none may take the other's file for its own, damaged, and move it away."""
+    """Neither of two writers of one URL may take the other's file for its own, damaged, and move it away."""
     real = uploads._S3Upload.publish
 
     def publish_first(self: Any) -> None:
@@ -218,7 +218,7 @@ def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(
 def test_upload_that_arrives_damaged_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_bytes: int, damage: Any, small_parts: int
 ) -> None:
-    """A byte that changes on its way is found by size or ETag, and the file is not to be had under its name."""
+    """A byte that changes in transit is found by size or ETag, and the file is not available under its name."""
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
@@ -232,7 +232,7 @@ def test_upload_that_arrives_damaged_is_set_aside(
 
 
 def test_damage_is_found_where_there_are_only_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store without checksums has sizes at least: a file that lost bytes is not published."""
+    """A store without checksums still has sizes: a file that lost bytes is not published."""
     url = "memory://damage-of-memory/run"
     store = open_store(url)
     write(url, "a", b"old")
@@ -248,7 +248,7 @@ def test_damage_is_found_where_there_are_only_sizes(monkeypatch: pytest.MonkeyPa
 def test_commit_whose_answer_is_lost_is_found_out(
     s3: str, monkeypatch: pytest.MonkeyPatch, is_published: bool, small_parts: int
 ) -> None:
-    """A commit that is sent again and finds no upload was either done the first time, or it failed: the store knows."""
+    """A repeated commit that finds no upload either worked the first time or failed: the store's content decides."""
     real = s3fs.core.S3File.commit
 
     def commit_twice(self: Any) -> None:
@@ -265,7 +265,7 @@ def test_commit_whose_answer_is_lost_is_found_out(
 
 
 class BucketOfGoogles(MemoryFileSystem):
-    """Does with files what gcsfs does with them: nothing is visible before `commit`, and `info` has an MD5."""
+    """Treats files as gcsfs does: they are invisible before `commit`, and `info` has an MD5."""
 
     protocol = ("gs", "gcs")
     store: ClassVar[dict[str, Any]] = {}
@@ -300,7 +300,7 @@ class ResumableUpload(AbstractBufferedFile):
 
 
 def test_file_for_google_is_committed_and_compared_by_its_md5(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket of Google's gets a file whole or not at all, and one whose MD5 differs is set aside."""
+    """A Google bucket gets a file whole or not at all, and a file with another MD5 is set aside."""
     fs = BucketOfGoogles()
     damage = [lambda data: data]
     monkeypatch.setattr(
@@ -329,7 +329,7 @@ def test_file_for_google_is_committed_and_compared_by_its_md5(monkeypatch: pytes
 
 
 def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.MonkeyPatch, small_parts: int) -> None:
-    """What was sent is compared by what the store says of it, not by transferring it back."""
+    """The store's own information about the file is compared; the file is not transferred back."""
     with calls_of_s3(monkeypatch) as calls:
         write(s3, "small", bytes(100))
         write(s3, "large", bytes(6 * MIB))
@@ -340,7 +340,7 @@ def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.Monk
 
 
 def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ETags are other sums, a file is read back once and found right; from then on sizes do for the bucket."""
+    """If ETags are other sums, a file is read back once and found right; then sizes are enough for the bucket."""
     monkeypatch.setattr(uploads, "_buckets_without_md5", set())
     monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
     with calls_of_s3(monkeypatch) as calls:
@@ -350,7 +350,7 @@ def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: py
 
 
 def test_etags_of_encrypted_objects_are_not_compared(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that is encrypted with a key of KMS has an ETag that is no MD5: only its size is compared."""
+    """An object that is encrypted with a KMS key has an ETag that is not an MD5: only its size is compared."""
     monkeypatch.setattr(uploads, "_buckets_without_md5", set())
     monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
     options = {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}
@@ -363,7 +363,7 @@ def test_etags_of_encrypted_objects_are_not_compared(s3: str, monkeypatch: pytes
 def test_encrypted_object_that_lost_bytes_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the ETag says nothing the size still does."""
+    """If the ETag says nothing, the size still does."""
     monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
     monkeypatch.setitem(fsspec.config.conf, "s3", {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}})
     real = uploads._S3Upload.publish
@@ -378,7 +378,7 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
 
 
 def test_object_that_stands_for_a_folder_is_no_file(s3: str, bucket: Callable[..., Any]) -> None:
-    """Consoles make an empty object "run/" for a folder: it is not a file without a name."""
+    """Consoles create an empty object "run/" for a folder: it is not a file without a name."""
     bucket("put_object", Key="run/", Body=b"")
     bucket("put_object", Key="run/fit-1/", Body=b"")
     assert open_store(f"{s3}/run").names() == ["fit-1"]
@@ -403,7 +403,7 @@ def _copied(path: str) -> bytes:
 def test_nothing_is_believed_that_was_listed_before(
     s3: str, bucket: Callable[..., Any], look: Callable[[Any], Any], expected: Any
 ) -> None:
-    """What another machine writes, overwrites and deletes is seen at once, whatever was listed before."""
+    """Other machines' writes, replacements and deletions are seen immediately, whatever was listed before."""
     write(f"{s3}/run", "a", b"1")
     fs, path = file_system(f"{s3}/run")
     assert fs.ls(path) == [f"{path}/a"]
@@ -425,7 +425,7 @@ def test_nothing_is_believed_that_was_listed_before(
 def test_only_what_begins_with_the_url_is_listed(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_objects: int
 ) -> None:
-    """Among thousands of other objects a directory is listed by its prefix, page after page, and nothing else is."""
+    """Among thousands of other objects, a directory is listed by its prefix, page by page, and nothing else is."""
     names = [f"{number:04d}" for number in range(num_objects)]
     for name in names:
         for folder in ("run/", "runs/", ""):
@@ -439,7 +439,7 @@ def test_only_what_begins_with_the_url_is_listed(
 
 
 def test_only_our_own_unfinished_uploads_are_dropped(s3: str, bucket: Callable[..., Any]) -> None:
-    """What killed writers have left below the URL goes, and that of others stays, however alike their names are."""
+    """Killed writers' unfinished uploads below the URL go, and all others stay, however similar their names are."""
     for key in ("run/a", "run/fit-1/b", "run", "runs/c", "other/run/d"):
         bucket("create_multipart_upload", Key=key)
     open_store(f"{s3}/run").abort_uploads()
@@ -448,7 +448,7 @@ def test_only_our_own_unfinished_uploads_are_dropped(s3: str, bucket: Callable[.
 
 
 def test_only_what_is_read_is_transferred(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking into a large file costs the blocks that are looked at, not the file."""
+    """Looking into a large file transfers only the blocks that are read."""
     write(s3, "a", bytes(8 * MIB) + b"end")
     with calls_of_s3(monkeypatch) as calls, open_file(f"{s3}/a") as file:
         file.seek(-3, os.SEEK_END)
@@ -470,7 +470,7 @@ def test_verification_of_a_large_file_takes_few_requests(s3: str, monkeypatch: p
 
 
 def test_whole_file_is_transferred_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local copy is one request for the content, and can be read again and again."""
+    """A local copy is one request for the content, and can be read repeatedly."""
     write(s3, "a", b"1234")
     with calls_of_s3(monkeypatch) as calls, local_copy(f"{s3}/a") as file:
         for _ in range(2):
@@ -480,14 +480,14 @@ def test_whole_file_is_transferred_once(s3: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the client of a store isn't installed, the error says what to install."""
+    """If the client of a store isn't installed, the error says what to install."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(CheckpointError, match=r"gs://bucket/run can't be opened.*pip install gcsfs"):
         open_store("gs://bucket/run").names()
 
 
 def test_unknown_kind_of_url_is_refused() -> None:
-    """A URL that nobody knows is an error that says so, not a directory of that name."""
+    """An unknown kind of URL is an error that says so, not a directory of that name."""
     with pytest.raises(CheckpointError, match="nothing://bucket can't be opened: Protocol not known"):
         open_store("nothing://bucket").names()
 
@@ -513,7 +513,7 @@ print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.c
 
 
 def test_local_files_need_no_client() -> None:
-    """Who works on local files does not wait for the import of clients that are not needed."""
+    """Work on local files does not wait for the import of unneeded clients."""
     done = subprocess.run([sys.executable, "-c", NO_CLIENT], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 
@@ -531,7 +531,7 @@ print(random.getstate() == before)
 
 
 def test_retries_draw_nothing_from_the_run(s3: str) -> None:
-    """A network that fails must not move the global generator, from which retries draw their waiting time."""
+    """Retries draw their waiting time without moving the global generator, even if the network fails."""
     environment = {**os.environ, "AWS_ENDPOINT_URL": "http://localhost:9", "AWS_MAX_ATTEMPTS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", RETRIES], env=environment, capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""The store law for bytes: whatever a disk makes of an autosave is detected, or loads as it was saved."""
+"""The store law for bytes: any change that a disk makes to an autosave is detected, or it loads as it was saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTENT = {
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of an autosave."""
+    """Return the bytes of an autosave."""
     series = AutosaveSeries(tmp_path_factory.mktemp("series"))
     path = series.save(CONTENT, epoch=0, batch=1, global_step=1)
     data = Path(path).read_bytes()
@@ -45,7 +45,7 @@ def _is_as_saved(data: bytes) -> bool:
 
 
 def _missed(damaged: Iterable[tuple[object, bytes]]) -> list[object]:
-    """Return what was neither detected nor harmless."""
+    """Return the changes that were neither detected nor harmless."""
     return [what for what, data in damaged if find_damage(io.BytesIO(data)) is None and not _is_as_saved(data)]
 
 
@@ -58,19 +58,19 @@ def _flipped(data: bytes, masks: Iterable[int]) -> Iterator[tuple[object, bytes]
 
 
 def test_each_single_bit(sound):
-    """A bit that flips, each in turn, must be detected or change nothing."""
+    """Each single flipped bit must be detected or change nothing."""
     assert _missed(_flipped(sound, [1 << bit for bit in range(8)])) == []
 
 
 def test_each_byte_lost_or_doubled(sound):
-    """A byte that is dropped, or is there twice, each in turn, must be detected: all after it is moved."""
+    """Each single byte that is dropped or doubled must be detected: all bytes after it move."""
     for position in range(len(sound)):
         assert find_damage(io.BytesIO(sound[:position] + sound[position + 1 :])) is not None
         assert find_damage(io.BytesIO(sound[:position] + sound[position : position + 1] + sound[position:])) is not None
 
 
 def test_each_truncation_however_it_is_filled_up(sound):
-    """A file cut anywhere must be detected, also where the disk gave it its length back with zeros or ones after."""
+    """A file cut anywhere must be detected, even if the disk restored its length with zeros or ones."""
     num_bytes = len(sound)
     for size in range(num_bytes):
         assert find_damage(io.BytesIO(sound[:size])) is not None
@@ -79,7 +79,7 @@ def test_each_truncation_however_it_is_filled_up(sound):
 
 
 def test_each_hole(sound):
-    """A block that was never written reads as zeros: of any usual size, wherever it is, that must be detected."""
+    """A block that was never written reads as zeros: it must be detected, for any usual size and place."""
     for size in (16, 64, 512, 4096):
         holes = (
             (at, sound[:at] + bytes(min(size, len(sound) - at)) + sound[at + size :])
@@ -89,7 +89,7 @@ def test_each_hole(sound):
 
 
 def test_blocks_that_changed_places(sound):
-    """Two blocks written to one another's place must be detected."""
+    """Two blocks in each other's place must be detected."""
     blocks = [sound[at : at + 64] for at in range(0, len(sound), 64)]
     for first in range(len(blocks)):
         for second in range(first + 1, len(blocks)):
@@ -101,7 +101,7 @@ def test_blocks_that_changed_places(sound):
 
 @pytest.mark.parametrize("tail", [b"\0", b"x" * 22, bytes(4096), b"PK\x05\x06" + bytes(18), b"itself"])
 def test_appended_and_prepended_bytes(sound, tail):
-    """What stands after the file or before it, the file once more included, must be detected."""
+    """Bytes after the file or before it, including the whole file again, must be detected."""
     tail = sound if tail == b"itself" else tail
     assert find_damage(io.BytesIO(sound + tail)) is not None
     assert find_damage(io.BytesIO(tail + sound)) is not None
@@ -135,7 +135,7 @@ def test_bursts_of_random_bytes(sound):
 
 
 def test_loading_refuses_what_is_detected(sound, tmp_path):
-    """The loader must look at the same bytes as the check: damaged files are refused, the sound one loads."""
+    """The loader must check the same bytes as the verification: damaged files are refused, the sound one loads."""
     path = tmp_path / "a.ckpt"
     path.write_bytes(sound)
     assert load_file(path)["epoch"] == 3

@@ -42,7 +42,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
     ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else value.name,
 )
 def test_an_error_at_any_step_is_raised_and_keeps_the_old_file(writer, number, tmp_path):
-    """The error must come out with its own number and path, the save before stay, nothing be left, the next succeed."""
+    """The error must keep its number and path, the old save must stay, nothing may be left, and the next must work."""
     fresh = prepared(writer, tmp_path, num_saves=3)
     for at in range(1, 200):
         here = fresh()
@@ -58,7 +58,7 @@ def test_an_error_at_any_step_is_raised_and_keeps_the_old_file(writer, number, t
             return
         assert (raised.errno, raised.strerror) == (number, os.strerror(number))
         assert str(here) in str(raised.filename)
-        # Only where the new file was published already may it be the one that is found.
+        # The new file may be found only if it was published already.
         is_published = any(step.kind == "rename" for step in files.steps[: at - 1])
         assert writer.number(here) in ((3, 4) if is_published else (3,))
         assert not writer.cleans_up or leftovers(here) == []
@@ -71,7 +71,7 @@ def test_an_error_at_any_step_is_raised_and_keeps_the_old_file(writer, number, t
 @pytest.mark.parametrize("first", [1, 2])
 @EACH_WRITER
 def test_a_disk_that_is_full_and_stays_full(writer, first, tmp_path):
-    """From some write on each one fails: the error must be the first one's, not that of the clean-up."""
+    """If each write from some point on fails, the error must be the first one's, not that of the cleanup."""
     writer.save(tmp_path / "run", 1)
     with (
         FaultyFiles(tmp_path, fail_with(errno.ENOSPC), kind="write", at=first, lasting=True) as files,
@@ -85,7 +85,7 @@ def test_a_disk_that_is_full_and_stays_full(writer, first, tmp_path):
 
 
 def _in_a_full_tmpfs(directory: Path, main: Callable[[], None]) -> int:
-    """Run a function in a forked process in which the directory is a file system of 2 MiB."""
+    """Run a function in a forked process whose directory is a file system of 2 MiB."""
 
     def mount_and_run() -> None:
         system = ctypes.CDLL(None, use_errno=True)
@@ -102,7 +102,7 @@ def _in_a_full_tmpfs(directory: Path, main: Callable[[], None]) -> int:
 
 @EACH_WRITER
 def test_a_small_file_system_runs_full(writer, tmp_path):
-    """On a disk that is really full the save must raise ENOSPC and keep what is there; room made, it must continue."""
+    """On a disk that is really full, the save must raise ENOSPC and keep all files; with room again, it must work."""
     directory = tmp_path / "mounted"
     directory.mkdir()
 
@@ -129,7 +129,7 @@ def test_a_small_file_system_runs_full(writer, tmp_path):
 
 @EACH_WRITER
 def test_a_directory_that_may_not_be_written(writer):
-    """A missing permission must be raised as such, and the old file stay; as another user, where root may do all."""
+    """A missing permission must be raised as such, and the old file must stay; root runs this as another user."""
     directory = Path(tempfile.mkdtemp())
     try:
         writer.save(directory / "run", 1)
@@ -152,7 +152,7 @@ def test_a_directory_that_may_not_be_written(writer):
 
 @EACH_WRITER
 def test_short_writes_lose_nothing(writer, tmp_path):
-    """A system that takes only half of each write must get the rest."""
+    """A system that accepts only half of each write must get the rest."""
     with FaultyFiles(tmp_path, write_short, kind="write") as files:
         writer.save(tmp_path / "run", 1)
     assert sum(step.num_bytes for step in files.steps) > content(1)["weights"].nbytes * 1.5
@@ -161,7 +161,7 @@ def test_short_writes_lose_nothing(writer, tmp_path):
 
 @EACH_WRITER
 def test_a_lost_rename_is_an_error(writer, tmp_path):
-    """A rename that is reported as done and is not must be raised; the old file stays, and nothing is left."""
+    """A rename that is reported as done and is not must be raised; the old file must stay, and nothing may be left."""
     writer.save(tmp_path / "run", 1)
     with FaultyFiles(tmp_path, lose, kind="rename"), pytest.raises(OSError, match="reported as done") as caught:
         writer.save(tmp_path / "run", 2)
@@ -172,7 +172,7 @@ def test_a_lost_rename_is_an_error(writer, tmp_path):
 
 @EACH_WRITER
 def test_an_error_in_cleaning_up_does_not_hide_the_first(writer, tmp_path):
-    """Where not even the temporary file can be deleted, the error to see is the one that began it."""
+    """If even the temporary file can't be deleted, the raised error must be the first one."""
 
     def fail(step, carry_out):
         raise OSError({"fsync": errno.EIO, "unlink": errno.EROFS}[step.kind], step.kind)

@@ -33,7 +33,7 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """An empty directory on a disk: the others of the suite are in memory."""
+    """Yield an empty directory on a disk: the others of the suite are in memory."""
     with tempfile.TemporaryDirectory(dir=places.on_disk()) as directory:
         yield Path(directory)
 
@@ -55,7 +55,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: int) -> int:
-    """Kill a process at step 1, 2, ... of a save until one comes to its end; return how many were killed."""
+    """Kill a process at step 1, 2, ... of a save until one finishes; return how many were killed."""
     fresh = prepared(writer, directory, num_saves=num_before)
     for at in range(1, 200):
         here = fresh()
@@ -71,18 +71,18 @@ def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: in
             return at - 1
         assert code == -signal.SIGKILL
         assert found in (num_before, num_before + 1)
-        # Who comes next continues without an error, and cleans up.
+        # The next process continues without an error, and cleans up.
         assert exit_code(lambda here=here: writer.save(here, num_before + 2)) == 0
         assert writer.number(here) == num_before + 2
         assert not writer.removes_leftovers or leftovers(here) == []
     raise AssertionError("a save does not end")
 
 
-# Before a step the disk is as after the one before it.
+# The disk before a step is the same as after the previous one.
 @pytest.mark.parametrize("fault", [pytest.param(kill_before, marks=pytest.mark.slow), kill_after])
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_each_step_of_a_save(writer, fault, directory):
-    """Before and after each step there must be the save before or the one in flight, and a next one must succeed."""
+    """Before and after each step, the old save or the one in flight must exist, and the next one must succeed."""
     assert _kill_at_each_step(writer, directory, fault, num_before=3) >= 6
 
 
@@ -132,24 +132,24 @@ def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
 
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_random_instants(writer, directory):
-    """At any instant there must be the save that returned last, or the one in flight."""
+    """At any instant, the save that returned last or the one in flight must exist."""
     _kill_at_random(writer, directory, num_kills=10)
 
 
 @pytest.mark.parametrize("directory", ["other"], indirect=True)
 def test_directory_killed_at_random_instants(directory):
-    """At any instant there must be the directory that was completed last, or the one in flight."""
+    """At any instant, the directory that was completed last or the one in flight must exist."""
     _kill_at_random(DIRECTORY, directory, num_kills=20)
 
 
 @pytest.mark.slow
 def test_series_killed_at_200_random_instants(tmp_path):
-    """At any of many instants there must be the autosave that was saved last, or the one in flight."""
+    """At any of many instants, the autosave that was saved last or the one in flight must exist."""
     _kill_at_random(SERIES, tmp_path / "run", num_kills=200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", [*FILE_WRITERS, DIRECTORY, SHARDS], ids=lambda writer: writer.name)
 def test_killed_at_200_random_instants(writer, directory):
-    """Each way to save, on one file system and across two, must bear many kills."""
+    """Each way to save, on one file system and across two, must survive many kills."""
     _kill_at_random(writer, directory, num_kills=200)

@@ -1,4 +1,4 @@
-"""The store law under power loss: at each step, of all that was not synced, anything may be gone."""
+"""The store law under power loss: at each step, anything that was not synced may be gone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_power_lost_at_each_step_of_a_save(writer: Writer, num_before, keeps, tmp_path):
-    """What save() returned must survive; until then the save before, or the one in flight; and a next must succeed."""
+    """A finished save must survive; until then, the old save or the one in flight; the next save must succeed."""
     root = tmp_path / "root"
     directory = root / "run" / "fit-0"
     root.mkdir()
@@ -63,7 +63,7 @@ def test_power_lost_at_each_step_of_a_save(writer: Writer, num_before, keeps, tm
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_save_after_save_survives_power_losses(keeps, tmp_path):
-    """A run that continues after each power loss, from what it finds, must never fall behind what it was told."""
+    """A run that continues after each power loss must never fall behind a save that was reported as done."""
     root = tmp_path / "root"
     root.mkdir()
     number = 0
@@ -87,7 +87,7 @@ def _is_sound(path: Path) -> bool:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[AutosaveSeries, Path]:
-    """A series of three sound autosaves and two damaged ones after them, one of which was set aside before."""
+    """A series of three sound autosaves and two damaged ones after them; one of the two was already set aside."""
     directory = tmp_path / "root" / "run"
     series = AutosaveSeries(directory, keep_last=9)
     for number in range(1, 6):
@@ -113,7 +113,7 @@ SERIES_OF_9 = Writer(
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_power_lost_at_each_step_of_setting_damaged_files_aside(damaged, keeps):
-    """A search that is interrupted must have lost no file, and the next one give the same answer."""
+    """An interrupted search must lose no file, and the next search must give the same answer."""
     series, directory = damaged
     expected = series.store.path("autosave-00000003-epoch=0-batch=3.ckpt")
     for _ in _at_each_step(directory.parent, keeps, series.newest):
@@ -123,7 +123,7 @@ def test_power_lost_at_each_step_of_setting_damaged_files_aside(damaged, keeps):
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_power_lost_at_each_step_of_setting_a_series_aside(damaged, keeps):
-    """Half way the newest sound autosave must still be the answer, then there is none; no file may be lost."""
+    """Until the end, the newest sound autosave must be the answer, then there must be none; no file may be lost."""
     series, directory = damaged
     series.newest()
     newest = "autosave-00000003-epoch=0-batch=3.ckpt"
@@ -138,7 +138,7 @@ def test_power_lost_at_each_step_of_setting_a_series_aside(damaged, keeps):
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_power_lost_at_each_step_of_removing_a_series(damaged, keeps):
-    """While a finished run is removed there must be its newest autosave or none, never damaged ones alone: an error."""
+    """While a finished run is removed, its newest autosave or none must exist, never only damaged ones: an error."""
     series, directory = damaged
     series.set_aside("before")
     for number in range(6, 8):
@@ -155,7 +155,7 @@ def test_power_lost_at_each_step_of_removing_a_series(damaged, keeps):
 
 @pytest.mark.parametrize("action", ["newest", "set_aside", "remove_all"])
 def test_killed_at_each_step_of_the_rest(damaged, action):
-    """A SIGKILL at any step of searching, setting aside or removing must leave what the next start can take."""
+    """A SIGKILL at any step of searching, setting aside or removing must leave files that the next start can use."""
     series, directory = damaged
     if action != "newest":
         series.newest()

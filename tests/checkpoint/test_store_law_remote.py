@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def url() -> str:
-    """A directory that nothing else uses."""
+    """Return a URL of an unused directory."""
     return f"faulty://law/{next(_numbers)}"
 
 
@@ -41,7 +41,7 @@ def _names(url: str) -> list[str]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
 def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, number):
-    """No error may be swallowed; the save before must load, or the new one where it was moved already."""
+    """Each error must be raised; the old save must load, or the new one if it was moved already."""
     for saved in (1, 2, 3):
         _save(url, saved)
     before = 3
@@ -56,7 +56,7 @@ def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, number):
             assert len(files.steps) < at, f"the error at {files.steps[at - 1]} was swallowed"
             assert {"open", "write", "close", "rename", "unlink"} <= {step.kind for step in files.steps}
             return
-        # What EIO means on a network is not what it means on a disk: it has another number.
+        # EIO on a network does not mean what it means on a disk, so it gets another number.
         assert raised.errno == number or number == errno.EIO
         assert os.strerror(number) in str(raised)
         is_published = any(step.kind == "rename" for step in files.steps[: at - 1])
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_an_upload_that_fails(url, kind):
 
 
 def test_short_upload_is_noticed(url):
-    """A file of which the store has less than was sent must be an error, and the old one stay."""
+    """If the store has fewer bytes than were sent, this must be an error, and the old file must stay."""
     atomic_torch_save(content(1), f"{url}/a.ckpt")
     with FaultyURLs(write_short, kind="write"), pytest.raises(OSError, match="bytes"):
         atomic_torch_save(content(2), f"{url}/a.ckpt")

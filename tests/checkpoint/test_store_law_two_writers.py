@@ -1,4 +1,4 @@
-"""Two processes in one directory, by mistake: neither destroys what the other has saved or is saving."""
+"""Two processes in one directory, by mistake: neither destroys a save that the other has made or is making."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _held_at(directory: Path, kind: str, main: Callable[[], object]) -> Iterator
 @pytest.mark.parametrize("kind", ["write", "fsync", "close", "rename"])
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_a_save_does_not_disturb_the_one_of_a_living_process(writer, kind, tmp_path):
-    """The temporary file of a process that is alive must not be removed, and both saves must end well."""
+    """A living process's temporary file must not be removed, and both saves must succeed."""
     writer.save(tmp_path, 1)
     with _held_at(tmp_path, kind, lambda: writer.save(tmp_path, 2)):
         held = leftovers(tmp_path)
@@ -57,7 +57,7 @@ def test_a_save_does_not_disturb_the_one_of_a_living_process(writer, kind, tmp_p
 
 
 def test_the_leftover_of_a_process_goes_once_it_is_dead(tmp_path):
-    """What the living may keep, the dead may not: the next save of a series removes it."""
+    """The next save of a series must remove the temporary file of a process once it is dead."""
     SERIES.save(tmp_path, 1)
     with _held_at(tmp_path, "rename", lambda: SERIES.save(tmp_path, 2)) as process:
         assert process.pid is not None
@@ -81,7 +81,7 @@ def test_a_stopped_process_is_alive(tmp_path):
 
 
 def test_a_reader_meets_no_half_file_while_another_process_saves(tmp_path):
-    """Whoever looks while saves continue must find a whole autosave each time, never an error."""
+    """A reader must find a whole autosave each time while saves continue, never an error."""
     SERIES.save(tmp_path, 1)
 
     def save_many() -> None:
@@ -109,7 +109,7 @@ def _fill(directory: Path, first: int, barrier) -> None:
 
 
 def test_two_series_writers_lose_nothing(tmp_path):
-    """Even unprotected by the lock, what two processes save at once must all be there, and all verify."""
+    """Even without the lock, all autosaves that two processes save at the same time must exist and verify."""
     barrier = FORK.Barrier(2)
     processes = [FORK.Process(target=_fill, args=(tmp_path, first, barrier)) for first in (100, 200)]
     for process in processes:

@@ -19,7 +19,7 @@ from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointErr
 
 
 class CountedFile(io.FileIO):
-    """A file that counts what is read of it, by whatever means."""
+    """A file that counts how much of it is read, by whatever means."""
 
     num_read = 0
 
@@ -40,7 +40,7 @@ class CountedFile(io.FileIO):
 
 
 def summary_of(content: Any, **options: Any) -> Summary:
-    """Save with torch, and look into what was saved."""
+    """Save with torch, and return the summary."""
     buffer = io.BytesIO()
     torch.save(content, buffer, **options)
     return read_summary(buffer, name="the file")
@@ -55,7 +55,7 @@ DTYPES = [
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_kind_of_tensor_is_described(dtype: torch.dtype, protocol: int) -> None:
-    """Of a tensor of any dtype, dtype, shape and bytes are as torch has them, whatever protocol it was saved with."""
+    """A tensor of any dtype is described with torch's dtype, shape and bytes, whatever protocol it was saved with."""
     tensor = torch.zeros(3, 5, dtype=dtype)
     summary = summary_of({"tensor": tensor}, pickle_protocol=protocol)
     info = summary.content["tensor"]
@@ -76,7 +76,7 @@ def test_parameters_and_subclasses_are_tensors() -> None:
 
 
 def test_a_storage_that_tensors_share_counts_once() -> None:
-    """Tied weights take the file's space once; a view of a large tensor takes all that was saved with it."""
+    """Tied weights take the file's space once; a view of a large tensor takes everything that was saved with it."""
     large = torch.zeros(1000)
     summary = summary_of({"a": large, "b": large, "view": torch.zeros(500)[:1]})
     both = summary.size_of(summary.content["a"], summary.content["b"])
@@ -85,7 +85,7 @@ def test_a_storage_that_tensors_share_counts_once() -> None:
 
 
 def test_a_whole_module_and_optimizer_can_be_looked_into() -> None:
-    """What real state dicts consist of is described: as many values as there are parameters, and Adam's twice more."""
+    """The content of real state dicts is described: as many values as there are parameters, and twice more for Adam."""
     module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.randn(4, 8)).sum().backward()
@@ -97,7 +97,7 @@ def test_a_whole_module_and_optimizer_can_be_looked_into() -> None:
 
 
 def test_of_a_large_file_next_to_nothing_is_read(tmp_path: Path) -> None:
-    """Of a file of 200 MB less than 1 MB is read, at once; the file's own count agrees, but for blocks read ahead."""
+    """Of a file of 200 MB, less than 1 MB is read, in little time; the file's own count agrees, but for read-ahead."""
     path = tmp_path / "large.ckpt"
     torch.save({"state_dict": {f"layer.{i}": torch.zeros(500_000) for i in range(100)}, "step": 3}, path)
     raw = CountedFile(str(path))
@@ -114,7 +114,7 @@ def test_of_a_large_file_next_to_nothing_is_read(tmp_path: Path) -> None:
 
 
 def rewritten(change: Callable[[zipfile.ZipFile, zipfile.ZipFile], None]) -> io.BytesIO:
-    """A checkpoint whose zip file was written again by `change`."""
+    """Return a checkpoint whose zip file was rewritten by `change`."""
     buffer, changed = io.BytesIO(), io.BytesIO()
     torch.save({"step": 3}, buffer)
     with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(changed, "w") as new:
@@ -151,26 +151,26 @@ NO_CHECKPOINTS: dict[str, Callable[[], io.BytesIO]] = {
 
 @pytest.mark.parametrize("make", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
 def test_what_is_no_checkpoint_is_refused(make: Callable[[], io.BytesIO]) -> None:
-    """A file that is no checkpoint is refused by an error that names it and says what was expected."""
+    """A file that is not a checkpoint is refused by an error that names it and the expected content."""
     with pytest.raises(DamagedCheckpointError, match=r"the file is not a checkpoint, or it is damaged: .*torch.save"):
         read_summary(make(), name="the file")
 
 
 def test_a_compressed_record_is_refused_as_such() -> None:
-    """The reason given for a compressed pickle is that it is compressed, not what its bytes look like."""
+    """The reason for refusing a compressed pickle is its compression, not how its bytes look."""
     with pytest.raises(DamagedCheckpointError, match=r"record archive/data\.pkl is compressed"):
         read_summary(rewritten(_compressed), name="the file")
 
 
 def test_the_old_format_is_not_called_damaged() -> None:
-    """The format of torch from before 1.6 can't be looked into, which is not damage."""
+    """Torch's format from before 1.6 can't be examined, which is not damage."""
     with pytest.raises(CheckpointError, match=r"before 1\.6") as caught:
         summary_of({"step": 3}, _use_new_zipfile_serialization=False)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_a_file_cut_anywhere_is_refused() -> None:
-    """No truncation is taken for the whole, and none raises another kind of error."""
+    """No truncated file is taken for a whole one, and none raises another kind of error."""
     buffer = io.BytesIO()
     torch.save({"step": 3, "weights": torch.zeros(10)}, buffer)
     data = buffer.getvalue()
@@ -180,7 +180,7 @@ def test_a_file_cut_anywhere_is_refused() -> None:
 
 
 def test_any_changed_byte_is_described_or_refused() -> None:
-    """With any byte changed the summary is made or refused; nothing else is raised, nothing is run."""
+    """With any byte changed, the summary is created or refused; nothing else is raised, and nothing is run."""
     buffer = io.BytesIO()
     torch.save({"step": 3, "weights": torch.zeros(2)}, buffer)
     data = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""An autosave is trusted only if nobody but this user and root could have written it."""
+"""An autosave is trusted only if no user other than this one and root could have written it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give fi
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory of this user's below /tmp, which is sticky, with one inside that holds a file."""
+    """A directory of this user's below /tmp, which is sticky, with a subdirectory that holds a file."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         os.chmod(path, 0o755)
         run = Path(path) / "run"
@@ -33,13 +33,13 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the group of the files be the user's alone, as many systems make one for each user."""
+    """Make the group of the files the user's alone, as on systems with one group for each user."""
     monkeypatch.setattr(trust, "_is_users_alone", lambda group_id: True)
 
 
 @pytest.fixture
 def shared_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let others be in the group of the files."""
+    """Put others in the group of the files."""
     monkeypatch.setattr(trust, "_is_users_alone", lambda group_id: False)
 
 
@@ -51,7 +51,7 @@ def reason(place: Path) -> str:
 
 
 def test_what_only_the_user_writes_to_is_trusted(directory: Path) -> None:
-    """A file, its directory, and a sticky directory far above are."""
+    """A file, its directory, and a sticky directory far above are trusted."""
     assert why_not_trusted(directory / "run" / "file") is None
     assert why_not_trusted(directory / "run") is None
     assert why_not_trusted(f"file://{directory}/run/file") is None
@@ -60,7 +60,7 @@ def test_what_only_the_user_writes_to_is_trusted(directory: Path) -> None:
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o722])
 @pytest.mark.parametrize("place", ["run/file", "run", "."])
 def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int) -> None:
-    """Neither the file, nor its directory, nor one above may be open; the place and its mode are named."""
+    """Neither the file, nor its directory, nor one above may be open to all; the place and its mode are named."""
     os.chmod(directory / place, mode)
     assert f"{(directory / place).resolve()} can be written to by everybody (mode 0{mode:o})" == reason(
         directory / "run" / "file"
@@ -70,14 +70,14 @@ def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int)
 @pytest.mark.parametrize("place", ["run/file", "run", "."])
 @pytest.mark.usefixtures("shared_group")
 def test_what_a_group_writes_to_is_not(directory: Path, place: str) -> None:
-    """A group with others in it counts as others."""
+    """A group with other members counts as others."""
     os.chmod(directory / place, 0o775)
     assert "can be written to by its group" in reason(directory / "run" / "file")
 
 
 @pytest.mark.usefixtures("own_group")
 def test_a_group_of_the_users_own_is_nobody_else(directory: Path) -> None:
-    """Where each user has a group, an umask of 002 is usual."""
+    """On systems where each user has a group, a umask of 002 is usual."""
     os.chmod(directory / "run", 0o775)
     os.chmod(directory / "run" / "file", 0o664)
     assert why_not_trusted(directory / "run" / "file") is None
@@ -85,14 +85,14 @@ def test_a_group_of_the_users_own_is_nobody_else(directory: Path) -> None:
 
 @pytest.mark.usefixtures("own_group")
 def test_an_access_list_counts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an access list gives rights to others, the group's bits are those of all whom it names."""
+    """If an access list gives rights to others, the group's bits are those of everyone on the list."""
     os.chmod(directory / "run", 0o775)
     monkeypatch.setattr(os, "getxattr", lambda place, name: b"a list" if name == "system.posix_acl_access" else b"")
     assert "can be written to by its group" in reason(directory / "run" / "file")
 
 
 def test_a_group_is_the_users_own_by_name_and_members() -> None:
-    """One that nobody else is in, or has as his first."""
+    """It is a group without other members, and not the primary group of another user."""
     assert not trust._is_users_alone(next(number for number in range(50000, 60000) if not _is_group(number)))
     daemon = pwd.getpwnam("daemon")
     assert not trust._is_users_alone(daemon.pw_gid)
@@ -105,26 +105,26 @@ def _is_group(number: int) -> bool:
 @needs_root
 @pytest.mark.parametrize("place", ["run/file", "run", "."])
 def test_what_belongs_to_somebody_else_is_not(directory: Path, place: str) -> None:
-    """Its owner could write to it, whatever the mode is now."""
+    """Its owner could write to it, whatever its current mode is."""
     os.chown(directory / place, SOMEBODY, 0)
     assert reason(directory / "run" / "file") == f"{(directory / place).resolve()} belongs to the user {SOMEBODY}"
 
 
 def test_a_sticky_directory_may_not_hold_the_file_itself(directory: Path) -> None:
-    """Others can't replace a file in it, and can put one of their own there before us."""
+    """Others can't replace a file in it, but can put one of their own there before us."""
     os.chmod(directory / "run", 0o1777)
     assert "can be written to by everybody" in reason(directory / "run" / "file")
 
 
 def test_below_a_directory_that_nobody_else_enters_all_is_trusted(directory: Path) -> None:
-    """As below a home directory of mode 0700 with an umask of 002."""
+    """An example is a home directory of mode 0700 with a umask of 002."""
     os.chmod(directory, 0o700)
     os.chmod(directory / "run", 0o777)
     assert why_not_trusted(directory / "run" / "file") is None
 
 
 def test_a_link_is_followed(directory: Path) -> None:
-    """What counts is where it leads, and each directory on the way there."""
+    """The link's target counts, and each directory on the way there."""
     opened = directory / "opened"
     opened.mkdir()
     os.chmod(opened, 0o777)
@@ -138,7 +138,7 @@ def test_a_link_is_followed(directory: Path) -> None:
 
 @needs_root
 def test_a_link_of_somebody_else_is_not_trusted(directory: Path) -> None:
-    """In a sticky directory others may put a link in our way."""
+    """In a sticky directory, others may put a link in our way."""
     shared = directory / "shared"
     shared.mkdir()
     os.chmod(shared, 0o1777)
@@ -148,21 +148,21 @@ def test_a_link_of_somebody_else_is_not_trusted(directory: Path) -> None:
 
 
 def test_links_in_a_circle_end(directory: Path) -> None:
-    """They are no reason to wait forever."""
+    """A circle of links does not cause an endless wait."""
     (directory / "one").symlink_to("two")
     (directory / "two").symlink_to("one")
     assert "can't be read" in reason(directory / "one" / "file")
 
 
 def test_what_is_not_there_or_in_a_store_is_not_trusted(directory: Path) -> None:
-    """Of neither can anybody tell who may write to it."""
+    """A missing file, or one in a store, is not trusted, as it is unknown who may write to it."""
     assert "can't be read" in reason(directory / "nothing")
     assert "is in a store" in str(why_not_trusted("s3://bucket/run/file"))
 
 
 @needs_root
 def test_another_user_trusts_his_own_and_roots(directory: Path) -> None:
-    """The rule is that of the user who runs: root's files are trusted by all, his own by himself."""
+    """The rule is that of the running user: all trust root's files, and each user trusts its own."""
     file = directory / "run" / "file"
 
     def trusts() -> bool:

@@ -1,4 +1,4 @@
-"""A changed byte is detected or harmless, and a refusal to unpickle is no damage."""
+"""A changed byte is detected or harmless, and a refusal to unpickle is not damage."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sound_file_verifies_and_loads(tmp_path):
 
 @pytest.mark.parametrize("name", ["über.ckpt", "no suffix", "epoch=0-step=3.ckpt", "a.b.c.ckpt"])
 def test_any_file_name_verifies(tmp_path, name):
-    """The name of the file, which torch writes into its records, must not matter."""
+    """The file's name, which torch writes into its records, must not matter."""
     torch.save(CONTENT, tmp_path / name)
     verify_file(tmp_path / name)
 
@@ -81,7 +81,7 @@ def test_any_changed_byte_is_detected_or_harmless(tmp_path, position, flip):
 
 @pytest.mark.parametrize("flip", [0x01, 0xFF])
 def test_each_changed_byte_is_detected_or_harmless(tmp_path, flip):
-    """No position in the file may be left out: each is tried."""
+    """Each position in the file must be tried."""
     missed = []
     for position in range(len(SOUND)):
         data = bytearray(SOUND)
@@ -92,7 +92,7 @@ def test_each_changed_byte_is_detected_or_harmless(tmp_path, flip):
 
 
 def _without_meaning() -> set[int]:
-    """The bytes that may change: torch's padding between header and content, and the notes on zip versions."""
+    """Return the bytes that may change: torch's padding between header and content, and the notes on zip versions."""
     positions: set[int] = set()
     with zipfile.ZipFile(io.BytesIO(SOUND)) as archive:
         for record in archive.infolist():
@@ -104,7 +104,7 @@ def _without_meaning() -> set[int]:
 
 
 def test_only_bytes_without_meaning_may_change_undetected():
-    """A disk that changes bytes must be noticed wherever possible, also where torch would not look."""
+    """Changed bytes must be noticed wherever possible, even where torch would not look."""
     undetected = set()
     for position in range(len(SOUND)):
         data = bytearray(SOUND)
@@ -135,7 +135,7 @@ def test_flip_in_the_last_chunk_of_a_large_record_is_detected(tmp_path):
 
 
 def test_message_names_the_path_and_the_reason(tmp_path):
-    """Who reads the error must learn which file it is and what is wrong with it."""
+    """The error must say which file it is about and what is wrong with the file."""
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     (tmp_path / "folder.ckpt").mkdir()
     with pytest.raises(DamagedCheckpointError, match=r"missing\.ckpt is damaged: No such file"):
@@ -147,7 +147,7 @@ def test_message_names_the_path_and_the_reason(tmp_path):
 
 
 def test_missing_permission_is_not_damage(tmp_path, monkeypatch):
-    """A file that can't be read must not be taken for damaged, or it would be set aside; a bad disk is damage."""
+    """A file that can't be read must not count as damaged, or it would be set aside; a bad disk is damage."""
     (tmp_path / "a.ckpt").write_bytes(SOUND)
     monkeypatch.setattr("builtins.open", _raising(PermissionError(errno.EACCES, "not yours")))
     with pytest.raises(PermissionError):
@@ -179,7 +179,7 @@ needs_the_switch = pytest.mark.skipif(
 
 @needs_the_switch
 def test_file_without_checksums_is_said_to_be_so(tmp_path):
-    """A file saved with torch's CRC32 switched off is not damaged; the answer must name this cause, in words too."""
+    """A file saved with torch's CRC32 switched off is not damaged; the answer must also say so in words."""
     _save_without_checksums(CONTENT, tmp_path / "a.ckpt")
     verification = verify_path(tmp_path / "a.ckpt")
     assert not verification.has_checksums
@@ -190,7 +190,7 @@ def test_file_without_checksums_is_said_to_be_so(tmp_path):
 
 @needs_the_switch
 def test_file_without_checksums_is_refused_where_its_layout_is_damaged(tmp_path):
-    """Truncation and a changed size must be found without any checksum."""
+    """Truncation and a changed size must be detected without any checksum."""
     _save_without_checksums(CONTENT, tmp_path / "a.ckpt")
     data = (tmp_path / "a.ckpt").read_bytes()
     assert find_damage(io.BytesIO(data)) is None
@@ -213,7 +213,7 @@ def test_one_missing_checksum_among_right_ones_is_damage(tmp_path):
 
 
 def test_legacy_file_is_said_to_be_without_checksums(tmp_path, caplog):
-    """A file in torch's format from before 1.6 has no checksums: it is not damaged, and loads with a warning."""
+    """A file in torch's format from before 1.6 has no checksums: it is not damaged, and must load with a warning."""
     for protocol in (4, 2):
         torch.save(CONTENT, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
         verification = verify_path(tmp_path / "a.ckpt")
@@ -225,7 +225,7 @@ def test_legacy_file_is_said_to_be_without_checksums(tmp_path, caplog):
 
 @needs_the_switch
 def test_loading_without_checksums_warns_once(tmp_path, caplog):
-    """Who loads a file that could not be verified must be told so, once for each file."""
+    """Loading a file that could not be verified must warn once for each file."""
     for name in ("a.ckpt", "b.ckpt"):
         _save_without_checksums(CONTENT, tmp_path / name)
         load_file(tmp_path / name)
@@ -237,7 +237,7 @@ def test_loading_without_checksums_warns_once(tmp_path, caplog):
 
 @needs_the_switch
 def test_autosave_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
-    """A series must not set aside what only could not be verified: it is the newest, and loads with a warning."""
+    """A series must not set aside an autosave that can't be verified: it is the newest, and loads with a warning."""
     series = AutosaveSeries(tmp_path)
     series.save({"number": 0}, epoch=0, batch=0, global_step=0)
     newest = series.save({"number": 1}, epoch=0, batch=1, global_step=1)
@@ -248,7 +248,7 @@ def test_autosave_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
 
 
 def test_sound_file_loads_without_a_warning(tmp_path, caplog):
-    """A file that was verified must load without a word."""
+    """A verified file must load without a warning."""
     torch.save(CONTENT, tmp_path / "a.ckpt")
     assert verify_path(tmp_path / "a.ckpt").has_checksums
     load_file(tmp_path / "a.ckpt")
@@ -256,7 +256,7 @@ def test_sound_file_loads_without_a_warning(tmp_path, caplog):
 
 
 def test_cut_file_without_checksums_is_not_called_damaged_when_it_does_not_load(tmp_path):
-    """Where nothing can be verified, a failure to load must name the file and claim nothing about damage."""
+    """If nothing can be verified, a failure to load must name the file and claim nothing about damage."""
     torch.save(CONTENT, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False)
     data = (tmp_path / "a.ckpt").read_bytes()
     for size in range(len(data) // 2, len(data), 16):
@@ -289,7 +289,7 @@ def test_local_url_is_the_path(tmp_path):
 
 
 def test_foreign_zip_is_refused(tmp_path):
-    """A sound zip file that torch.save did not write must be refused with its records named."""
+    """A sound zip file that torch.save did not write must be refused, with its records named."""
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
         archive.writestr("folder/readme.txt", "hello")
     with pytest.raises(DamagedCheckpointError, match=r"not written by torch\.save: its records are \['readme\.txt'\]"):
@@ -306,7 +306,7 @@ class _MakesDirectory:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_refusal_to_unpickle_is_not_damage(tmp_path, legacy):
-    """A file with code in it must verify, run nothing by any of our readers, and be refused as unsafe, not damaged."""
+    """A file with code in it must verify, run nothing in any of our readers, and be refused as unsafe, not damaged."""
     path = tmp_path / "checkpoint" / "a.ckpt"
     path.parent.mkdir()
     torch.save({"callbacks": _MakesDirectory(tmp_path / "made")}, path, _use_new_zipfile_serialization=not legacy)
@@ -323,7 +323,7 @@ def test_refusal_to_unpickle_is_not_damage(tmp_path, legacy):
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript:UserWarning")
 def test_code_in_other_records_does_not_run(tmp_path):
-    """Whatever record of a valid zip with right checksums holds a pickle, our readers must run none of them."""
+    """If any record of a valid zip with right checksums holds a pickle, our readers must not run it."""
     evil = pickle.dumps(_MakesDirectory(tmp_path / "made"), protocol=2)
     with zipfile.ZipFile(io.BytesIO(SOUND)) as archive:
         names = archive.namelist()
@@ -343,7 +343,7 @@ def test_code_in_other_records_does_not_run(tmp_path):
 
 
 def test_content_that_is_no_dict_is_refused(tmp_path):
-    """A file that holds something else than a checkpoint must be refused with the type that was found."""
+    """A file whose content is not a checkpoint must be refused with the type that was found."""
     torch.save([1, 2], tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match="holds a list"):
         load_file(tmp_path / "a.ckpt")
@@ -383,7 +383,7 @@ def _state_dict_with_metadata(value: object) -> OrderedDict:
     ],
 )
 def test_unsafe_paths_names_what_would_not_load(checkpoint, expected):
-    """The answer must be the places that torch.load(weights_only=True) refuses, and be empty where it loads."""
+    """The answer must be the places that torch.load(weights_only=True) refuses, and be empty if the whole loads."""
     assert unsafe_paths(checkpoint) == expected
     if not expected:
         torch.load(io.BytesIO(_bytes_of(checkpoint)), weights_only=True)
@@ -422,14 +422,14 @@ def test_unsafe_paths_is_empty_exactly_where_the_whole_loads(checkpoint):
 
 
 def test_unsafe_paths_ends_for_lists_that_hold_themselves():
-    """A cycle must not be walked for ever, and a shared object be named once."""
+    """A cycle must not be walked forever, and a shared object must be named once."""
     shared = [Path("/a")]
     shared.append(shared)
     assert unsafe_paths({"first": shared, "second": shared}) == ["first/0"]
 
 
 def test_unsafe_paths_does_not_write_tensors(monkeypatch):
-    """The tensors of a model must not be copied to find out that tensors load."""
+    """The check must not copy a model's tensors."""
     saved = []
     monkeypatch.setattr(torch, "save", lambda obj, buffer: saved.append(obj))
     unsafe_paths({"state_dict": torch.nn.Linear(2, 2).state_dict(), "loops": [torch.zeros(2)]})

@@ -1,4 +1,4 @@
-"""The ways to save that the store law holds for, and what must be true of each after a fault."""
+"""The ways to save that the store law holds for, and the conditions on each after a fault."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Writer:
     """One way to save.
 
     Args:
-        name: For the test's id.
-        save: Saves the content with this number; the directory need not exist.
-        newest: Returns the file that a restart would take, None where there is none.
-        removes_leftovers: Whether a save removes what dead writers left.
+        name: The test's id.
+        save: Save the content with this number; the directory need not exist.
+        newest: Return the file that a restart would use, or None.
+        removes_leftovers: Whether a save removes the leftovers of dead writers.
         cleans_up: Whether a save that raises leaves nothing.
         seconds: About how long a save takes.
     """
@@ -53,7 +53,7 @@ class Writer:
     seconds: float = 0.02
 
     def number(self, directory: Path) -> int:
-        """Return the number of what a restart would load, verified and whole; 0 where there is nothing."""
+        """Return the number of the save that a restart would load, verified and whole, or 0."""
         path = self.newest(directory)
         if path is None:
             return 0
@@ -63,7 +63,7 @@ class Writer:
 
 
 def content(number: int) -> dict[str, Any]:
-    """What is saved under a number."""
+    """Return the content that is saved under a number."""
     return {"number": number, "weights": torch.full((NUM_WEIGHTS,), number, dtype=torch.int32)}
 
 
@@ -80,7 +80,7 @@ def _series(keep_last: int, *, is_behind: bool = False) -> Writer:
 
 
 def _behind(job: Callable[[], Any]) -> None:
-    """Do a job as an asynchronous save does, in the thread of the background writer."""
+    """Do a job in the background writer's thread, as an asynchronous save does."""
     writer = BackgroundWriter("test")
     writer.start(job)
     writer.wait()
@@ -149,7 +149,7 @@ def _load_shards(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-# Who begins a directory and fails to fill it has to call abort, or leave it to the next save.
+# Code that begins a directory and fails to fill it has to call abort, or leave it to the next save.
 DIRECTORY = Writer(
     name="directory",
     save=_save_to_a_directory,
@@ -180,7 +180,7 @@ WRITERS = [*FILE_WRITERS, DIRECTORY, SHARDS]
 
 
 def prepared(writer: Writer, directory: Path, *, num_saves: int) -> Callable[[], Path]:
-    """Return a function that makes fresh directories below this one, each with so many saves in it."""
+    """Return a function that creates fresh directories below this one, each with `num_saves` saves in it."""
     original = directory / "original"
     original.mkdir(parents=True)
     for number in range(1, num_saves + 1):
@@ -201,7 +201,7 @@ def leftovers(directory: Path) -> list[str]:
 
 
 def exit_code(main: Callable[[], Any]) -> int:
-    """Run a function in a forked process; negative for a signal that killed it."""
+    """Run a function in a forked process and return its exit code; negative for a signal that killed it."""
     process = FORK.Process(target=main)
     process.start()
     process.join(60)
@@ -211,7 +211,7 @@ def exit_code(main: Callable[[], Any]) -> int:
 
 @contextmanager
 def temporary_directory_elsewhere(directory: Path) -> Iterator[None]:
-    """Let ``$TMPDIR`` be another directory, for this process and those that it forks."""
+    """Make ``$TMPDIR`` another directory, for this process and those that it forks."""
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
     try:

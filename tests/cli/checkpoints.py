@@ -17,7 +17,7 @@ HYPER_PARAMETERS = b"not to be unpickled"
 
 
 def checkpoint(*, step: int = 3, epoch: int = 0, batch: int = 3, world_size: int = 1, **part: Any) -> dict[str, Any]:
-    """A checkpoint of Lightning's form with our part; `part` takes the place of entries of it."""
+    """Return a checkpoint in Lightning's format with our part, with entries replaced by those of `part`."""
     rank = pack_blobs({"rng": {"python": b"p" * 100, "torch": b"t" * 50}, "metrics": {}, "flags": {"frozen": []}})
     ours = {
         "version": 1,
@@ -34,7 +34,7 @@ def checkpoint(*, step: int = 3, epoch: int = 0, batch: int = 3, world_size: int
 
 
 def foreign(*, step: int = 3, epoch: int = 0, batch: int = 3) -> dict[str, Any]:
-    """A checkpoint of Lightning's form without our part."""
+    """Return a checkpoint in Lightning's format without our part."""
     counts = {"ready": batch, "completed": batch, "started": batch, "processed": batch}
     return {
         "epoch": epoch,
@@ -46,7 +46,7 @@ def foreign(*, step: int = 3, epoch: int = 0, batch: int = 3) -> dict[str, Any]:
 
 
 def save_series(folder: Any, num_autosaves: int) -> list[str]:
-    """Save so many autosaves of one fit, the k-th at step k, and give their paths, oldest first."""
+    """Save a number of autosaves of one fit, the k-th at step k, and return their paths, oldest first."""
     series = AutosaveSeries(folder, keep_last=100)
     for step in range(1, num_autosaves + 1):
         series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step)
@@ -54,7 +54,7 @@ def save_series(folder: Any, num_autosaves: int) -> list[str]:
 
 
 def save(path: Path, content: Any = None) -> Path:
-    """Save one checkpoint, as a callback of the user's would."""
+    """Save one checkpoint, as a user's callback does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_torch_save(foreign() if content is None else content, path)
     return path
@@ -71,7 +71,7 @@ def flip(path: Any) -> None:
 
 
 class Result:
-    """What a call of the command line gave."""
+    """The result of a call of the command line."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err

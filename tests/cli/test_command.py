@@ -38,7 +38,7 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["list", "inspect", "verify", "prune", "report"])
 def test_neither_lightning_nor_torch_is_loaded(tmp_path: Path, command: str) -> None:
-    """No command on local files loads Lightning, torch, fsspec or what the drill needs: they answer at once."""
+    """No command on local files loads Lightning, torch, fsspec, or the drill's dependencies, so it answers quickly."""
     [path] = save_series(tmp_path, 1)
     append_line(tmp_path / "history.jsonl", {"event": "begin", "fit": 1, "time": 1.0})
     arguments = {"inspect": [path], "prune": [str(tmp_path), "--keep-last=1"]}.get(command, [str(tmp_path)])
@@ -65,7 +65,7 @@ def test_each_command_explains_itself(capsys: Capture, command: str) -> None:
 
 
 def test_the_help_names_all_commands(capsys: Capture) -> None:
-    """``--help`` lists the commands; ``--version`` gives the installed version."""
+    """``--help`` lists the commands, and ``--version`` gives the installed version."""
     found = call(capsys, "--help")
     assert found.status == 0
     assert all(f"\n    {command} " in found.out for command in COMMANDS)
@@ -74,7 +74,7 @@ def test_the_help_names_all_commands(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["list", "a", "b"], ["verify"], ["inspect", "--x", "a"]])
 def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> None:
-    """Wrong arguments give status 2 and the usage, and are no exception in the caller's process."""
+    """Wrong arguments give status 2 and the usage, and no exception in the caller's process."""
     found = call(capsys, *arguments)
     assert (found.status, found.out) == (2, "")
     assert "usage: " in found.err
@@ -82,7 +82,7 @@ def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> No
 
 @pytest.mark.parametrize("num_files", [1, 300], ids=["before anything is written", "in the middle"])
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, num_files: int) -> None:
-    """Where nobody reads the output any more, as after ``| head``, there is no traceback."""
+    """If the output is no longer read, as after ``| head``, there is no traceback."""
     for number in range(num_files):
         save(tmp_path / f"{number:03d}-{'x' * 200}.ckpt")
     with subprocess.Popen(
@@ -103,7 +103,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, num_files: int) -> 
 
 
 def test_any_name_can_be_printed_in_any_encoding(tmp_path: Path) -> None:
-    """Names that the terminal's encoding does not have are shown as escapes."""
+    """Characters that the terminal's encoding lacks are shown as escapes."""
     save(tmp_path / "größe-模型.ckpt")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*MODULE, "list", str(tmp_path)], capture_output=True, env=environment, timeout=60)
@@ -132,7 +132,7 @@ def test_an_interruption_is_no_traceback(capsys: Capture, tmp_path: Path, monkey
 def test_a_directory_that_may_not_be_read_is_an_error(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system refuses, the message is one line, with status 2."""
+    """If the system refuses, the message is one line, with status 2."""
 
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
@@ -159,7 +159,7 @@ def test_the_documentation_names_each_option_and_exit_status(capsys: Capture) ->
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_devices_and_pipes_are_refused(tmp_path: Path, capsys: Capture, command: str) -> None:
-    """What has no end, and what waits for somebody who writes, is not read."""
+    """A file without an end, or one that waits for a writer, is not read."""
     os.mkfifo(tmp_path / "pipe.ckpt")
     for path in (Path("/dev/zero"), tmp_path / "pipe.ckpt"):
         found = call(capsys, command, path)

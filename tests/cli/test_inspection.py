@@ -29,7 +29,7 @@ class Configured(Net):
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run leaves that was cut by an exception in its second epoch: an autosave, and a file of the user's."""
+    """Return the directory of a run cut by an exception in its second epoch: an autosave, and a file of the user."""
     directory = tmp_path_factory.mktemp("run")
     callbacks = [
         FaultTolerance(directory, run_id="mine", every_n_train_steps=1, keep_last=1, save_on_exception=False),
@@ -42,7 +42,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_real_run_has_saved_is_shown(run_directory: Path, capsys: Capture) -> None:
-    """Of an autosave of a real run the JSON gives all that its parts are, as loading would give it."""
+    """For an autosave of a real run, the JSON gives all its parts, as loading would."""
     [path] = (run_directory / "mine" / "fit-1").iterdir()
     found = call(capsys, "inspect", path, "--json")
     assert (found.status, found.err) == (0, "")
@@ -69,7 +69,7 @@ def test_a_file_of_the_user_says_in_which_hook_it_was_saved(run_directory: Path,
 
 
 def test_the_text_says_what_the_file_holds(tmp_path: Path, capsys: Capture) -> None:
-    """The text gives position, run, ranks, parts with sizes, surroundings, fingerprint and keys."""
+    """The text gives position, run, ranks, parts with sizes, surroundings, fingerprint, and keys."""
     path = save(tmp_path / "a.ckpt", checkpoint(step=12, epoch=1, batch=4, world_size=2, origin="/pretrained.ckpt"))
     found = call(capsys, "inspect", path)
     assert found.status == 0
@@ -91,7 +91,7 @@ def test_the_text_says_what_the_file_holds(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_what_can_not_be_exact_is_shown(tmp_path: Path, capsys: Capture) -> None:
-    """Notes on what a resume from the file would lack stand in the text and in the JSON."""
+    """Notes on what a resume from the file would lack are in the text and in the JSON."""
     lost = {"objects": {"lost": {"module.turns": "an iterator"}}}
     more = {"objects": {"lost": {"module.turns": "an iterator", "module.rows": "a generator"}}}
     new = {"objects": {"lost": {"module.file": "a file"}}}
@@ -118,7 +118,7 @@ def test_a_file_without_our_part_says_so_and_shows_the_rest(tmp_path: Path, caps
 
 
 def test_each_rank_is_counted(tmp_path: Path, capsys: Capture) -> None:
-    """The text sums each part over the states of the ranks; the JSON gives each of them."""
+    """The text sums each part over the states of the ranks, and the JSON gives each of them."""
     [rank] = checkpoint()["lightning_faulttolerant"]["ranks"]
     path = save(tmp_path / "a.ckpt", checkpoint(world_size=2, ranks=[rank, {**rank, "more": torch.zeros(10)}]))
     lines = [" ".join(line.split()) for line in call(capsys, "inspect", path).lines]
@@ -139,7 +139,7 @@ class Striking:
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Capture) -> None:
-    """A file with an object that would run something when loaded is shown, and runs nothing."""
+    """A file with an object that would run code when loaded is shown, and runs nothing."""
     struck = tmp_path / "struck"
     path = tmp_path / "a.ckpt"
     torch.save(checkpoint(run=Striking(str(struck))), path)
@@ -178,7 +178,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("content", STRANGE.values(), ids=STRANGE)
 def test_strange_files_are_shown_all_the_same(tmp_path: Path, capsys: Capture, content: object) -> None:
-    """Whatever a file holds, it is shown as text and as valid JSON, without a traceback."""
+    """Any content of a file is shown as text and as valid JSON, without a traceback."""
     path = tmp_path / "a.ckpt"
     torch.save(content, path)
     assert call(capsys, "inspect", path).status == 0
@@ -192,7 +192,7 @@ def test_strange_files_are_shown_all_the_same(tmp_path: Path, capsys: Capture, c
 
 
 def test_a_structure_that_unfolds_without_an_end_is_cut(tmp_path: Path, capsys: Capture) -> None:
-    """Values that hold themselves, and lists of lists that would unfold to billions, are cut where it is enough."""
+    """Values that contain themselves, and lists of lists that would unfold to billions, are cut early enough."""
     bomb: list[object] = ["x"]
     for _ in range(60):
         bomb = [bomb, bomb]
@@ -210,7 +210,7 @@ def _num_values(value: object) -> int:
 
 
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: Capture) -> None:
-    """A missing file, a directory, a text and a cut file give status 2, no output and a message with the name."""
+    """A missing file, a directory, a text, and a cut file give status 2, no output, and a message with the name."""
     text, cut = tmp_path / "text", save(tmp_path / "cut.ckpt", foreign())
     text.write_text("hello")
     os.truncate(cut, 1000)
@@ -222,7 +222,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
-    """The keys that the command line looks for are those that a run writes."""
+    """The command line looks for the keys that a run writes."""
     from lightning_faulttolerant.state import blobs
 
     assert part.KEY == parts.KEY
@@ -230,7 +230,7 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
 
 
 def test_a_directory_is_refused_by_naming_what_shows_it(tmp_path: Path, capsys: Capture) -> None:
-    """Who gives the directory of the checkpoints is told which command lists them."""
+    """For the directory of the checkpoints, the error names the command that lists them."""
     found = call(capsys, "inspect", tmp_path)
     assert found.status == 2
     assert found.err == f'lightning-faulttolerant: {tmp_path}: Is a directory; "list" shows the checkpoints in it\n'

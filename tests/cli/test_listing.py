@@ -17,13 +17,13 @@ Capture = pytest.CaptureFixture[str]
 
 
 def row(lines: list[str], name: str) -> list[str]:
-    """The cells of the table's line of a file."""
+    """Return the cells of the table's line of a file."""
     [line] = [line for line in lines if line.split()[:1] == [name]]
     return [cell for cell in line.split("  ") if cell.strip()]
 
 
 def test_a_run_is_listed_with_what_each_autosave_holds(tmp_path: Path, capsys: Capture) -> None:
-    """Each autosave of each fit stands in the table, in the order of saving, with its position and that it verifies."""
+    """The table shows each autosave of each fit, in the order of saving, with its position and that it verifies."""
     save_series(tmp_path / "run" / "fit-1", 2)
     save_series(tmp_path / "run" / "fit-10", 1)
     save_series(tmp_path / "run" / "fit-9", 1)
@@ -42,14 +42,14 @@ def test_a_run_is_listed_with_what_each_autosave_holds(tmp_path: Path, capsys: C
 
 @pytest.mark.parametrize("below", ["", "run", "run/fit-1"])
 def test_a_dirpath_a_run_or_a_fit_can_be_given(tmp_path: Path, capsys: Capture, below: str) -> None:
-    """Whichever of the three directories is given, the same autosaves are found."""
+    """Each of the three directories leads to the same autosaves."""
     paths = save_series(tmp_path / "run" / "fit-1", 2)
     found = call(capsys, "list", tmp_path / below, "--json")
     assert [entry["path"] for entry in json.loads(found.out)["checkpoints"]] == paths
 
 
 def test_files_of_model_checkpoint_are_listed(tmp_path: Path, capsys: Capture) -> None:
-    """A checkpoint without our part is listed with what Lightning's counters say; how many ranks it had is unknown."""
+    """A checkpoint without our part is listed with Lightning's counters, and its number of ranks is unknown."""
     save(tmp_path / "checkpoints" / "epoch=1.ckpt", foreign(step=7, epoch=1, batch=2))
     found = call(capsys, "list", tmp_path)
     cells = [cell.strip() for cell in row(found.lines, "epoch=1.ckpt")]
@@ -57,7 +57,7 @@ def test_files_of_model_checkpoint_are_listed(tmp_path: Path, capsys: Capture) -
 
 
 def test_damage_is_shown_with_its_reason(tmp_path: Path, capsys: Capture) -> None:
-    """A flipped byte and a cut file are damaged, with the reason below the table; the name still tells the position."""
+    """A flipped byte and a cut file are damaged, with the reason below the table; the name still gives the position."""
     flipped, cut, _ = save_series(tmp_path, 3)
     flip(flipped)
     os.truncate(cut, os.path.getsize(cut) // 2)
@@ -83,7 +83,7 @@ def test_what_was_set_aside_is_told_apart(tmp_path: Path, capsys: Capture) -> No
 
 
 def test_a_file_without_checksums_is_not_called_damaged(tmp_path: Path, capsys: Capture) -> None:
-    """Files that were written without checksums, by option or in the old format, are said to be so."""
+    """Files that were written without checksums, by option or in the old format, are listed as such."""
     torch.save(foreign(), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -98,7 +98,7 @@ def test_a_file_without_checksums_is_not_called_damaged(tmp_path: Path, capsys: 
 
 
 def test_without_verifying_the_tensors_are_not_read(tmp_path: Path, capsys: Capture) -> None:
-    """With --no-verify a changed tensor goes unnoticed and is not called verified; a file cut short is seen."""
+    """With --no-verify a changed tensor is neither noticed nor called verified, but a file cut short is noticed."""
     flipped, cut = save_series(tmp_path, 2)
     flip(flipped)
     os.truncate(cut, os.path.getsize(cut) // 2)
@@ -109,7 +109,7 @@ def test_without_verifying_the_tensors_are_not_read(tmp_path: Path, capsys: Capt
 def test_a_directory_with_a_manifest_is_one_checkpoint(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A committed directory stands in one line, whatever files are in it, and is verified by its manifest."""
+    """A committed directory is one line, whatever files are in it, and is verified by its manifest."""
     save(tmp_path / "sharded" / "a.ckpt")
     save(tmp_path / "sharded" / "b.ckpt")
     save(tmp_path / "sharded" / "inner" / "c.ckpt")
@@ -164,7 +164,7 @@ def test_what_is_no_directory_is_an_error(tmp_path: Path, capsys: Capture) -> No
 
 
 def test_a_dangling_link_is_reported_and_the_rest_listed(tmp_path: Path, capsys: Capture) -> None:
-    """A link to nothing is a problem with status 2; the other files stand in the table all the same."""
+    """A link to nothing is a problem with status 2, but the table still shows the other files."""
     save(tmp_path / "a.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "gone.ckpt")
     found = call(capsys, "list", tmp_path)
@@ -194,7 +194,7 @@ def test_a_file_that_is_deleted_meanwhile_is_no_error(
 
 
 def test_names_can_not_speak_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:
-    """Control characters in a name, and bytes that are no text, are shown as escapes."""
+    """Control characters in a name, and bytes that are not text, are shown as escapes."""
     save(tmp_path / "a\x1b[31m\n.ckpt")
     save(Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.ckpt")))
     found = call(capsys, "list", tmp_path)
@@ -205,7 +205,7 @@ def test_names_can_not_speak_to_the_terminal(tmp_path: Path, capsys: Capture) ->
 
 
 def test_strange_values_in_our_part_count_as_unknown(tmp_path: Path, capsys: Capture) -> None:
-    """A part that holds other things than numbers where numbers belong is listed with what is known otherwise."""
+    """A part with other values in place of numbers is listed with the values known from elsewhere."""
     save(tmp_path / "a.ckpt", {**checkpoint(), "lightning_faulttolerant": {"position": [], "world_size": "many"}})
     cells = [cell.strip() for cell in row(call(capsys, "list", tmp_path).lines, "a.ckpt")]
     assert (cells[1:4], cells[-2]) == (["3", "0", "3"], "-")
@@ -214,7 +214,7 @@ def test_strange_values_in_our_part_count_as_unknown(tmp_path: Path, capsys: Cap
 def test_on_a_narrow_terminal_long_names_are_shortened(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal no line is longer than it is wide; into a pipe names are whole, as all other tests here have it."""
+    """On a terminal no line is wider than it; into a pipe, names are complete, as in all other tests here."""
     save_series(tmp_path, 1)
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setattr("lightning_faulttolerant.cli.text.sys.stdout.isatty", lambda: True)
@@ -227,7 +227,7 @@ def test_on_a_narrow_terminal_long_names_are_shortened(
 def test_what_is_deleted_while_the_directory_is_looked_through_is_no_problem(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """A file, a directory with a manifest and a folder that go between two looks are left out, with status 0."""
+    """A file, a directory with a manifest, and a folder that vanish during the search are left out, with status 0."""
     save_series(tmp_path / "run/fit-1", 2)
     (tmp_path / "sharded").mkdir()
     walk = os.walk

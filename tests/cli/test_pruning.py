@@ -17,17 +17,17 @@ Capture = pytest.CaptureFixture[str]
 
 
 def names(directory: Path) -> list[str]:
-    """All files below a directory."""
+    """Return all files below a directory."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
 def autosaves(*steps: int, folder: str = "run/fit-1/") -> list[str]:
-    """What the autosaves of these steps are called."""
+    """Return the names of the autosaves of these steps."""
     return [f"{folder}autosave-{step:08d}-epoch=0-batch={step}.ckpt" for step in steps]
 
 
 def test_the_newest_of_each_fit_are_kept(tmp_path: Path, capsys: Capture) -> None:
-    """Of each fit the newest N stay, and what was deleted and how much was freed is said."""
+    """The newest N of each fit stay, and the output gives what was deleted and how much was freed."""
     paths = save_series(tmp_path / "run" / "fit-1", 4)
     save_series(tmp_path / "run" / "fit-2", 1)
     freed = os.path.getsize(paths[0]) + os.path.getsize(paths[1])
@@ -40,7 +40,7 @@ def test_the_newest_of_each_fit_are_kept(tmp_path: Path, capsys: Capture) -> Non
 
 
 def test_damaged_autosaves_do_not_count_as_kept(tmp_path: Path, capsys: Capture) -> None:
-    """The newest N that verify are kept, however many newer ones don't; those stay, and are told."""
+    """The newest N that verify are kept, however many newer ones don't; those stay, and are reported."""
     paths = save_series(tmp_path / "run" / "fit-1", 5)
     flip(paths[4])
     flip(paths[3])
@@ -61,7 +61,7 @@ def test_damaged_ones_are_deleted_on_demand(tmp_path: Path, capsys: Capture) -> 
 
 
 def test_of_a_fit_in_which_nothing_verifies_nothing_is_deleted(tmp_path: Path, capsys: Capture) -> None:
-    """Where no autosave verifies all stay, also with --damaged: they may be all that is left of the run."""
+    """If no autosave verifies, all stay, also with --damaged: they may be all that is left of the run."""
     for path in save_series(tmp_path / "run" / "fit-1", 3):
         flip(path)
     found = call(capsys, "prune", tmp_path, "--keep-last", 1, "--damaged")
@@ -85,7 +85,7 @@ def test_superseded_ones_are_deleted_on_demand(tmp_path: Path, capsys: Capture) 
 
 
 def test_files_of_others_are_never_deleted(tmp_path: Path, capsys: Capture) -> None:
-    """Files that only look like autosaves, those of ModelCheckpoint, links and notes stay."""
+    """Files that only look like autosaves, those of ModelCheckpoint, links, and notes stay."""
     folder = tmp_path / "run" / "fit-1"
     paths = save_series(folder, 3)
     others = ["autosave-1-epoch=0-batch=1.ckpt", "autosave-00000001-epoch=0-batch=1.ckpt.bak", "last.ckpt", "notes.txt"]
@@ -115,7 +115,7 @@ def test_a_dry_run_says_the_same_and_deletes_nothing(
 
 @pytest.fixture
 def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of a run."""
+    """Yield another process that holds the lock of a run."""
     program = (
         "import sys; from pathlib import Path; from lightning_faulttolerant.checkpoint import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -130,7 +130,7 @@ def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_in_use_is_left_alone(tmp_path: Path, capsys: Capture, other_process: subprocess.Popen[str]) -> None:
-    """While a process trains, its run is not pruned: status 1, host and process are named; other runs are pruned."""
+    """While a process trains, its run is not pruned: status 1 with host and process; other runs are pruned."""
     save_series(tmp_path / "run" / "fit-1", 3)
     save_series(tmp_path / "other" / "fit-1", 3)
     for directory in (tmp_path, tmp_path / "run", tmp_path / "run" / "fit-1"):
@@ -146,7 +146,7 @@ def test_a_run_in_use_is_left_alone(tmp_path: Path, capsys: Capture, other_proce
 def test_the_lock_is_held_while_files_are_deleted(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that starts while its directory is pruned is refused; afterwards the lock is gone."""
+    """A run that starts while its directory is pruned is refused, and afterwards the lock is gone."""
     from lightning_faulttolerant.checkpoint.stores.local import LocalStore
     from lightning_faulttolerant.errors import RunInUseError
 
@@ -169,7 +169,7 @@ def test_the_lock_is_held_while_files_are_deleted(
 def test_what_was_saved_before_the_lock_was_taken_counts(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An autosave that came while the lock was waited for is among the newest: the directory is looked at again."""
+    """An autosave saved during the wait for the lock is among the newest: the directory is listed again."""
     folder = tmp_path / "run" / "fit-1"
     save_series(folder, 2)
     acquire = RunLock.acquire
@@ -211,7 +211,7 @@ def test_a_series_outside_of_a_run_is_pruned_too(tmp_path: Path, capsys: Capture
 def test_an_empty_name_is_not_where_one_stands(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, empty: str
 ) -> None:
-    """Of `prune "$RUN"`, where RUN has no value, nothing is deleted."""
+    """With `prune "$RUN"`, where RUN has no value, nothing is deleted."""
     save_series(tmp_path / "run/fit-1", 3)
     monkeypatch.chdir(tmp_path)
     assert call(capsys, "prune", empty, "--keep-last", 1).status == 2
@@ -219,7 +219,7 @@ def test_an_empty_name_is_not_where_one_stands(
 
 
 def test_a_run_that_cannot_be_pruned_does_not_keep_others_from_it(tmp_path: Path, capsys: Capture) -> None:
-    """Where the lock of one run can't be taken, or a file be deleted, status is 2, and the others are pruned."""
+    """If the lock of one run can't be taken, or a file can't be deleted, status is 2, and the others are pruned."""
     for name in "abc":
         save_series(tmp_path / name / "fit-1", 2)
     (tmp_path / "b/run.lock").mkdir()
@@ -233,7 +233,7 @@ def test_a_run_that_cannot_be_pruned_does_not_keep_others_from_it(tmp_path: Path
 def test_an_autosave_that_is_gone_meanwhile_is_no_error(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody who deletes files by hand does not stop the others from being deleted."""
+    """Files that are deleted by hand at the same time do not stop the others from being deleted."""
     first, second, _ = save_series(tmp_path / "run/fit-1", 3)
     plan = pruning._plan
 

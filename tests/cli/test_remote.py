@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(params=["memory", "s3"])
 def url(request: pytest.FixtureRequest) -> str:
-    """A place in an object store in which nothing is yet."""
+    """Return an empty place in an object store."""
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/runs"
     return f"memory://{uuid.uuid4().hex}/runs"
@@ -29,14 +29,14 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def strict_endpoint() -> Iterator[str]:
-    """The address of an S3 API that knows no user."""
+    """Yield the address of an S3 API that knows no user."""
     with s3_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def refusing_s3(strict_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket whose server refuses the credentials in the environment."""
+    """Yield the URL of a bucket on a server that refuses the credentials in the environment."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": strict_endpoint}.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
@@ -53,7 +53,7 @@ def put(directory: str, name: str, local: Path) -> str:
 
 
 def test_all_commands_take_urls(url: str, tmp_path: Path, capsys: Capture) -> None:
-    """Autosaves in an object store are listed, inspected, verified and pruned like local ones."""
+    """Autosaves in an object store are listed, inspected, verified, and pruned like local ones."""
     paths = save_series(f"{url}/run/fit-1", 3)
     found = call(capsys, "list", url, "--json")
     assert (found.status, found.err) == (0, "")
@@ -80,7 +80,7 @@ def test_all_commands_take_urls(url: str, tmp_path: Path, capsys: Capture) -> No
 
 
 def test_superseded_and_set_aside_ones_are_known_by_their_urls(url: str, capsys: Capture) -> None:
-    """What a series has set aside in an object store is listed as such, and pruned on demand only."""
+    """Files that a series has set aside in an object store are listed as such, and pruned only on demand."""
     folder = f"{url}/run/fit-1"
     save_series(folder, 2)
     AutosaveSeries(folder).set_aside("another-ckpt_path")
@@ -108,7 +108,7 @@ def test_a_directory_with_a_manifest_is_found_in_a_store(url: str, tmp_path: Pat
 
 
 def test_a_run_in_use_is_left_alone(url: str, capsys: Capture) -> None:
-    """While a run holds its lock in the store, nothing of it is deleted."""
+    """While a run holds its lock in the store, none of its files is deleted."""
     save_series(f"{url}/run/fit-1", 2)
     lock = open_lock(f"{url}/run")
     lock.acquire()
@@ -122,7 +122,7 @@ def test_a_run_in_use_is_left_alone(url: str, capsys: Capture) -> None:
 
 
 def test_nothing_below_a_url_is_nothing_found(url: str, capsys: Capture) -> None:
-    """An object store has no directories: what is missing there is empty."""
+    """An object store has no directories, so a missing one is empty."""
     assert call(capsys, "list", url).status == 1
     found = call(capsys, "verify", f"{url}/missing.ckpt")
     assert (found.status, found.out.startswith(f"{url}/missing.ckpt: missing: ")) == (1, True)
@@ -155,7 +155,7 @@ def test_of_a_remote_file_only_ranges_are_read(
 def test_wrong_credentials_are_an_error_without_a_traceback(
     refusing_s3: str, capsys: Capture, command: list[str]
 ) -> None:
-    """Where the store refuses, each command says so, names the URL and gives status 2."""
+    """If the store refuses, each command says so, names the URL, and gives status 2."""
     found = call(capsys, *command, f"{refusing_s3}/run.ckpt")
     assert found.status == 2
     assert f"{refusing_s3}/run.ckpt" in found.out + found.err

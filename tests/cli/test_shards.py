@@ -18,7 +18,7 @@ SHARD = "__0_0.distcp"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> list[Path]:
-    """Three directories of one fit."""
+    """Save three directories of one fit."""
     series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=100)
     paths = []
     for step in range(1, 4):
@@ -31,7 +31,7 @@ def saved(tmp_path: Path) -> list[Path]:
 
 
 def test_listed_with_what_they_hold(saved, tmp_path, capsys):
-    """Each directory must be one row, with step, ranks and whether all of it verifies."""
+    """Each directory must be one row, with step, ranks, and whether all of it verifies."""
     (saved[1] / SHARD).write_bytes(bytes(1000))
     result = call(capsys, "list", str(tmp_path))
     rows = [line.split() for line in result.out.splitlines() if "autosave-" in line and "not as written" not in line]
@@ -43,14 +43,14 @@ def test_listed_with_what_they_hold(saved, tmp_path, capsys):
 
 
 def test_one_without_its_manifest_is_damaged(saved, tmp_path, capsys):
-    """A directory whose manifest is lost must be shown, as damaged."""
+    """A directory without its manifest must be shown, as damaged."""
     (saved[2] / MANIFEST_NAME).unlink()
     assert f"{saved[2].name}: damaged: it has no {MANIFEST_NAME}" in call(capsys, "list", str(tmp_path)).out
     assert call(capsys, "verify", str(saved[2])).status == 1
 
 
 def test_inspected_without_the_shards(saved, capsys):
-    """What is not in shards must be shown: position and the states of the ranks."""
+    """State outside the shards must be shown: position and the states of the ranks."""
     result = call(capsys, "inspect", str(saved[0]))
     assert result.status == 0
     assert "batch 1, step 1" in result.out

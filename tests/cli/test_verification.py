@@ -23,7 +23,7 @@ def test_sound_files_give_status_0_and_a_line_each(tmp_path: Path, capsys: Captu
 
 @pytest.mark.parametrize("place", ["file", "run"])
 def test_one_damaged_file_among_others_gives_status_1(tmp_path: Path, capsys: Capture, place: str) -> None:
-    """A single flipped byte gives status 1 and a line with the reason, whether file or run was named."""
+    """A single flipped byte gives status 1 and a line with the reason, whether the file or the run was named."""
     first, second = save_series(tmp_path, 2)
     flip(first)
     found = call(capsys, "verify", *([tmp_path] if place == "run" else [first, second]))
@@ -49,7 +49,7 @@ def test_no_checkpoint_at_all_is_damage(tmp_path: Path, capsys: Capture) -> None
 
 
 def test_quiet_prints_only_what_is_not_verified(tmp_path: Path, capsys: Capture) -> None:
-    """With --quiet sound files are silent, and damaged ones are not."""
+    """With --quiet, sound files are silent, and damaged ones are not."""
     first, second = save_series(tmp_path, 2)
     found = call(capsys, "verify", "--quiet", tmp_path)
     assert (found.status, found.out) == (0, "")
@@ -60,7 +60,7 @@ def test_quiet_prints_only_what_is_not_verified(tmp_path: Path, capsys: Capture)
 
 
 def test_without_checksums_is_a_word_of_its_own_and_strict_refuses_it(tmp_path: Path, capsys: Capture) -> None:
-    """A file without checksums gives 0 and is not called verified; with --strict it gives 1; --quiet shows it."""
+    """A file without checksums gives 0 and is not called verified; with --strict it gives 1, and --quiet shows it."""
     path = tmp_path / "old.ckpt"
     torch.save(foreign(), path, _use_new_zipfile_serialization=False)
     found = call(capsys, "verify", path)
@@ -73,7 +73,7 @@ def test_without_checksums_is_a_word_of_its_own_and_strict_refuses_it(tmp_path: 
 def test_a_directory_is_verified_by_its_manifest(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A committed directory is one line; a changed byte in it is damage; a file more is not, and is mentioned."""
+    """A committed directory is one line; a changed byte in it is damage, and an additional file is only mentioned."""
     folder = tmp_path / "sharded"
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"123")
@@ -93,7 +93,7 @@ def test_a_directory_is_verified_by_its_manifest(
 
 
 def test_a_directory_that_was_never_committed_is_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
-    """What AtomicDirectory has begun is not called damaged: passed over below a directory, bad if it is named."""
+    """A directory that AtomicDirectory has begun is skipped below a directory, and bad if named, but not damaged."""
     saver = AtomicDirectory(tmp_path, is_master=True)
     begun = Path(saver.prepare_checkpoint_directory())
     (begun / "weights.bin").write_bytes(b"123")
@@ -127,7 +127,7 @@ def test_a_directory_that_was_set_aside_is_passed_over(tmp_path: Path, capsys: C
 
 
 def test_what_was_set_aside_is_passed_over_unless_it_is_named(tmp_path: Path, capsys: Capture) -> None:
-    """Autosaves set aside as damaged don't make a run bad for ever; named themselves, they are damaged."""
+    """Autosaves set aside as damaged don't make a run bad forever; if they are named, they are damaged."""
     flip(save_series(tmp_path, 2)[1])
     AutosaveSeries(tmp_path).newest()
     [aside] = tmp_path.glob("*.damaged")
@@ -138,7 +138,7 @@ def test_what_was_set_aside_is_passed_over_unless_it_is_named(tmp_path: Path, ca
 def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What can't be read is status 2; with a damaged file besides it is 1, for that is certain."""
+    """An unreadable file gives status 2, but 1 if there is also a damaged file, since that is certain."""
     sound, refused, damaged = save_series(tmp_path, 3)
     flip(damaged)
     from lightning_faulttolerant.cli import verdict
@@ -160,7 +160,7 @@ def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
 def test_progress_is_shown_on_a_terminal_only_and_wiped(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal a line tells how far a large file is and is wiped in the end; elsewhere stderr stays empty."""
+    """On a terminal a line shows the progress of a large file and is wiped at the end; elsewhere stderr stays empty."""
     path = save(tmp_path / "a.ckpt", {"weights": torch.zeros(3_000_000)})
     monkeypatch.setattr("lightning_faulttolerant.cli.verdict._SHOWN_FROM_BYTES", 1000)
     monkeypatch.setattr("lightning_faulttolerant.cli.verdict._SHOWN_EVERY_SECONDS", 0.0)

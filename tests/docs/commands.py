@@ -1,4 +1,4 @@
-"""Holds the command lines of a page against the programs that they call: does each command, option and file exist?"""
+"""Checks the command lines of a page against the programs that they call: does each command, option, and file exist?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from lightning_faulttolerant.cli.command import _parser
 from tests.docs.pages import ROOT, Block
 
-# Programs of others, of whose options nothing is known here.
+# Programs of others; their options are unknown here.
 OTHERS = {
     "aws",
     "curl",
@@ -53,14 +53,14 @@ SHELL = {
     "wait",
     "while",
 }
-# What a reader's own training is called.
+# Names of a reader's own training script.
 READERS_SCRIPTS = {"train.py", "main.py", "my_train.py"}
 
 _SUBSTITUTED = re.compile(r"^\s*\w+=\$\((.*)\)\s*$")  # name=$(command ...)
 
 
 def fault_of(block: Block) -> str:
-    """Say what is wrong in a block of commands; empty if nothing is."""
+    """Return the error in a block of commands, or an empty string."""
     script = session_input(block.code) if block.language == "console" else block.code
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     if checked.returncode:
@@ -69,7 +69,7 @@ def fault_of(block: Block) -> str:
 
 
 def session_input(code: str) -> str:
-    """Return what is typed in a session: the lines after ``$``."""
+    """Return the input of a session: the lines after ``$``."""
     return "\n".join(line.removeprefix("$ ") for line in code.splitlines() if line.startswith("$ "))
 
 
@@ -105,12 +105,12 @@ def _fault_of_line(words: list[str]) -> str:
 
 
 def _ours(arguments: list[str]) -> str:
-    """Ask the real parser."""
+    """Check with the real parser."""
     return _said_by(_parser(arguments), arguments)
 
 
 def _said_by(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
-    """Return what a parser complains of."""
+    """Return the complaint of a parser."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -147,7 +147,7 @@ def _pip(arguments: list[str]) -> str:
 
 
 def _torchrun(arguments: list[str]) -> str:
-    """Ask torchrun's own parser, then look at the script."""
+    """Check with torchrun's own parser, then check the script."""
     from torch.distributed.run import get_args_parser  # takes a second
 
     fault = _said_by(get_args_parser(), arguments)
@@ -155,7 +155,7 @@ def _torchrun(arguments: list[str]) -> str:
 
 
 def _srun(arguments: list[str]) -> str:
-    """Check what is run after the options of `srun`."""
+    """Check the command after the options of `srun`."""
     return _fault_of_line(arguments[next((n for n, word in enumerate(arguments) if not word.startswith("-")), 0) :])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRELUDES = Path(__file__).parent / "preludes"
 
-# By their paths in the repository: what a user reads.
+# Pages that a user reads, by their paths in the repository.
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
@@ -24,7 +24,7 @@ class Block:
 
     Attributes:
         language: The first word after the opening fence.
-        why_not_run: What the block's title says after ``not run:``, if it says that.
+        why_not_run: The text after ``not run:`` in the block's title, if it has one.
         code: The lines between the fences.
         line: The number of lines of the page above the code.
     """
@@ -36,7 +36,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Python that is to be run as it stands."""
+        """Whether this is Python that must run unchanged."""
         return self.language == "python" and not self.why_not_run
 
 
@@ -46,7 +46,7 @@ def read(page: str) -> str:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Yield the blocks of code of a page, those in lists and tabs as well."""
+    """Yield the blocks of code of a page, including those in lists and tabs."""
     text = read(page)
     for fence in _FENCE.finditer(text):
         indent, _, info, code = fence.groups()
@@ -70,5 +70,5 @@ def pages_with(language: str) -> list[str]:
 
 
 def prelude(page: str) -> Path:
-    """Return where the names are made that a page takes for granted; most pages have none."""
+    """Return the path of the file that defines the names that a page assumes; most pages have none."""
     return (PRELUDES / page).with_suffix(".py")

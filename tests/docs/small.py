@@ -1,4 +1,4 @@
-"""What preludes give to pages: a model and data so small that a fit takes a blink, under the names that pages use."""
+"""Names that preludes provide to pages: a model and data so small that a fit is instant, with the pages' names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, ClassVar
 
 import fsspec
 import torch
-import torch._dynamo  # takes a second, which each process would need when its optimizer makes a step
+import torch._dynamo  # takes a second, which each process would need at its optimizer's first step
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# Here, and not in each process that runs a page.
+# Imported here, and not in each process that runs a page.
 import lightning_faulttolerant.testing.exactness
 import lightning_faulttolerant.trainer.callback  # noqa: F401
 
-# What Lightning takes for a Trainer's arguments where a page gives none; pages' own arguments win.
+# Lightning's defaults for a Trainer's arguments; the arguments on a page override them.
 ENVIRONMENT = {
     "PL_TRAINER_ACCELERATOR": "cpu",
     "PL_TRAINER_MAX_EPOCHS": "1",
@@ -43,7 +43,7 @@ class MyModel(LightningModule):
 
 
 class ValidatedModel(MyModel):
-    """Has a validation step, too."""
+    """Also has a validation step."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.layers(batch[0]).square().mean())
@@ -60,7 +60,7 @@ def my_loader(**arguments: Any) -> DataLoader[Any]:
 
 
 def keep_buckets_in_memory() -> None:
-    """Let `s3://` and `gs://` be kept in this process: pages name buckets, and no test has the network."""
+    """Keep `s3://` and `gs://` in this process: pages name buckets, and tests have no network."""
     for protocol, kind in (("s3", _InMemory), ("gs", _InMemory)):
         fsspec.register_implementation(protocol, kind, clobber=True)
 

@@ -1,4 +1,4 @@
-"""The texts that stand in the sources of the package: what it may say."""
+"""The string literals in the sources of the package: the texts that it may print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 
 @functools.cache
 def messages() -> list[str]:
-    """Return all texts of the package but docstrings; what is put into a text is a line of its own in it."""
+    """Return all texts of the package except docstrings; a value inside a text is a separate line in it."""
     return [
         text
         for path in (ROOT / "lightning_faulttolerant").rglob("*.py")
@@ -31,7 +31,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _text(node: ast.AST) -> str | None:
-    """Return what a text says, with an empty line for each value in it; `None` if it is no text."""
+    """Return the text of a node, with an empty line for each value in it, or `None` if it is not a text."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):

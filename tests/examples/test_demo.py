@@ -1,4 +1,4 @@
-"""The demonstration: it shows that nothing differs, and it would notice if something did."""
+"""The demonstration: it shows that nothing differs, and it would notice a difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import the runner as a script does: what stands beside it is importable."""
+    """Import the runner as a script does, with the files beside it importable."""
     monkeypatch.syspath_prepend(DEMO)
     for name in ("figure", "comparison", "run"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -30,7 +30,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def reference(demo: ModuleType) -> Any:
-    """Give an uninterrupted process of two epochs."""
+    """Return an uninterrupted process of two epochs."""
     events = [event for epoch in range(2) for batch in range(NUM_BATCHES) for event in batch_events(epoch, batch)]
     events.append({"event": "validated", "epoch": 1, "metrics": {"val_loss": "0x1p-1", "val_accuracy": "0x1p-2"}})
     events.append({"event": "end", "weights": "ab", "optimizers": "cd", "draws": {"torch": 0.5}})
@@ -39,7 +39,7 @@ def reference(demo: ModuleType) -> Any:
 
 @pytest.fixture
 def processes(reference: Any) -> list[Any]:
-    """Give the same as two processes: one killed in batch 16 of epoch 1, one that continued before batch 10 of it."""
+    """Return the same as two processes: one killed in batch 16 of epoch 1, one that resumed before its batch 10."""
     at = [(event.get("event"), event.get("epoch"), event.get("batch")) for event in reference.events]
     killed = reference.events[: at.index(("batch", 1, 16)) + 1]
     resumed = reference.events[at.index(("batch", 1, 10)) :]
@@ -48,7 +48,7 @@ def processes(reference: Any) -> list[Any]:
 
 
 def batch_events(epoch: int, batch: int) -> list[Event]:
-    """Return what a recorder writes in one batch."""
+    """Return the events that a recorder writes in one batch."""
     return [
         {"event": "batch", "epoch": epoch, "batch": batch, "content": f"{epoch} {batch}"},
         {"event": "step", "epoch": epoch, "batch": batch, "loss": float(batch).hex()},
@@ -56,7 +56,7 @@ def batch_events(epoch: int, batch: int) -> list[Event]:
 
 
 def test_runs_that_are_the_same_have_no_problems(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """A killed run that did the same has no problems, and what was run twice is counted once."""
+    """A killed run that did the same has no problems, and repeated batches count once."""
     assert demo.problems(reference, processes, NUM_BATCHES) == []
     assert len(demo.run_twice(*processes)) == 6
 
@@ -83,7 +83,7 @@ def test_one_altered_loss_is_a_problem(demo: ModuleType, reference: Any, process
 def test_a_falsified_trace_is_a_problem(
     demo: ModuleType, reference: Any, processes: list[Any], falsify: Callable[[list[Event]], list[Event]], message: str
 ) -> None:
-    """An event too few, one too many, and other weights are found."""
+    """A missing event, an additional one, and other weights are found."""
     falsified = replace(processes[1], events=falsify(list(processes[1].events)))
     problems = demo.problems(reference, [processes[0], falsified], NUM_BATCHES)
     assert problems
@@ -91,13 +91,13 @@ def test_a_falsified_trace_is_a_problem(
 
 
 def test_a_restart_from_the_beginning_is_a_problem(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """A restart that did everything again is told, although it did the same."""
+    """A restart that did everything again is reported, although the results are the same."""
     problems = demo.problems(reference, [processes[0], reference], NUM_BATCHES)
     assert problems == ["process 2 began from the beginning"]
 
 
 def test_a_kill_at_an_autosave_is_told(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """A kill that lost nothing would not show what the demonstration is about."""
+    """A kill that lost nothing would not demonstrate anything."""
     at_autosave = replace(processes[0], autosave=(1, 16))
     resume = {**processes[1].resume, "batch": 16}
     resumed = replace(processes[1], resume=resume, events=processes[1].events[12:])
@@ -124,7 +124,7 @@ def test_the_exit_code_tells_of_a_problem(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_shows_that_all_is_the_same(tmp_path: Path) -> None:
-    """The whole demonstration: two kills, two resumes, everything identical, a figure."""
+    """The whole demonstration has two kills, two resumes, identical results, and a figure."""
     command = [sys.executable, str(DEMO / "run.py"), "--output", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

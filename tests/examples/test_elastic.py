@@ -19,7 +19,7 @@ NUM_EPOCHS = 3
 
 
 def die_behind(name: str, directory: Path) -> None:
-    """Kill all ranks, by rank 0, right when it has written the autosave of that name."""
+    """Kill all ranks, by rank 0, right after it has written the autosave of that name."""
     (directory / f"{os.getpid()}.rank").touch()
     save = AutosaveSeries.save
 
@@ -34,7 +34,7 @@ def die_behind(name: str, directory: Path) -> None:
 
 
 def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> str:
-    """Run the example with so many ranks; return what it printed."""
+    """Run the example with a number of ranks, and return its output."""
     for rank in directory.glob("*.rank"):
         rank.unlink()
 
@@ -50,7 +50,7 @@ def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> s
 
 @pytest.mark.slow
 def test_two_ranks_then_one_then_two(tmp_path: Path) -> None:
-    """However many ranks there are, killed in the middle of two epochs, each epoch uses each image once."""
+    """For any number of ranks, killed in the middle of two epochs, each epoch uses each image once."""
     go = functools.partial(run, tmp_path)
     first = go(num_ranks=2, dies_behind="epoch=0-batch=40")
     second = go(num_ranks=1, dies_behind="epoch=1-batch=44")

@@ -32,7 +32,7 @@ def example(name: str, directory: Path) -> Any:
 
 
 def num_saved(directory: Path) -> int:
-    """Return how many checkpoints there are, or how often the one was replaced."""
+    """Return the number of checkpoints, or a value that changes when the single one is replaced."""
     if (directory / "checkpoints").exists():
         # The numbers go up; the oldest are deleted.
         numbers = (path.name.rpartition("_")[2] for path in directory.glob("checkpoints/*_checkpoint_*"))
@@ -42,7 +42,7 @@ def num_saved(directory: Path) -> int:
 
 
 def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> Ended:
-    """Kill an example once it has saved so many times more."""
+    """Kill an example once it has saved this many more times."""
     seen, before = 0, num_saved(directory)
     deadline = time.monotonic() + 60
     while seen < num_saves and time.monotonic() < deadline:
@@ -55,7 +55,7 @@ def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> En
 
 @pytest.mark.parametrize("name", ["plain_loop", pytest.param("fabric", marks=pytest.mark.slow)])
 def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_path: Path) -> None:
-    """Killed, continued, killed and continued again, the last line with the weights' sum is the uninterrupted run's."""
+    """After two kills and restarts, the last line with the weights' sum is the uninterrupted run's."""
     (tmp_path / "whole").mkdir()
     whole = Script(example(name, tmp_path / "whole")).wait()
     assert whole.exit_code == 0, whole.output
@@ -70,7 +70,7 @@ def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_
 
 
 def die_behind_a_save(directory: Path) -> None:
-    """End this process by a kill once there are four checkpoints."""
+    """Kill this process once four checkpoints exist."""
     while num_saved(directory) < 4:
         time.sleep(0.0005)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The example for SLURM does what its first lines say, with programs in the place of SLURM's."""
+"""The example for SLURM does what its first lines say, with programs in place of SLURM's."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ JOB = {
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODELIST": "localhost",
-    # Two threads that wait for each other take a hundred times as long where other tests have the cores.
+    # Two threads that wait for each other take a hundred times as long while other tests use the cores.
     "OMP_NUM_THREADS": "1",
 }
 
 
 def install(directory: Path, name: str) -> None:
-    """Put a program of SLURM's into `directory`, which notes how it was called."""
+    """Put a substitute for a SLURM program into `directory`, which records its calls."""
     directory.mkdir(exist_ok=True)
     (directory / name).write_text(f'#!/bin/sh\necho "$@" "in $RUN_DIRECTORY" >> {directory}/{name}.txt\n')
     (directory / name).chmod(0o755)
 
 
 def test_the_job_script_starts_the_training(tmp_path: Path) -> None:
-    """The script makes the directory of the run where the job was submitted, and srun starts what lies beside it."""
+    """The script creates the directory of the run where the job was submitted, and srun starts the file beside it."""
     install(tmp_path / "bin", "srun")
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
     job = EXAMPLES / "slurm" / "train.sbatch"
@@ -63,9 +63,9 @@ def test_the_job_script_starts_the_training(tmp_path: Path) -> None:
 def test_the_job_script_queues_itself_again_where_the_signal_came_too_early(
     code: int, job: dict[str, str], queued: str, tmp_path: Path
 ) -> None:
-    """Where SIGUSR1 has ended Python, the script calls scontrol itself; its own exit code stays srun's."""
+    """If SIGUSR1 has ended Python, the script calls scontrol itself, and its own exit code stays srun's."""
     install(tmp_path / "bin", "scontrol")
-    # A task that the signal ends while Python starts: no handler is there yet.
+    # A task that the signal ends while Python starts: no handler exists yet.
     ends = "kill -USR1 $$" if code == 138 else f"exit {code}"
     (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\nbash -c '{ends}'\nexit $?\n")
     (tmp_path / "bin" / "srun").chmod(0o755)
@@ -79,7 +79,7 @@ def test_the_job_script_queues_itself_again_where_the_signal_came_too_early(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
 def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the notice it saves and is queued again; its next start ends with the same weights."""
+    """After the notice it saves and is queued again, and its next start ends with the same weights."""
     install(tmp_path / "bin", "scontrol")
     for name, value in {**JOB, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)

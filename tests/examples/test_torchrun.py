@@ -16,9 +16,9 @@ TRAIN = Path(__file__).parents[2] / "examples" / "torchrun" / "train.py"
 
 
 def run(directory: Path, *arguments: str) -> str:
-    """Run the example in two processes; return what it printed."""
+    """Run the example in two processes, and return its output."""
     directory.mkdir()
-    # One thread: two that wait for each other take a hundred times as long where other tests have the cores.
+    # One thread: two that wait for each other take a hundred times as long while other tests use the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     torchrun = subprocess.Popen(
@@ -48,7 +48,7 @@ def weights(output: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_is_killed_and_all_go_on(tmp_path: Path) -> None:
-    """Torchrun starts all again, they resume from one autosave, and the trained weights are the uninterrupted run's."""
+    """Torchrun restarts all, they resume from one autosave, and the trained weights are the uninterrupted run's."""
     expected = weights(run(tmp_path / "whole"))
     output = run(tmp_path / "killed", "--kill-rank", "0")
     assert output.count("Resumed exactly before batch 2 of epoch 2") == 1

@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["minimal.py", "iterable/train.py"])
 def test_an_example_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    """Killed, continued, interrupted as by Ctrl-C and continued again, the weights are the uninterrupted run's."""
+    """Killed, continued, interrupted as by Ctrl-C, and continued again, the weights are the uninterrupted run's."""
     assert_ends_the_same(lambda directory: example(name, directory), tmp_path, line="digest ", signum=signal.SIGINT)
 
 

@@ -1,4 +1,4 @@
-"""Runs scripts from a process that has imported what Lightning imports, but neither Lightning nor this package.
+"""Run scripts from a process that has imported Lightning's dependencies, but neither Lightning nor this package.
 
 So a script still decides which of the packages is imported, and when. ``python -m tests.harness.bare`` reads one start
 from each line of its input, and answers with the exit code.
@@ -26,7 +26,7 @@ _ALL = "import sys, lightning.pytorch, pytorch_lightning, lightning_faulttoleran
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """What became of a script: its exit code, and all that it printed."""
+    """The result of a script: its exit code and its output."""
 
     exit_code: int
     output: str
@@ -37,17 +37,17 @@ class Started:
 
 
 class Starter:
-    """The process that scripts are forked from.
+    """The process that forks the scripts.
 
     Args:
-        server: Its process.
+        server: The `subprocess` object of that process.
     """
 
     def __init__(self, server: subprocess.Popen[str]) -> None:
         self._server = server
 
     def start(self, script: Path, **environment: str) -> Started:
-        """Run a script in its directory to its end, with more variables in its environment."""
+        """Run a script in its directory to its end, with additional environment variables."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         with tempfile.NamedTemporaryFile("r") as output:
@@ -61,7 +61,7 @@ class Starter:
 
 @contextlib.contextmanager
 def starter() -> Iterator[Starter]:
-    """Give the process that scripts are forked from, and end it."""
+    """Yield the process that forks the scripts, and end it afterwards."""
     command = [sys.executable, "-m", "tests.harness.bare"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as server:
@@ -82,7 +82,7 @@ def _import_what_lightning_needs() -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested scripts."""
     _import_what_lightning_needs()
     for line in sys.stdin:
         asked = json.loads(line)

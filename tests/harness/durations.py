@@ -1,6 +1,6 @@
-"""How long tests take: the suite begins with the longest files, and fast tests stay fast.
+"""Durations of tests: the suite begins with the longest files, and fast tests stay fast.
 
-`tests/durations.json` has the seconds of each file's fast and slow tests, as they were last recorded.
+`tests/durations.json` has the seconds of each file's fast and slow tests, as last recorded.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _PRESSURE = Path("/proc/pressure/cpu")
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What became of the tests of a file, and how long they took."""
+    """The outcomes and the duration of a file's tests."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     not_passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """The tests of `not_passed` that may be run again: none in which a resumed run differed from the whole one."""
+    """The tests of `not_passed` that may run again: those in which no resumed run differed from the whole run."""
     seconds: float = 0.0
     shortest: str = ""
-    """The test that took least, of those that took long enough to have run a training."""
+    """The shortest of the tests that took long enough to have run a training."""
     shortest_seconds: float = float("inf")
 
 
 class Reporter:
-    """A plugin that adds up a `Report`, and writes it to a file at the end.
+    """A plugin that collects a `Report` and writes it to a file at the end.
 
     Args:
         path: The file.
@@ -78,12 +78,12 @@ class Reporter:
         self._report.outcomes[outcome] = self._report.outcomes.get(outcome, 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write."""
+        """Write the report."""
         self._path.write_text(json.dumps(asdict(self._report)))
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the first line of what went wrong, and the place, for those who see nothing but the list."""
+    """Return the first line and the place of a failure, for readers who see only the list of failures."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return ""
@@ -91,13 +91,13 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def longest_first(files: Iterable[str], kind: str) -> list[str]:
-    """Sort files by how long their tests of this kind took; one that was never recorded is the very first."""
+    """Sort files by the duration of their tests of this kind. A file that was never recorded comes first."""
     recorded = _recorded()
     return sorted(files, key=lambda file: (-recorded.get(file, {kind: 1e6}).get(kind, 0.0), file))
 
 
 def record(reports: Mapping[str, Report], kind: str) -> None:
-    """Write down how long the tests of this kind took, beside what is known of other files."""
+    """Record the durations of the tests of this kind, and keep the records of other files."""
     recorded = {file: kinds for file, kinds in _recorded().items() if (RECORDED.parent.parent / file).exists()}
     for file, report in reports.items():
         of_file = recorded.setdefault(file, {})
@@ -108,10 +108,10 @@ def record(reports: Mapping[str, Report], kind: str) -> None:
 
 
 class CalmSeconds:
-    """Counts the seconds in which nothing on this machine waited for a processor: a busy machine is no failure.
+    """Counts the seconds in which nothing on this machine waited for a processor: a busy machine is not a failure.
 
     Args:
-        pressure: Where the kernel tells for how long something waited.
+        pressure: The kernel's file with the waiting time.
     """
 
     def __init__(self, pressure: Path | None = None) -> None:
@@ -119,11 +119,11 @@ class CalmSeconds:
         self._began, self._waited = perf_counter(), self._seconds_waited()
 
     def __call__(self) -> float:
-        """Return how many there were so far."""
+        """Return the number of seconds so far."""
         return perf_counter() - self._began - (self._seconds_waited() - self._waited)
 
     def _seconds_waited(self) -> float:
-        """Return for how long something waited since the machine began; 0 where the kernel can't tell."""
+        """Return the total waiting time since the machine booted; 0 if the kernel can't report it."""
         try:
             return int(self._pressure.read_text().split("\n")[0].rpartition("total=")[2]) / 1e6
         except (OSError, ValueError):
@@ -135,14 +135,14 @@ _CALM = pytest.StashKey[CalmSeconds]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Begin to count."""
+    """Start counting."""
     item.stash[_CALM] = CalmSeconds()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Let a fast test fail that takes too long."""
+    """Make a fast test fail if it takes too long."""
     report = yield
     seconds = item.stash[_CALM]()
     if call.when == "call" and report.passed and seconds > LIMIT_SECONDS and not _may_take_long(item):
@@ -160,7 +160,7 @@ def _may_take_long(item: pytest.Item) -> bool:
 
 
 def shortest_tests() -> set[str]:
-    """Return of each file the test that was the shortest when it was last recorded."""
+    """Return the shortest test of each file, as last recorded."""
     return {kinds["shortest"] for kinds in _recorded().values() if "shortest" in kinds}
 
 

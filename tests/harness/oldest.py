@@ -1,8 +1,8 @@
-"""Which laws run on the oldest Lightning: a part of those in which nothing of Lightning varies.
+"""Select the laws that run on the oldest Lightning. Some laws don't depend on Lightning and run only in part.
 
-Loaders, samplers, and data sets know torch and no Lightning, and torch is the same in both environments. What objects
-keep is found and carried without Lightning, and so are directories and files. What differs between two cases of such a
-law is decided before Lightning gets a batch, or after it has given a state. All other laws run with all their cases.
+Loaders, samplers, and data sets use torch but not Lightning, and torch is the same in both environments. The state of
+objects is found and carried without Lightning, and so are directories and files. Two cases of such a law differ only
+before Lightning gets a batch or after it has returned a state. All other laws run with all their cases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONE_CASE_OF_THE_FILE = _files(
     "streaming",
     "web_dataset",
 )
-"""Data sets, samplers, and what they keep: one seam to Lightning, which the first case of the file crosses."""
+"""Data sets, samplers, and their state. They meet Lightning in one place, and the first case of the file covers it."""
 ONE_CASE_OF_EACH_LAW = _files(
     "any_loader",
     "async_save",
@@ -55,7 +55,7 @@ ONE_CASE_OF_EACH_LAW = _files(
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return those of these tests that are needed; the slow ones of a law are left out before."""
+    """Return the tests to run. Slow tests stay, and never count as the first case."""
     kept: dict[str, pytest.Item] = {}
     for item in items:
         file = item.nodeid.partition("::")[0]

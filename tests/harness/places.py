@@ -1,6 +1,6 @@
-"""Where the files of the tests lie: in memory where there is room, but for tests that are about disks.
+"""The location of the tests' files: in memory if there is room, except for tests that are about disks.
 
-In memory a file is synced at once. What a process that is killed leaves behind is the same.
+In memory a file is synced without delay. A killed process leaves the same behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ON_DISK = "TESTS_ON_DISK"
 
 
 def make_directory() -> Path:
-    """Make a directory, in memory if there is room, where this process and all that it starts make temporary files."""
+    """Create a directory for the temporary files of this process and its children, in memory if there is room."""
     _remove_abandoned()
     on_disk = tempfile.gettempdir()
     try:
@@ -31,12 +31,12 @@ def make_directory() -> Path:
 
 
 def on_disk() -> str:
-    """Return the directory for temporary files as it was before."""
+    """Return the original directory for temporary files."""
     return os.environ.get(_ON_DISK, tempfile.gettempdir())
 
 
 def _remove_abandoned() -> None:
-    """Remove what suites have left that were killed."""
+    """Remove the directories of killed suites."""
     for directory in _MEMORY.glob(f"{_PREFIX}*"):
         process_id = directory.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", process_id).exists():

@@ -1,10 +1,10 @@
-"""Runs what Python would run, in a process that is forked from this one, which has imported torch and Lightning.
+"""Run Python commands in processes forked from this one, which has imported torch and Lightning.
 
-A start takes a tenth of a second instead of five. Processes that such a process starts by `subprocess`,
-`multiprocessing`, or loky with `sys.executable` are forked as well, not from it, which has run the script by then, but
-from a spare process that was forked before: it has imported the same and run nothing. They have the parent, group,
-session, descriptors, directory, arguments, and environment that they would have; what `/proc` tells of their arguments
-and environment is this process's.
+A start takes a tenth of a second instead of five. Such a process may itself start `sys.executable` by `subprocess`,
+`multiprocessing`, or loky. These processes are forked as well, but from a spare process: the starting process has run
+the script by then. The spare was forked before, has imported the same, and has run nothing. The new processes have the
+parent, group, session, descriptors, directory, arguments, and environment that they would have otherwise. Only `/proc`
+shows the arguments and environment of this process for them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from typing import Any
 
 import torch
 
-_HIGH = 600  # no script of the tests has so many descriptors
-_DEATH_SIGNAL, _ADOPTS = 1, 36  # of prctl: PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
+_HIGH = 600  # no script of the tests has this many descriptors
+_DEATH_SIGNAL, _ADOPTS = 1, 36  # options of prctl: PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 _NO_MATTER = ("-B", "-u")
-"""Options of Python's: all that is printed is flushed line by line anyway."""
+"""Options of Python that can be ignored: all output is flushed line by line anyway."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FORK_EXEC = _posixsubprocess.fork_exec
 _KEPT: list[Any] = []
-"""What would close a descriptor at its end."""
+"""Objects that would close a descriptor when they are deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What `execve` gets, and what is done before it."""
+    """The arguments of `execve`, and the steps before it."""
 
     words: Sequence[str]
     """As typed: the interpreter, its options, and the script with its arguments."""
@@ -65,28 +65,28 @@ class Command:
 
 
 def start(command: Command, *, output: Path, mark: Path) -> int:
-    """Start a process, leader of a session of its own; return its id.
+    """Start a process as the leader of its own session; return its id.
 
     Args:
-        command: What Python is to run.
-        output: A file for all that it prints.
-        mark: A file that the process and all that it starts by forking keep open: see `marked`.
+        command: The Python command.
+        output: A file for all output of the process.
+        mark: A file that the process and all its forked children keep open: see `marked`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     started: queue.Queue[int] = queue.Queue()
-    # In a thread, whose stack is empty: whoever looks at the stack there finds no test.
+    # In a thread with an empty stack: code that inspects the stack there finds no test.
     _thread.start_new_thread(exec, (_OUTERMOST, _names(functools.partial(_first, started, command, output, mark))))
     return started.get()
 
 
 class Popen:
-    """What `subprocess.Popen` is for a process that was started: for one that `start` has forked.
+    """The equivalent of `subprocess.Popen` for a process that `start` has forked.
 
     Args:
-        command: As those of `start`.
-        output: As those of `start`.
-        mark: As those of `start`.
+        command: As for `start`.
+        output: As for `start`.
+        mark: As for `start`.
     """
 
     def __init__(self, command: Command, *, output: Path, mark: Path) -> None:
@@ -94,14 +94,14 @@ class Popen:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if done else None
         return self.returncode
 
     def wait(self, timeout: float = 150) -> int:
-        """Wait for its end, at most so many seconds."""
+        """Wait for the end of the process, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -124,13 +124,13 @@ except BaseException as raised:
     error = raised
 end(error)
 """,
-    "<frozen runpy>",  # as below a module that Python runs
+    "<frozen runpy>",  # the name that is below a module run by Python
     "exec",
 )
 
 
 def _first(started: queue.Queue[int], command: Command, output: Path, mark: Path) -> Any:
-    """Fork the process that a test starts; return what is to be called in it, and nothing to do in this one."""
+    """Fork the process that a test starts; return the call for that process, and a call without effect in this one."""
     opened = [os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)]
     kept = _place([os.open(mark, os.O_RDONLY | os.O_CREAT)], ())[0]
     process_id = os.fork()
@@ -157,7 +157,7 @@ def marked(mark: Path) -> list[int]:
 
 
 def _place(descriptors: Sequence[int], targets: Sequence[int]) -> list[int]:
-    """Give descriptors these numbers, or high ones if there are none; return the numbers."""
+    """Move descriptors to these numbers, or to high numbers if none are given; return the numbers."""
     copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in descriptors]
     for descriptor in {*descriptors}:
         os.close(descriptor)
@@ -170,7 +170,7 @@ def _place(descriptors: Sequence[int], targets: Sequence[int]) -> list[int]:
 
 
 def _prepare(command: Command, mark: int) -> Any:
-    """Make this process a new one of Python's; return what is to be called in it."""
+    """Turn this process into a new Python process; return the function to call in it."""
     while True:
         _forget(command)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -180,11 +180,11 @@ def _prepare(command: Command, mark: int) -> Any:
             _Spare(_high(ours)).stand_in()
             return _what(command.words[1:])
         ours.close()
-        command = _wait_for_command(_high(theirs), parent, mark)  # returns in a process that is to run it
+        command = _wait_for_command(_high(theirs), parent, mark)  # returns in a process that has to run it
 
 
 def _high(connection: socket.socket) -> Any:
-    """Return a connection under a number that the script has not."""
+    """Return a connection under a number that the script does not use."""
     number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     connection.close()
     _KEPT.append(socket.socket(fileno=number))
@@ -192,7 +192,7 @@ def _high(connection: socket.socket) -> Any:
 
 
 def _forget(command: Command) -> None:
-    """Let this process be one that was just started."""
+    """Make this process look as if it had just been started."""
     gc.freeze()  # a finalizer may wait for a thread that was not forked
     atexit._clear()
     warnings.resetwarnings()
@@ -210,12 +210,12 @@ def _forget(command: Command) -> None:
     for logger in loggers:
         for handler in list(logger.handlers):
             if logger is logging.root or type(handler).__module__.startswith("_pytest."):
-                logger.removeHandler(handler)  # one has a file, whose number belongs to another one from now on
+                logger.removeHandler(handler)  # one has a file whose number now belongs to another file
                 _KEPT.append(handler)
             elif type(handler) is logging.StreamHandler:
                 handler.setStream(sys.stderr)
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)  # a test that has failed
+        vars(sys).pop(name, None)  # of a failed test
     if threads := command.environment.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     random.seed()
@@ -225,7 +225,7 @@ def _forget(command: Command) -> None:
 
 
 def _end(here: int, error: BaseException | None) -> None:
-    """End this process as Python does, unless it is the one with the tests."""
+    """End this process as Python does, unless it is the process with the tests."""
     if os.getpid() == here:
         return
     code = 70
@@ -233,7 +233,7 @@ def _end(here: int, error: BaseException | None) -> None:
         code = _tell(error)
         threading._shutdown()
         atexit._run_exitfuncs()
-        vars(sys.modules["__main__"]).clear()  # what the script has left is finalized
+        vars(sys.modules["__main__"]).clear()  # finalizes the objects that the script has left
         gc.collect()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -243,7 +243,7 @@ def _end(here: int, error: BaseException | None) -> None:
 
 
 def _tell(error: BaseException | None) -> int:
-    """Print what has ended a script; return its exit code."""
+    """Print the exception that ended a script; return its exit code."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -261,7 +261,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _what(words: Sequence[str]) -> tuple[Any, ...]:
-    """Return what runs a script, a module, or a text, as `__main__`."""
+    """Return the call that runs a script, a module, or a text as `__main__`."""
     sys.orig_argv[:] = [sys.executable, *words]
     while words[0] in _NO_MATTER:
         words = words[1:]
@@ -283,10 +283,10 @@ def _what(words: Sequence[str]) -> tuple[Any, ...]:
 
 
 class _Spare:
-    """The process that forks what this process starts.
+    """The spare process that forks the children of this process.
 
     Args:
-        connection: To it.
+        connection: The connection to the spare process.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -296,7 +296,7 @@ class _Spare:
         self._lock = threading.Lock()
 
     def stand_in(self) -> None:
-        """Let `subprocess`, `multiprocessing`, and loky start Python by it."""
+        """Make `subprocess`, `multiprocessing`, and loky start Python through the spare process."""
         _posixsubprocess.fork_exec = subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
 
     def _fork_exec(self, *arguments: Any) -> int:
@@ -306,7 +306,7 @@ class _Spare:
             return _FORK_EXEC(*arguments)
         keep, directory, variables = arguments[3:6]
         pairs = dict(os.environb if variables is None else (each.split(b"=", 1) for each in variables))
-        ends = (arguments[6], arguments[9], arguments[11])  # of its pipes, or -1
+        ends = (arguments[6], arguments[9], arguments[11])  # the ends of its pipes, or -1
         standard = [given if given >= 0 else number for number, given in enumerate(ends)]
         others = [number for number in keep if number > 2 and number != arguments[13]]
         group = arguments[16] if sys.version_info >= (3, 11) and arguments[16] >= 0 else os.getpgrp()
@@ -321,11 +321,11 @@ class _Spare:
         try:
             with self._lock:
                 return self._ask(command, [*standard, *others])
-        except OSError:  # it was killed, as all of its group or all children of this process
+        except OSError:  # it was killed, with its whole group or with all children of this process
             return _FORK_EXEC(*arguments)
 
     def _can_fork(self, words: list[str], arguments: tuple[Any, ...]) -> bool:
-        """Return whether it is Python that is started, in a way in which forking does the same."""
+        """Return whether the command is Python, started in a way that a fork can replace."""
         executable = [os.fsdecode(each) for each in arguments[1]] == [sys.executable]
         preexec = arguments[-2 if sys.version_info >= (3, 11) and sys.version_info < (3, 14) else -1]
         what = [word for word in words[1:] if word not in _NO_MATTER][:1]
@@ -352,13 +352,13 @@ class _Spare:
 
 
 def _wait_for_command(connection: socket.socket, parent: int, mark: int) -> Command:
-    """Fork a process for each command that comes, as a child of the process that sends it, until that is gone.
+    """Fork a process for each command, as a child of the process that sends it, until that process is gone.
 
     Returns:
         The command, in each process that was forked for one.
     """
     _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    os.setpgid(0, 0)  # no signal to the group of the script is for this process
+    os.setpgid(0, 0)  # signals to the script's group are not for this process
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
@@ -383,7 +383,7 @@ def _wait_for_command(connection: socket.socket, parent: int, mark: int) -> Comm
 
 
 def _fork_for_parent() -> int:
-    """Fork a process that this process's parent has for a child: it adopts what the process between leaves behind."""
+    """Fork a process as a child of this process's parent. The parent adopts it when the process between them ends."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -400,7 +400,7 @@ def _fork_for_parent() -> int:
 
 
 def _become(command: Command, descriptors: list[int], mark: int) -> None:
-    """Take the place among processes, and the descriptors, that a command has."""
+    """Take the session or group and the descriptors that a command requires."""
     if command.has_own_session:
         os.setsid()
     else:

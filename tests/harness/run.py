@@ -1,8 +1,8 @@
-"""Runs the suite: ``python -m tests.harness.run -j 2 -m "not slow"``; arguments are pytest's.
+"""Run the suite: ``python -m tests.harness.run -j 2 -m "not slow"``; other arguments are pytest's.
 
-Each file of tests runs in a process of its own, forked from this one, which has imported torch, Lightning, and the
-package, and no tests. So what the laws fork is small: from a process with all tests in memory, a run takes half as long
-again. Long files come first (`tests/durations.json`), so that none is left for the end.
+Each file of tests runs in its own process. The process is forked from this one, which has imported torch, Lightning,
+and the package, but no tests. This keeps the processes that the laws fork small: with all tests in memory, a run takes
+half as long again. Long files come first (`tests/durations.json`), so that none is left for the end.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _IMPORTED = (
     "lightning_faulttolerant.samplers",
     "lightning_faulttolerant.streaming",
     "lightning_faulttolerant.testing.exactness",
-    # What Lightning and torch import only when a run asks for it, and each run would import again.
+    # Lightning and torch import these lazily, so that each run would import them again.
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "multiprocessing.synchronize",
-    "s3fs",  # by each ModelCheckpoint and logger: half a second
+    "s3fs",  # imported by each ModelCheckpoint and logger: half a second
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
@@ -55,8 +55,8 @@ class FileRun:
     """The process that runs a file.
 
     Args:
-        file: Relative to `ROOT`, with the places in it that were asked for.
-        directory: For all that it leaves: its report, what it prints, and its temporary files.
+        file: Relative to `ROOT`, with the requested tests in it.
+        directory: Directory for its report, its output, and its temporary files.
     """
 
     file: str
@@ -66,14 +66,14 @@ class FileRun:
     began: float = field(default_factory=time.monotonic)
 
     def start(self, options: list[str]) -> None:
-        """Fork it."""
+        """Fork the process."""
         self.directory.mkdir()
         self.process_id = os.fork()
         if self.process_id == 0:
             code = 1
             try:
                 code = _run_here(self, options)
-            except BaseException:  # noqa: BLE001 - it is told by the process that waits
+            except BaseException:  # noqa: BLE001 - the waiting process reports it
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
@@ -81,13 +81,13 @@ class FileRun:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         path = self.directory / "output.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def report(self) -> durations.Report | None:
-        """What became of its tests; ``None`` if it did not come to its end."""
+        """The report on its tests; ``None`` if the process did not finish."""
         path = self.directory / "report.json"
         return durations.Report(**json.loads(path.read_text())) if path.exists() else None
 
@@ -95,13 +95,13 @@ class FileRun:
 def _run_here(run: FileRun, options: list[str]) -> int:
     """Run a file in this process, which was forked for it, and return pytest's exit code."""
     os.setpgid(0, 0)
-    # What a worker that is spawned imports first: not this module, which would take as long as all that it runs.
+    # A spawned worker imports the main module first. This module would take as long as the rest of the worker's run.
     this = sys.modules["__main__"]
     sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
-    this.__name__ = "tests.harness.run"  # it has functions that are running, so that its globals are some module's
+    this.__name__ = "tests.harness.run"  # its functions are running, so their globals must stay those of a module
     sys.modules[this.__name__] = this
     sys.argv = ["pytest"]
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that others depend on: a second a file
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins of other packages' dependencies: a second per file
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -120,14 +120,14 @@ def _run_here(run: FileRun, options: list[str]) -> int:
 
 
 class Suite:
-    """All files that were asked for, some of them at a time.
+    """All requested files, some of them at a time.
 
     Args:
-        num_jobs: How many.
-        options: pytest's, for each file; with ``-x`` the first failure ends all.
-        directory: Where its processes leave what they leave.
-        num_again: Up to so many tests that fail are run once more, alone: one that passes then is unstable, and no
-            failure. A resumed run that differs from the whole one is a failure all the same.
+        num_jobs: Number of files at a time.
+        options: pytest's options, for each file; with ``-x`` the first failure ends everything.
+        directory: Directory for the files of its processes.
+        num_again: Up to this many failed tests are run once more, alone. A test that passes then is unstable, not a
+            failure. A resumed run that differs from the whole run is a failure in any case.
     """
 
     def __init__(self, *, num_jobs: int, options: list[str], directory: Path, num_again: int = 0) -> None:
@@ -140,15 +140,15 @@ class Suite:
         self._paths: dict[str, str] = {}
         self.reports: dict[str, durations.Report] = {}
         self.failures: dict[str, str] = {}
-        """The files that failed, with all that they printed."""
+        """The files that failed, with all their output."""
         self.unstable: list[str] = []
-        """The tests that failed and passed alone, with the reasons."""
+        """The tests that failed and then passed alone, with the reasons."""
 
     def run(self, files: dict[str, list[str]]) -> None:
-        """Run them in this order."""
+        """Run the files in this order."""
         try:
             self._paths = {file: arguments[0].partition("::")[0] for file, arguments in files.items()}
-            # No `for`: a line in one that leads to a fit says that its script runs several.
+            # Not a `for` loop: a `for` line that leads to a fit means that its script runs several fits.
             waiting = list(enumerate(files.items()))[::-1]
             while waiting:
                 number, (file, arguments) = waiting.pop()
@@ -168,13 +168,13 @@ class Suite:
                     os.killpg(run.process_id, signal.SIGKILL)
 
     def _run_again(self) -> None:
-        """Run what failed once more, one file at a time, if it is little."""
+        """Run failed tests once more, one file at a time, if there are only a few."""
         failed = {file: self.reports[file] for file in self.failures}
         num_failed = sum(len(report.not_passed) for report in failed.values())
         if num_failed > self._num_again or any(len(each.failed) < len(each.not_passed) for each in failed.values()):
             return
         for number, (file, before) in enumerate(failed.items()):
-            if not before.failed:  # the file did not come to its end
+            if not before.failed:  # the file did not finish
                 continue
             output = self.failures.pop(file)
             names = [f"{self._paths[file]}::{nodeid.partition('::')[2]}" for nodeid in before.failed]
@@ -204,7 +204,7 @@ class Suite:
 
     def _note(self, run: FileRun, exit_code: int) -> None:
         report, seconds = run.report, time.monotonic() - run.began
-        # pytest writes a report also where a file has no tests, so that one without is never well.
+        # pytest writes a report even if a file has no tests, so a missing report is always a failure.
         if report is None or (not report.outcomes and exit_code not in (0, _NO_TESTS)):
             print(f"{run.file}: ended with exit code {exit_code}, after {seconds:.0f} s", flush=True)
             self.failures[run.file] = run.output
@@ -220,14 +220,14 @@ class Suite:
 
 
 def describe(outcomes: dict[str, int]) -> str:
-    """Return numbers of tests as pytest tells them."""
+    """Return the numbers of tests in pytest's form."""
     names = {"error": "errors"}
     counts = [f"{outcomes[kind]} {names.get(kind, kind)}" for kind in _KINDS if outcomes.get(kind)]
     return ", ".join(counts) or "no tests ran"
 
 
 def find_files(paths: list[str]) -> dict[str, list[str]]:
-    """Return the files of tests below these paths, with the arguments that name what is to run in each."""
+    """Return the test files below these paths, each with the arguments that select its tests."""
     files: dict[str, list[str]] = {}
     for argument in paths or ["tests"]:
         path = ROOT / argument.partition("::")[0]
@@ -243,7 +243,7 @@ def find_files(paths: list[str]) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    """Make the directory of this run, in memory where there is room, and remove it at the end."""
+    """Create the directory of this run, in memory if there is room, and remove it at the end."""
     directory = places.make_directory()
     s3.share_server(directory)
     try:
@@ -281,7 +281,7 @@ def main() -> int:
 
 
 def _get_ready() -> None:
-    """Import what most tests need, and warm it up."""
+    """Import the modules that most tests need, and warm them up."""
     for name in _IMPORTED:
         importlib.import_module(name)
     torch.set_num_threads(1)

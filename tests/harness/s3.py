@@ -1,4 +1,4 @@
-"""One S3 server for all processes of a suite: the first that needs it starts it."""
+"""One S3 server for all processes of a suite. The first process that needs it starts it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.s3 import start_server
 
 _DIRECTORY = "TESTS_S3_DIRECTORY"
 _servers: list[object] = []
-"""Kept, for a process that nobody holds any more is complained about."""
+"""Kept, since Python complains about a process object that is deleted while the process runs."""
 
 
 def share_server(directory: Path) -> None:
-    """Let this process, and all that it forks, share one server, which is noted in this directory."""
+    """Let this process and its forked children share one server, which is recorded in this directory."""
     os.environ[_DIRECTORY] = str(directory)
 
 
 def shared_endpoint() -> str | None:
-    """Return the address of the server, which is started if it does not run yet; ``None`` if none is shared."""
+    """Return the address of the shared server, and start it if needed; ``None`` if no server is shared."""
     if _DIRECTORY not in os.environ:
         return None
     note = Path(os.environ[_DIRECTORY], "s3.txt")
@@ -38,7 +38,7 @@ def shared_endpoint() -> str | None:
 
 
 def stop_server(directory: Path) -> None:
-    """Stop it, if it was ever started."""
+    """Stop the server, if it was ever started."""
     note = directory / "s3.txt"
     if note.exists():
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Runs that nobody interrupts are computed once and shared by all cases that compare with them.
+"""Uninterrupted runs are computed once and shared by all cases that compare with them.
 
-What such a run does follows from its `fit`, the number of ranks, the options of the callback, the environment, and
-the code. These are its key: `fit` as cloudpickle writes it, with all that it closes over. What can't be pickled, or is
-pickled differently each time (a class that a test defines), is not shared.
+The result of such a run depends only on its `fit`, the number of ranks, the options of the callback, the environment,
+and the code. These are its key: cloudpickle writes `fit` with everything that it closes over. A fit that can't be
+pickled, or is pickled differently each time (as with a class that a test defines), is not shared.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import pytest
 from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.testing.traces import Outcome
 
-# Differ from test to test, and nothing that a fit does depends on them.
+# These variables differ from test to test, but no fit depends on them.
 _NO_PART_OF_A_RUN = ("PYTEST_CURRENT_TEST",)
 
 Uninterrupted = Callable[..., Outcome]
 
 
 class SharedRuns:
-    """Remembers what runs did that nobody interrupted, until the process ends."""
+    """Remembers the outcomes of uninterrupted runs until the process ends."""
 
     def __init__(self, uninterrupted: Uninterrupted) -> None:
         self._uninterrupted = uninterrupted
         self._outcomes: dict[bytes, Outcome] = {}
         self.is_patched: Callable[[], bool] = lambda: False
-        """Whether the test of now has replaced something by which the run may differ from the same one elsewhere."""
+        """Whether the current test has patched something that may make its run differ from the same run elsewhere."""
 
     def uninterrupted(self, runs: Runs, name: str, *, with_callback: bool) -> Outcome:
         """Stand in for `Runs.uninterrupted`."""

@@ -62,14 +62,14 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_long_files_come_first(recorded: Path) -> None:
-    """Files are sorted by the seconds of what is to run; one that nobody has timed yet may be the longest."""
+    """Files are sorted by the seconds of the tests to run. A file without a record may be the longest."""
     files = ["tests/test_short.py", "tests/test_new.py", "tests/test_long.py"]
     assert longest_first(files, "fast") == ["tests/test_new.py", "tests/test_long.py", "tests/test_short.py"]
     assert longest_first(files, "slow") == ["tests/test_new.py", "tests/test_short.py", "tests/test_long.py"]
 
 
 def test_record_keeps_what_did_not_run_and_drops_what_is_gone(recorded: Path) -> None:
-    """What ran is written again, the rest stays, and files that are no more leave."""
+    """Durations of tests that ran are updated, others stay, and those of deleted files are dropped."""
     record({"tests/test_short.py": Report(seconds=3.21, shortest="tests/test_short.py::test_it")}, "fast")
     assert json.loads(recorded.read_text()) == {
         "tests/test_long.py": {"fast": 20.0, "slow": 1.0},
@@ -78,7 +78,7 @@ def test_record_keeps_what_did_not_run_and_drops_what_is_gone(recorded: Path) ->
 
 
 def test_a_fast_test_that_takes_long_fails_unless_it_has_a_reason(tmp_path: Path) -> None:
-    """Of tests beyond the limit those pass that are slow, or whose mark gives a reason."""
+    """Beyond the limit, a test passes only if it is slow or its mark gives a reason."""
     (tmp_path / "conftest.py").write_text(CONFTEST.format(root=str(ROOT), pressure=str(tmp_path / "none")))
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "-rA", "."]
@@ -99,7 +99,7 @@ def test_a_fast_test_that_takes_long_fails_unless_it_has_a_reason(tmp_path: Path
 
 
 def test_time_in_which_others_have_the_processor_does_not_count(tmp_path: Path) -> None:
-    """On a busy machine a test takes longer, and is not to blame."""
+    """A busy machine makes a test slower, which is not the test's fault."""
     pressure = tmp_path / "cpu"
     pressure.write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull total=0\n")
     seconds = CalmSeconds(pressure)

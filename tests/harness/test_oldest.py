@@ -1,4 +1,4 @@
-"""What is left out on the oldest Lightning is there, and is no more than is meant."""
+"""The selection for the oldest Lightning names existing files, and leaves out no more than intended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Item:
-    """What is needed of `pytest.Item`."""
+    """The parts of `pytest.Item` that are needed."""
 
     def __init__(self, nodeid: str, *, is_slow: bool = False) -> None:
         self.nodeid = nodeid
@@ -24,13 +24,13 @@ class Item:
 
 
 def select(*items: Item) -> list[str]:
-    """Return what is left."""
+    """Return the ids of the remaining tests."""
     return [item.nodeid for item in oldest.select([*items])]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("file", sorted(oldest.ONE_CASE_OF_THE_FILE | oldest.ONE_CASE_OF_EACH_LAW))
 def test_files_are_there_and_touch_nothing_private(file: str) -> None:
-    """A file that was renamed would run in full; one that knows Lightning's private parts has to."""
+    """A renamed file would run in full. A file that uses Lightning's private parts has to."""
     assert "compat" not in (ROOT / file).read_text()
 
 
@@ -42,7 +42,7 @@ def test_first_fast_case_of_a_file() -> None:
 
 
 def test_first_fast_case_of_each_law() -> None:
-    """Each law of these files is tried."""
+    """One case of each law in these files runs."""
     file = "tests/law/test_loaders.py"
     items = [Item(f"{file}::test_a[0]"), Item(f"{file}::test_a[1]"), Item(f"{file}::test_b[x]")]
     assert select(*items) == [f"{file}::test_a[0]", f"{file}::test_b[x]"]

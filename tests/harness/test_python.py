@@ -1,4 +1,4 @@
-"""A process that is forked in Python's place finds what one finds that was started."""
+"""A process forked in place of Python finds the same as a started process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 
 def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
-    """Run Python with these arguments; return the exit code, and all that it has printed."""
+    """Run Python with these arguments; return the exit code and the output."""
     environment = {"PATH": os.environ["PATH"], "VARIABLE": "set", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = python.Command(words=[sys.executable, *words], directory=str(directory), environment=environment)
     if not forks:
@@ -99,7 +99,7 @@ def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
     "words", [["probe.py", "--x", "1"], ["-u", "./probe.py"], ["-m", "probe", "2"]], ids=["script", "flag", "module"]
 )
 def test_finds_what_a_started_process_finds(words: list[str], tmp_path: Path) -> None:
-    """Arguments, paths, variables, stack, signals, children, and all that is printed until the end are the same."""
+    """Arguments, paths, variables, stack, signals, children, and all output until the end are the same."""
     (tmp_path / "probe.py").write_text(PROBE)
     code, printed = run(words, tmp_path, forks=True)
     real_code, real_printed = run(words, tmp_path, forks=False)
@@ -118,7 +118,7 @@ def test_finds_what_a_started_process_finds(words: list[str], tmp_path: Path) ->
     ],
 )
 def test_ends_as_a_started_process_ends(text: str, tmp_path: Path) -> None:
-    """Exit codes, signals, and what is said of an exception are the same."""
+    """Exit codes, signals, and the printed exceptions are the same."""
     code, printed = run(["-c", text], tmp_path, forks=True)
     real_code, real_printed = run(["-c", text], tmp_path, forks=False)
     assert code == real_code
@@ -126,13 +126,13 @@ def test_ends_as_a_started_process_ends(text: str, tmp_path: Path) -> None:
 
 
 def test_what_fails_in_a_test_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that this process has seen is none of the forked one's."""
+    """The forked process does not see an exception that this process has seen."""
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert run(["-c", "import sys; print(hasattr(sys, 'last_value'))"], tmp_path, forks=True) == (0, "False\n")
 
 
 def sessions(process_ids: list[int]) -> set[int]:
-    """Return the sessions of those processes that have not ended since."""
+    """Return the sessions of the processes that are still alive."""
     found = set()
     for process_id in process_ids:
         with contextlib.suppress(ProcessLookupError):
@@ -141,7 +141,7 @@ def sessions(process_ids: list[int]) -> set[int]:
 
 
 def test_what_runs_is_found(tmp_path: Path) -> None:
-    """A process, and what it has started in a session of its own, keep the mark open until they end."""
+    """A process, and a process that it started in another session, keep the mark open until they end."""
     sleep = "import time; time.sleep(60)"
     text = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
@@ -161,7 +161,7 @@ def test_what_runs_is_found(tmp_path: Path) -> None:
 
 
 def test_nothing_of_this_process_is_written(tmp_path: Path) -> None:
-    """What pytest does with lines of the log writes nothing into a file that the forked process opens."""
+    """The log handlers of pytest write nothing into a file that the forked process opens."""
     assert not logging.getLogger("lightning.pytorch").propagate  # pytest has a handler there, too
     text = """
 import logging
@@ -175,13 +175,13 @@ for name in (None, "lightning.pytorch"):
 
 
 def test_other_programs_are_started(tmp_path: Path) -> None:
-    """What is not Python is started as always."""
+    """Programs other than Python are started as usual."""
     text = "import subprocess; print(subprocess.run(['sh', '-c', 'echo $0; exit 4'], capture_output=True, text=True))"
     assert run(["-c", text], tmp_path, forks=True) == run(["-c", text], tmp_path, forks=False)
 
 
 def test_goes_on_without_the_process_that_forks(tmp_path: Path) -> None:
-    """Where that was killed, processes are started as always."""
+    """If the spare process was killed, processes are started as usual."""
     text = f"""
 import os, subprocess, sys
 [child] = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()

@@ -49,7 +49,7 @@ def run(suite: Suite, tmp_path: Path, *names: str) -> None:
 
 
 def test_outcomes_are_added_up(suite: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each file runs its tests, and what failed is named at once, and told in full at the end."""
+    """Each file runs its tests. A failure is named immediately, and printed in full at the end."""
     run(suite, tmp_path, "test_good.py", "test_bad.py", "test_empty.py")
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
     assert suite.reports["test_bad.py"].outcomes == {"passed": 1, "failed": 1}
@@ -61,21 +61,21 @@ def test_outcomes_are_added_up(suite: Suite, tmp_path: Path, capfd: pytest.Captu
 
 @pytest.mark.parametrize("name", ["test_dies.py", "test_exits.py", "test_broken.py"])
 def test_a_file_that_does_not_come_to_its_end_is_a_failure(suite: Suite, tmp_path: Path, name: str) -> None:
-    """Where a process is killed, or a file can't be imported, the suite fails, and the other files run."""
+    """If a process is killed or a file can't be imported, the suite fails, and the other files still run."""
     run(suite, tmp_path, name, "test_good.py")
     assert len(suite.failures) == 1
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
 
 
 def test_the_first_failure_ends_all_if_that_is_asked_for(tmp_path: Path) -> None:
-    """With pytest's ``-x`` no other file begins after it."""
+    """With pytest's ``-x``, no other file begins after the first failure."""
     suite = make_suite(tmp_path, "-x", num_jobs=1)
     run(suite, tmp_path, "test_bad.py", "test_good.py")
     assert list(suite.reports) == ["test_bad.py"]
 
 
 def test_a_test_that_passes_alone_is_unstable(tmp_path: Path) -> None:
-    """It is no failure, and it is named with the reason. One that fails again is a failure."""
+    """An unstable test is not a failure, and it is named with the reason. A test that fails again is a failure."""
     suite = make_suite(tmp_path, num_again=2)
     run(suite, tmp_path, "test_unstable.py", "test_bad.py", "test_good.py")
     assert list(suite.failures) == ["test_bad.py"]
@@ -91,7 +91,7 @@ def test_a_test_that_passes_alone_is_unstable(tmp_path: Path) -> None:
     ids=["not asked for", "too many", "a law"],
 )
 def test_not_all_is_run_again(tmp_path: Path, names: list[str], num_again: int) -> None:
-    """Nor is anything where much fails, or where a resumed run did not do what the whole one did."""
+    """Nothing runs again if many tests fail, or if a resumed run differed from the whole run."""
     suite = make_suite(tmp_path, num_again=num_again)
     run(suite, tmp_path, *names)
     assert sorted(suite.failures) == sorted(names)
@@ -105,13 +105,13 @@ def test_nothing_is_left(suite: Suite, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_spawned_does_not_import_the_runner(suite: Suite, tmp_path: Path) -> None:
-    """Nothing of the process that all are forked from is the main module of those that run tests."""
+    """The main module in the test processes contains nothing of the process that forks them."""
     run(suite, tmp_path, "test_main.py")
     assert suite.reports["test_main.py"].outcomes == {"passed": 1}
 
 
 def test_what_is_asked_for_is_gathered_by_file() -> None:
-    """Tests of one file run in one process; a folder stands for the files below it."""
+    """Tests of one file run in one process. A folder stands for the files below it."""
     one, other = "tests/test_layers.py::test_the_package_passes", "tests/test_layers.py::test_another"
     assert find_files([one, other]) == {"tests/test_layers.py": [one, other]}
     assert "tests/harness/test_run.py" in find_files(["tests/harness"])
@@ -120,6 +120,6 @@ def test_what_is_asked_for_is_gathered_by_file() -> None:
 
 
 def test_outcomes_read_as_pytest_writes_them() -> None:
-    """What reads pytest's closing line can read this one."""
+    """Programs that read pytest's closing line can read this one."""
     assert describe({"passed": 3, "failed": 1, "error": 2}) == "1 failed, 3 passed, 2 errors"
     assert describe({}) == "no tests ran"

@@ -14,7 +14,7 @@ from tests.harness.shared_runs import SharedRuns
 
 
 class Counted:
-    """Stands in for the runs themselves, and counts them."""
+    """Stands in for the real runs, and counts them."""
 
     def __init__(self, *exit_codes: int) -> None:
         self.exit_codes = list(exit_codes)
@@ -37,23 +37,23 @@ def fit_with(value: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def counted() -> Counted:
-    """What would run."""
+    """The counted runs."""
     return Counted()
 
 
 @pytest.fixture
 def shared(counted: Counted) -> SharedRuns:
-    """Runs that are shared."""
+    """Shared runs."""
     return SharedRuns(counted)
 
 
 def ask(shared: SharedRuns, runs: Runs, name: str = "uninterrupted", *, with_callback: bool = False) -> Outcome:
-    """Ask for a run that nobody interrupts."""
+    """Request an uninterrupted run."""
     return shared.uninterrupted(runs, name, with_callback=with_callback)
 
 
 def test_the_same_fit_runs_once(shared: SharedRuns, counted: Counted, tmp_path: Path) -> None:
-    """Two cases that start from the same fit share its run, also in other directories."""
+    """Two cases that start from the same fit share its run, even in different directories."""
     first = ask(shared, runs_of(fit_with(1), tmp_path / "one"))
     assert ask(shared, runs_of(fit_with(1), tmp_path / "other")) is first
     assert counted.num_runs == 1
@@ -62,7 +62,7 @@ def test_the_same_fit_runs_once(shared: SharedRuns, counted: Counted, tmp_path: 
 def test_options_are_no_part_of_a_run_without_the_callback(
     shared: SharedRuns, counted: Counted, tmp_path: Path
 ) -> None:
-    """Cases that save differently share the run without the callback, and do not share the one with it."""
+    """Cases that save differently share the run without the callback, but not the run with it."""
     for every in (1, 13):
         runs = runs_of(fit_with(1), tmp_path, every_n_train_steps=every)
         ask(shared, runs)
@@ -73,7 +73,7 @@ def test_options_are_no_part_of_a_run_without_the_callback(
 def test_what_a_fit_depends_on_makes_it_another(
     shared: SharedRuns, counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another value in the closure, name, number of ranks, working directory or environment is another run."""
+    """Another value in the closure, name, number of ranks, working directory or environment makes it another run."""
     ask(shared, runs_of(fit_with(1), tmp_path))
     ask(shared, runs_of(fit_with(2), tmp_path))
     ask(shared, runs_of(fit_with(1), tmp_path), "another name")
@@ -89,7 +89,7 @@ def test_what_a_fit_depends_on_makes_it_another(
 def test_nothing_is_shared_where_a_test_has_replaced_something(
     shared: SharedRuns, counted: Counted, tmp_path: Path
 ) -> None:
-    """A test that patches a module gets a run of its own, and gives none to others."""
+    """A test that patches a module gets its own run, and shares none with other tests."""
     patched = True
     shared.is_patched = lambda: patched
     ask(shared, runs_of(fit_with(1), tmp_path))
@@ -99,7 +99,7 @@ def test_nothing_is_shared_where_a_test_has_replaced_something(
 
 
 def test_patches_of_a_law_are_seen(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The fixture that all laws have looks at what `monkeypatch` has replaced by the time of the run."""
+    """The fixture of all laws checks at the time of the run whether `monkeypatch` has replaced something."""
     shared = SharedRuns(Counted())
     shared.is_patched = lambda: bool(monkeypatch._setattr)
     assert not shared.is_patched()
@@ -108,7 +108,7 @@ def test_patches_of_a_law_are_seen(monkeypatch: pytest.MonkeyPatch, request: pyt
 
 
 def test_a_failed_run_is_not_shared(tmp_path: Path) -> None:
-    """A run that failed is tried again by the next case."""
+    """The next case repeats a run that failed."""
     counted = Counted(1)
     shared = SharedRuns(counted)
     assert [ask(shared, runs_of(fit_with(1), tmp_path)).exit_code for _ in range(3)] == [1, 0, 0]
@@ -116,7 +116,7 @@ def test_a_failed_run_is_not_shared(tmp_path: Path) -> None:
 
 
 def test_a_fit_that_cannot_be_pickled_runs_each_time(shared: SharedRuns, counted: Counted, tmp_path: Path) -> None:
-    """Where the fit holds something without a content, such as a lock, its run is not shared."""
+    """If the fit holds an object that can't be pickled, such as a lock, its run is not shared."""
     lock = threading.Lock()
     for _ in range(2):
         ask(shared, runs_of(fit_with(lock), tmp_path))

@@ -1,6 +1,6 @@
-"""Gets a process ready for the runs that fork from it: what each of them would make again is made here, once.
+"""Warm up a process for the runs that fork from it, so that work common to all of them is done once.
 
-Nothing of it changes what a run does: modules that are imported late, caches, and how the kernel keeps the memory.
+Nothing of this changes the result of a run: it is about late imports, caches, and the kernel's memory layout.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def warm_up() -> None:
-    """Do once what each run would do again: call it before the first fork, and not where CUDA is.
+    """Do once what each run would otherwise repeat. Call it before the first fork, and not on machines with CUDA.
 
-    A process that has computed gradients beside CUDA has threads, and autograd refuses to work in its forks.
+    A process that has computed gradients on a machine with CUDA has threads, and autograd refuses to work in its forks.
     """
-    # Each Trainer asks for them, and reads a file of each package that is installed: 25 ms.
+    # Each Trainer requests the entry points, and reads a file of each installed package for them: 25 ms.
     registry.entry_points = functools.cache(registry.entry_points)
     with tempfile.TemporaryDirectory() as directory, _quiet(), _random_states_kept():
-        for epochs in (1, 2):  # the second resumes
+        for epochs in (1, 2):  # the second fit resumes
             callbacks: list[Callback] = [
                 FaultTolerance(dirpath=directory, run_id="warm", every_n_train_steps=1),
                 Recorder(Path(directory) / "events.jsonl"),
@@ -47,21 +47,21 @@ def warm_up() -> None:
 
 
 def settle_memory() -> None:
-    """Keep what is there from being copied: from the garbage collector of forks, and in as few pages as there can be.
+    """Keep memory from being copied: hide it from the garbage collector of forks, and use as few pages as possible.
 
-    A fork copies an entry for each page, and pages of 2 MiB have a 512th of the entries.
+    A fork copies an entry for each page, and pages of 2 MiB need a 512th of the entries.
     """
     gc.collect()
     gc.freeze()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "madvise"):
         for begin, end in _private_memory():
-            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):  # what this kernel does not know it refuses
+            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):  # a kernel refuses advice that it does not know
                 libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def _private_memory() -> Iterator[tuple[int, int]]:
-    """Give the bounds of the whole huge pages in each mapping of the heap's."""
+    """Yield the bounds of the whole huge pages in each mapping of the heap."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs on so many ranks, killed in the middle and resumed with by others, and a ledger of the samples they consumed."""
+"""Runs that are killed and resume with other numbers of ranks, and a ledger of the samples that they consume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILLED = 137
 
 
 class Rows(Dataset[tuple[int, Tensor]]):
-    """A sample is its index, and a row of its own with noise."""
+    """A sample is its index and its row, with noise."""
 
     def __init__(self, length: int) -> None:
         self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
@@ -39,7 +39,7 @@ class Rows(Dataset[tuple[int, Tensor]]):
 
 
 class Net(LightningModule):
-    """Logs the samples' indices in every way, so that what an epoch's values are to be follows from the ledger."""
+    """Logs the samples' indices in every way, so that the expected values of an epoch follow from the ledger."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class Net(LightningModule):
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """One run of the command: on how many ranks, with what, and where it is killed.
+    """One run of the command: its number of ranks, its settings, and where it is killed.
 
-    ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those after whose step they save a
-    checkpoint of their own, from which the next leg starts, and die; ``"start"``, ``"validation"`` and ``"end"`` in the
-    place of the batch: at the epoch's start, in its last validation run, and at its end.
+    ``kill`` is an epoch and a batch: all ranks die in the step of that batch. ``save`` is an epoch and a batch, too:
+    all ranks save their own checkpoint after that step and die, and the next leg starts from it. In place of the batch,
+    ``"start"``, ``"validation"``, or ``"end"`` means the epoch's start, its last validation run, or its end.
     """
 
     num_ranks: int
@@ -96,7 +96,7 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all legs have in common."""
+    """The settings that all legs share."""
 
     length: int = 26
     max_epochs: int = 2
@@ -110,7 +110,7 @@ class Plan:
 
 
 class Ledger(Callback):
-    """Writes down each consumed batch and what each epoch came to, on each rank."""
+    """Records each consumed batch and the values of each epoch, on each rank."""
 
     def __init__(self, path: Path, leg: Leg, own: Path) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class Ledger(Callback):
 
 
 class Values(Callback):
-    """Writes down an epoch's values when they are there: at the start of the next one, and at the end."""
+    """Records an epoch's values once they exist: at the start of the next epoch, and at the end."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -188,7 +188,7 @@ class Values(Callback):
 def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     """Train one leg on this rank."""
     torch.set_num_threads(1)
-    # Lightning warns of a value that is logged without sync_dist, and of loaders without workers.
+    # Lightning warns about a value that is logged without sync_dist, and about loaders without workers.
     warnings.simplefilter("ignore", PossibleUserWarning)
     if plan.seed is None:
         torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
@@ -220,10 +220,10 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
 
 
 def run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "") -> list[Entries]:
-    """Run the legs one after the other, as restarts of one command; return what each wrote down.
+    """Run the legs one after the other, as restarts of one command; return the entries of each.
 
-    With `error` the last one is to fail with it on each rank. What has a seed, and nobody interrupts, is run once for
-    all tests of the process.
+    With `error`, the last leg has to fail with it on each rank. An uninterrupted run with a seed happens once for all
+    tests of the process.
     """
     if len(legs) > 1 or legs[0].kill or legs[0].save or directory or error or plan.seed is None:
         return _run(plan, *legs, directory=directory, error=error)
@@ -258,12 +258,12 @@ def _run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "")
 
 @dataclass(frozen=True)
 class Entries:
-    """What the ranks of one leg wrote down."""
+    """The entries that the ranks of one leg recorded."""
 
     ranks: list[list[dict[str, Any]]]
 
     def batches(self, epoch: int) -> list[list[dict[str, Any]]]:
-        """Return for each batch of an epoch what each rank has of it."""
+        """Return for each batch of an epoch the entry of each rank."""
         own = [[e for e in rank if e["what"] == "batch" and e["epoch"] == epoch] for rank in self.ranks]
         return [list(entries) for entries in zip(*own, strict=True)]
 
@@ -276,10 +276,10 @@ class Entries:
         return found
 
     def of(self, what: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return a rank's entries of a kind."""
+        """Return a rank's entries of one kind."""
         return [entry for entry in self.ranks[rank] if entry["what"] == what]
 
 
 def consumed(done: list[Entries], epoch: int) -> list[int]:
-    """Return the indices that all legs consumed of an epoch, in order."""
+    """Return the indices that all legs consumed in an epoch, in order."""
     return [index for entries in done for index, _ in entries.samples(epoch)]

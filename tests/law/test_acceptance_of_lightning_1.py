@@ -1,6 +1,6 @@
-"""What Lightning 1.9.5 accepted its fault tolerance by, as laws: also the cases that it marked as known failures.
+"""Lightning 1.9.5's acceptance tests of its fault tolerance, as laws, including the cases that it marked as failing.
 
-It continued in the middle of a validation run; here the run is done again from its start, with the same batches.
+Lightning 1.9.5 continued in the middle of a validation run. Here the run starts over, with the same batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.runs import Net, fit_net, make_trainer
 
 
 class Listed(Net):
-    """Is trained on a dict of batches, or on a list of them."""
+    """Trains on a dict of batches, or on a list of them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = batch if isinstance(batch, list) else [batch]
@@ -77,7 +77,7 @@ DATA: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
 @pytest.mark.parametrize("data", DATA)
 def test_fit_that_failed_at_a_step_goes_on_there(data: str, mode: str) -> None:
-    """In the second of three epochs; batches and weights are those of the uninterrupted fit."""
+    """A fit that fails in the second of three epochs continues with the uninterrupted fit's batches and weights."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loaders = [DataLoader(dataset, batch_size=2) for dataset in DATA[data]()]
@@ -105,7 +105,7 @@ class RaiseInValidation(Callback):
 
 
 class Counts(Callback):
-    """Keeps the counters of Lightning's loops as they are when training ends."""
+    """Keeps the counters of Lightning's loops as they are at the end of training."""
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class ManyValidated(Listed):
 @pytest.mark.parametrize("num_loaders", [1, 2, 3])
 @pytest.mark.parametrize("interval", [0.5, 1.0])  # 1.9 with 0.5: a known failure
 def test_fit_that_failed_in_validation_goes_on_there(interval: float, num_loaders: int, epoch: int) -> None:
-    """No training batch is done twice; training, validation, and the loops' counters are as without the failure."""
+    """No training batch repeats; training, validation, and the loops' counters are as without the failure."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         validation = [DataLoader(NoisyDataset(8), batch_size=2) for _ in range(num_loaders)]
@@ -145,7 +145,7 @@ def test_fit_that_failed_in_validation_goes_on_there(interval: float, num_loader
 
 
 class SignalIn(Callback):
-    """Sends SIGTERM to this process in a hook, at a batch if it is one of a batch."""
+    """Sends SIGTERM to this process in a hook, and at a given batch if the hook is one of a batch."""
 
     def __init__(self, hook: str, batch: int) -> None:
         self.hook, self.batch = hook, batch
@@ -180,7 +180,7 @@ class SignalIn(Callback):
     ],
 )
 def test_fit_that_a_signal_stopped_goes_on(hook: str, batch: int, interval: float) -> None:
-    """Also after the end of the epoch; the batch in hand is finished, and none is done twice."""
+    """A fit that a signal stops, even after an epoch's end, finishes its batch and repeats none."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train, validation = DataLoader(NoisyDataset(8), batch_size=2), DataLoader(NoisyDataset(8), batch_size=2)
@@ -195,7 +195,7 @@ def test_fit_that_a_signal_stopped_goes_on(hook: str, batch: int, interval: floa
 
 
 class NoSampler(IterableDataset[Tensor]):
-    """Is a generator: has neither a sampler nor ``__next__``."""
+    """A generator: has neither a sampler nor ``__next__``."""
 
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(32):
@@ -203,7 +203,7 @@ class NoSampler(IterableDataset[Tensor]):
 
 
 class OwnRandomSampler(RandomSampler):
-    """Is no sampler of torch's own."""
+    """Not one of torch's own samplers."""
 
 
 class RandomRows(Rows):
@@ -233,7 +233,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 class Nested(Listed):
-    """Is trained on any collection of batches."""
+    """Trains on any collection of batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if isinstance(batch, dict):
@@ -243,7 +243,7 @@ class Nested(Listed):
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_loader_that_was_refused_goes_on(kind: str) -> None:
-    """As any other; killed in its second epoch."""
+    """A loader that 1.9 refused resumes like any other when killed in its second epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=REFUSED[kind](), module=Nested())
@@ -252,12 +252,12 @@ def test_loader_that_was_refused_goes_on(kind: str) -> None:
     assert (cost.epoch, cost.batch) == (1, 2)
 
 
-# Objects of the user's that keep their state.
+# User objects that keep their state.
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])  # 1.9 with 2: a known failure
 def test_stateful_sampler_and_data_set_go_on(num_workers: int) -> None:
-    """The counters of both are right, each worker's own too."""
+    """The counters of both are right, including each worker's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         plain = counted()
@@ -269,7 +269,7 @@ def test_stateful_sampler_and_data_set_go_on(num_workers: int) -> None:
 
 
 def test_manual_mode_goes_on_with_two_loaders() -> None:
-    """Each is where its sampler and data set say; the failure comes after the first of two validation runs."""
+    """Each loader continues where its sampler and data set say; the failure follows the first of two validations."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         if any(isinstance(callback, FaultTolerance) for callback in callbacks):
@@ -285,7 +285,7 @@ def test_manual_mode_goes_on_with_two_loaders() -> None:
 
 
 class ManyOptimizers(Listed):
-    """Steps several optimizers itself, and the scheduler of the first."""
+    """Steps several optimizers manually, and the scheduler of the first."""
 
     def __init__(self, num_optimizers: int) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class ManyOptimizers(Listed):
     ids=["every batch", "two batches", "three batches", "3 optimizers", "5 optimizers"],
 )
 def test_counters_after_a_failure(module: Callable[[], Net], accumulates: int, batch: int) -> None:
-    """Batches, steps of optimizers and schedulers are counted as in the uninterrupted fit, of three epochs."""
+    """Batches and steps of optimizers and schedulers are counted as in the uninterrupted fit of three epochs."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         arguments = {"max_epochs": 3, "limit_train_batches": 3, "accumulate_grad_batches": accumulates}
@@ -333,7 +333,7 @@ class RaiseInSecondEpoch(Callback):
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_workers_end_with_the_fit(fails: bool, is_persistent: bool, tmp_path: Path) -> None:
-    """So do the objects that iterate over them, also while the trainer and its error are still there."""
+    """Workers and the objects that iterate over them end with the fit, even while the trainer and its error exist."""
     loaders = [loader(num_workers=1, persistent_workers=is_persistent) for _ in range(2)]
     callbacks = [FaultTolerance(), *([RaiseInSecondEpoch()] if fails else [])]
     trainer = make_trainer(callbacks, tmp_path, limit_train_batches=2, limit_val_batches=2)

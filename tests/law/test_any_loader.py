@@ -1,4 +1,4 @@
-"""The law for loaders that are no ``DataLoader`` and have no state, and for those that do more than torch's."""
+"""The law for loaders that are not a ``DataLoader`` and have no state, and for those that do more than torch's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.runs import Cut, Fetches, Net, TwoLoaders, assert_goes_on, each_cut, 
 
 
 def batch_of(number: int) -> Tensor:
-    """Return a batch that tells its number, with noise."""
+    """Return a batch that contains its number, with noise."""
     return torch.full((4, 4), number / 8) + random.gauss(0, 1) + torch.randn(4, 4)
 
 
 class Batches:
-    """Begins again with each epoch, in another order."""
+    """Starts over in each epoch, in another order."""
 
     def __init__(self, num_batches: int = 8) -> None:
         self.num_batches = num_batches
@@ -54,7 +54,7 @@ class Unsized(Batches):
 
 
 class Slice:
-    """A slice of one endless stream in each epoch, as gluonts makes them."""
+    """Yields a slice of one endless stream in each epoch, as gluonts does."""
 
     def __init__(self, length: int = 8) -> None:
         self.iterable = map(batch_of, itertools.count())
@@ -65,7 +65,7 @@ class Slice:
 
 
 class ShiftedSlice(Slice):
-    """Draws when an iteration is begun."""
+    """Draws when an iteration starts."""
 
     def __iter__(self) -> Iterator[Any]:
         shift = torch.randn(())
@@ -73,7 +73,7 @@ class ShiftedSlice(Slice):
 
 
 class ItsOwnIterator:
-    """Keeps its place in attributes, and a generator of its own."""
+    """Keeps its position and its generator in attributes."""
 
     def __init__(self) -> None:
         self.place, self.epoch = 0, 0
@@ -95,7 +95,7 @@ class ItsOwnIterator:
 
 
 class Sequence:
-    """Has no ``__iter__``: Python asks for one item after the other."""
+    """Has no ``__iter__``: Python indexes one item after the other."""
 
     def __len__(self) -> int:
         return 8
@@ -108,24 +108,24 @@ class Sequence:
 
 @dataclass(slots=True)
 class Graph:
-    """A batch of a class of its own."""
+    """A batch of a custom class."""
 
     nodes: Tensor
 
     def to(self, *_: Any) -> Graph:
-        """Stay where it is."""
+        """Return itself; there is nothing to move."""
         return self
 
 
 class Graphs(Batches):
-    """Gives objects that only the user's code knows."""
+    """Yields objects that only user code knows."""
 
     def __iter__(self) -> Iterator[Any]:
         return ({"graph": Graph(batch)} for batch in super().__iter__())
 
 
 class GraphNet(Net):
-    """Is trained on them."""
+    """Trains on graphs."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch["graph"].nodes, batch_idx)
@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 @each_cut
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_iterable(kind: str, cut: Cut) -> None:
-    """It continues where it was, with what it draws, in training and in validation."""
+    """Any iterable continues at its position and with the numbers that it draws, in training and in validation."""
     validation = Batches if "workers" in kind else KINDS[kind]
     assert_goes_on(cut, train=KINDS[kind], validation=validation, max_epochs=3)
 
@@ -170,14 +170,14 @@ def test_any_iterable(kind: str, cut: Cut) -> None:
 @pytest.mark.parametrize("kill", [1, 6, 7, 8, 9, 15, 16, 17, 23])
 @pytest.mark.parametrize("kind", ["class", "unsized", "slice of a stream", "its own iterator"])
 def test_every_place(kind: str, kill: int) -> None:
-    """Cut after the first batch, at the last one, and where an epoch has just begun."""
+    """A run continues exactly when cut after the first batch, at the last one, or at the start of an epoch."""
     train = KINDS[kind]
     assert_goes_on(Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
 
 
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 def test_first_batch_of_a_later_epoch(kind: str) -> None:
-    """Where nothing of the epoch was drawn, the one before is drawn again and compared."""
+    """If the epoch has used no batch yet, the previous epoch is drawn again and compared."""
     assert_goes_on(Cut(kill=16, every=1, goes_on_at=(2, 0)), train=KINDS[kind], max_epochs=3)
 
 
@@ -188,13 +188,13 @@ def test_objects_as_batches(cut: Cut) -> None:
 
 
 def endless() -> Iterator[Tensor]:
-    """Give batches without an end."""
+    """Return an endless iterator of batches."""
     return map(batch_of, itertools.count())
 
 
 @pytest.mark.parametrize("arguments", [{"limit_train_batches": 8, "max_epochs": 3}, {"max_steps": 20}])
 def test_endless_generator(arguments: dict[str, Any]) -> None:
-    """A generator that never ends, with epochs of some of its batches, or one that ends after some steps."""
+    """An endless generator continues, with epochs of a limited number of batches or with a limited number of steps."""
     goes_on_at = (1, 5) if "limit_train_batches" in arguments else (0, 13)
     assert_goes_on(Cut(kill=14, every=13, goes_on_at=goes_on_at), train=endless, **arguments)
 
@@ -211,7 +211,7 @@ class Generates(LightningDataModule):
 
 @pytest.mark.parametrize(("every_n_epochs", "kill"), [(1, 14), (0, 5)])
 def test_generator_function(every_n_epochs: int, kill: int) -> None:
-    """It is called again where loaders are reloaded; else it is used up after an epoch, with us and without."""
+    """A generator function is called again when loaders are reloaded; else one epoch exhausts it, as without us."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, reload_dataloaders_every_n_epochs=every_n_epochs)
@@ -224,12 +224,12 @@ def test_generator_function(every_n_epochs: int, kill: int) -> None:
 
 @each_cut
 def test_tensors_as_loaders(cut: Cut) -> None:
-    """Lightning takes a list of tensors for a list of loaders, which go by their first dimension."""
+    """Lightning treats a list of tensors as a list of loaders over their first dimension, and these continue, too."""
     assert_goes_on(cut, train=lambda: [torch.arange(128.0).reshape(8, 4, 4)], module=FirstOfList)
 
 
 class FirstOfList(Net):
-    """Is trained on the batches of the first of several loaders."""
+    """Trains on the batches of the first of several loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch[0], batch_idx)
@@ -238,7 +238,7 @@ class FirstOfList(Net):
 @each_cut
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 def test_beside_another_loader(mode: Any, cut: Cut) -> None:
-    """In a dict with one of torch's, the short one in its second cycle."""
+    """An iterable continues in a dict with a torch loader, the short one in its second cycle."""
 
     def train() -> Any:
         long = DataLoader(NoisyDataset(), batch_size=4, shuffle=True)
@@ -256,7 +256,7 @@ def test_steps_that_fetch(kind: str, cut: Cut) -> None:
 
 
 class Kept:
-    """Gives the same tensors in each epoch, which training changes in place."""
+    """Yields the same tensors in each epoch; training changes them in place."""
 
     def __init__(self) -> None:
         self.batches = [torch.full((4, 4), number / 8) for number in range(8)]
@@ -278,12 +278,12 @@ class ChangesBatches(Net):
 
 @each_cut
 def test_batches_that_training_changes_in_place(cut: Cut) -> None:
-    """What training has added to the loader's tensors is there again."""
+    """The changes that training made to the loader's tensors are restored."""
     assert_goes_on(cut, train=Kept, module=ChangesBatches, max_epochs=3)
 
 
 def test_one_loader_in_two_places() -> None:
-    """An object that is trained on and validated on continues in both places."""
+    """One object that serves training and validation continues in both places."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = Batches()
@@ -296,7 +296,7 @@ def test_one_loader_in_two_places() -> None:
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_end_in_validation(kind: str, signum: int) -> None:
-    """A stop, or a kill, inside a validation run: the loaders of both continue."""
+    """After a stop or a kill inside a validation run, the loaders of both continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         validation = KINDS[kind]()
@@ -307,7 +307,7 @@ def test_end_in_validation(kind: str, signum: int) -> None:
     assert cost.epoch == 1
 
 
-# Classes of ``DataLoader`` with an ``__iter__`` of their own.
+# Classes of ``DataLoader`` with their own ``__iter__``.
 
 
 class Quiet(Dataset[Tensor]):
@@ -337,7 +337,7 @@ class ReadsAhead(DataLoader[Any]):
 
 
 class Repeats:
-    """Begins a sampler again and again."""
+    """Restarts its sampler again and again."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -367,7 +367,7 @@ class LivesOn(DataLoader[Any]):
 
 
 class MadeAtOnce(LivesOn):
-    """Makes its iterator when it is built, as older versions do."""
+    """Creates its iterator when it is built, as older versions do."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
@@ -375,7 +375,7 @@ class MadeAtOnce(LivesOn):
 
 
 class Counts(DataLoader[Any]):
-    """Adds the number of the batch in its epoch, and leaves every third one out."""
+    """Adds the number of the batch in its epoch, and skips every third batch."""
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(super().__iter__()):
@@ -398,7 +398,7 @@ OWN_ITERS: dict[str, tuple[Any, Callable[[], Any]]] = {
 @each_num_workers
 @pytest.mark.parametrize("kind", OWN_ITERS)
 def test_own_iter(kind: str, num_workers: int, cut: Cut) -> None:
-    """A batch is consumed when the trainer has used it, whatever was fetched ahead, and each epoch has all of them."""
+    """A batch counts as consumed when the trainer has used it, however far the loader reads ahead; none is lost."""
     kind_of_loader, data = OWN_ITERS[kind]
 
     def train() -> Any:
@@ -410,7 +410,7 @@ def test_own_iter(kind: str, num_workers: int, cut: Cut) -> None:
 
 
 def test_stop_of_a_loader_that_reads_ahead() -> None:
-    """A stop by SIGTERM does nothing twice and leaves nothing out."""
+    """A stop by SIGTERM repeats nothing and skips nothing."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=ReadsAhead(Quiet(), batch_size=4, shuffle=True))
@@ -419,11 +419,11 @@ def test_stop_of_a_loader_that_reads_ahead() -> None:
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (143, 1, 2, 0)
 
 
-# What can't be drawn again.
+# Loaders that can't be drawn again.
 
 
 class Hidden:
-    """Continues a stream that lies where nobody looks: in a variable of C."""
+    """Continues a stream whose position the package cannot see: it is in a C variable."""
 
     def __init__(self) -> None:
         self.next = threading.local()
@@ -440,7 +440,7 @@ class Hidden:
 
 @pytest.mark.parametrize("kill", [14, 16])
 def test_hidden_state_is_refused(kill: int) -> None:
-    """Other batches than before are refused, also where none of the epoch was used yet, with what to do."""
+    """A loader that yields other batches than before is refused with advice, even if the epoch has used none yet."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=Hidden(), max_epochs=3)
@@ -450,14 +450,14 @@ def test_hidden_state_is_refused(kill: int) -> None:
 
 
 def test_loader_over_a_torch_loader_that_cant_be_followed(tmp_path: Path) -> None:
-    """It is refused at the start, with the reason."""
+    """A loader over a torch loader that can't be followed is refused at the start, with the reason."""
     with pytest.raises(NotExactError, match=r"it takes its batches from loader\.inner, and with in_order=False"):
         fit_net([FaultTolerance()], tmp_path, train=Wrapper(num_workers=2, in_order=False))
 
 
 @pytest.mark.parametrize("kind", [Batches, Slice, LivesOn])
 def test_nothing_is_left_on_the_loader(kind: Any, tmp_path: Path) -> None:
-    """After fit the user's loader is of its own class and has nothing of ours."""
+    """After fit the user's loader has its own class and no attributes of ours."""
     loader = kind(NoisyDataset(), batch_size=4) if kind is LivesOn else kind()
     names = set(vars(loader))
     fit_net([FaultTolerance()], tmp_path, train=loader)

@@ -1,4 +1,4 @@
-"""What a user's hooks see of a fit that starts from a checkpoint is what they see without us."""
+"""The hooks of a fit that starts from a checkpoint see the same as without the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:Use
 
 
 class Sees(Callback):
-    """Notes in a file where the trainer says that it is when training starts."""
+    """Writes the trainer's epoch and step to a file when training starts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class Sees(Callback):
 
 
 def fit_saving(directory: Path, **arguments: Any) -> None:
-    """Fit, with a file of each epoch's end."""
+    """Fit, and save a checkpoint at the end of each epoch."""
     saving = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     fit_net([Sees(directory / "seen"), saving], directory, enable_checkpointing=True, **arguments)
 
@@ -40,7 +40,7 @@ def fit_saving(directory: Path, **arguments: Any) -> None:
 def test_epoch_that_hooks_see(
     epoch: int, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A fit from the file of an epoch's end starts in the next epoch, although it still does what that end owes."""
+    """A fit from the checkpoint of an epoch's end starts in the next epoch, although it still finishes that end."""
     seen = []
     for name, value in (("without", ""), ("with", "1")):
         monkeypatch.setenv(VARIABLE, value)
@@ -72,7 +72,7 @@ class KeyedByType(Callback):
 
 
 def test_state_under_a_type_is_restored() -> None:
-    """From an autosave, which is trusted: its own state, and all else."""
+    """An autosave, which is trusted, restores a state that is kept under a type, and all others."""
     [cost] = assert_exact(lambda: [KeyedByType()], KillAt(3))
     assert cost.batch == 3
 
@@ -89,7 +89,7 @@ class SavesWhatStepsMake(Net):
 
 
 def test_hook_that_saves_what_steps_make(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is not called to the end of a fit that would run without us: the first autosave comes after a batch."""
+    """A hook that fails before the first step does not end the fit: the first autosave comes after a batch."""
     [cost] = assert_exact(list, KillAt(2), module=SavesWhatStepsMake, options={"every_n_train_steps": 100})
     assert (cost.epoch, cost.batch) == (0, 1)
     with caplog.at_level("INFO"):
@@ -98,14 +98,14 @@ def test_hook_that_saves_what_steps_make(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 class NeverSaves(Net):
-    """Has a hook that is wrong."""
+    """Has a hook that always fails."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         raise KeyError("wrong")
 
 
 def test_hook_that_is_wrong_is_raised_at_the_second_boundary(tmp_path: Path) -> None:
-    """A fit of which nothing can be saved does not continue for long."""
+    """A fit that can't save anything raises the hook's error at the second boundary."""
     with pytest.raises(KeyError, match="wrong"):
         fit_net([FaultTolerance()], tmp_path, module=(net := NeverSaves()))
     assert net.global_step == 1

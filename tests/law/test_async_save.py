@@ -1,4 +1,4 @@
-"""Autosaves in the background: the law holds whatever ends the run while one is being written."""
+"""Autosaves in the background: the law holds for any end of the run during a write."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _fsync = os.fsync
 
 
 def is_behind() -> bool:
-    """Return whether this is the thread that writes in the background."""
+    """Return whether this is the background thread that writes."""
     return threading.current_thread().name == "autosave"
 
 
 class Disk(Callback):
-    """A disk that is slow, or worse, for writes in the background: `at` counts the calls of ``fsync`` there."""
+    """A disk that is slow, or worse, for background writes: `at` counts the calls of ``fsync`` in that thread."""
 
     def __init__(self, seconds: float = 0.0, *, at: int | None = None) -> None:
         self.seconds = seconds
@@ -57,11 +57,11 @@ class Disk(Callback):
         _fsync(descriptor)
 
     def strike(self) -> None:
-        """Do what this disk is for."""
+        """Cause the fault of this disk."""
 
 
 class Held(Disk):
-    """A disk on which nothing is written in the background before so many more batches have begun, of eight."""
+    """Holds each background write until `num_batches` more batches have begun, at most eight in all."""
 
     def __init__(self, num_batches: int) -> None:
         super().__init__()
@@ -72,21 +72,21 @@ class Held(Disk):
         self.num_begun += 1
 
     def fsync(self, descriptor: int) -> None:
-        first = self.num_calls // 2 + 1  # batches that had begun when the first of these files was begun, and so on
+        first = self.num_calls // 2 + 1  # batches begun when the first of these files was begun, and so on
         while is_behind() and self.num_begun < min(first + self.num_batches, 8):
             time.sleep(0.002)
         super().fsync(descriptor)
 
 
 class KillInWrite(Disk):
-    """Kills the process while the file in the background is written and not yet at its place."""
+    """Kills the process while the file in the background is written and not yet in place."""
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class KillWhenWritten(Disk):
-    """Kills the process at the start of batch `batch` of this process, once a file was written in the background."""
+    """Waits at the start of its batch `batch` for a finished background write, and then kills the process."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(0.01)
@@ -110,7 +110,7 @@ class StopInWrite(Disk):
 
 
 class FullDisk(Disk):
-    """Has no space left, from then on, for what is written in the background."""
+    """Has no space left for background writes from then on."""
 
     def strike(self) -> None:
         self.at = self.num_calls + 1
@@ -118,7 +118,7 @@ class FullDisk(Disk):
 
 
 class RaiseInWrite(Held):
-    """Raises in a batch while a write is under way, which is not done before; if none is, it raises nothing."""
+    """Raises in a batch during a write, which it keeps from finishing earlier; without a write it does not raise."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(1)
@@ -134,7 +134,7 @@ class RaiseInWrite(Held):
 
 
 def fit_workers(num_workers: int, accumulate: int = 1) -> Any:
-    """Return a fit whose training loader has so many workers."""
+    """Return a fit whose training loader has `num_workers` workers."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -143,27 +143,27 @@ def fit_workers(num_workers: int, accumulate: int = 1) -> Any:
     return fit
 
 
-# Each file costs two calls of fsync: the first of them while it is written, the second when it is at its place.
+# Each file takes two calls of fsync: the first while it is written, the second when it is in place.
 @pytest.mark.parametrize(("num_workers", "accumulate", "at"), [(0, 1, (7, 13)), (2, 1, (7, 13)), (0, 3, (3, 5))])
 def test_killed_in_the_middle_of_a_write(num_workers: int, accumulate: int, at: tuple[int, int]) -> None:
-    """SIGKILL while a file is being written costs what was trained since the one before, in both epochs."""
+    """SIGKILL during a write costs the training since the previous autosave, in both epochs."""
     faults = [[KillInWrite(0.02, at=number)] for number in at]
     costs = assert_resumes_exactly(fit_workers(num_workers, accumulate), faults, options=ALWAYS)
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
     places = [(cost.epoch, cost.batch) for cost in costs]
-    # A resumed fit does not save what it has read, and waits for the first that it writes.
+    # A resumed fit does not save the state that it has read, and waits for its first write.
     assert places == ([(0, 3), (1, 2)] if accumulate == 1 else [(0, 3), (1, 3)])
 
 
 @pytest.mark.parametrize("budget", [{"overhead_budget": 1.0}, {"train_time_interval": timedelta(seconds=0.01)}])
 def test_killed_when_saves_are_skipped(budget: dict[str, Any]) -> None:
-    """Where time says when, boundaries pass while a file is written, and each file is a moment of its own."""
+    """If time decides, boundaries pass during a write, and each file holds the state of one boundary."""
     costs = assert_resumes_exactly(fit_eight, [[KillWhenWritten(5)], [KillWhenWritten(7)]], options=BEHIND | budget)
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
 def test_stopped_in_the_middle_of_a_write() -> None:
-    """SIGTERM waits for the write, then the boundary that the run has come to is saved: nothing is trained twice."""
+    """SIGTERM waits for the write and then saves the current boundary: no batch is trained twice."""
     [first, second] = assert_resumes_exactly(
         fit_workers(2), [[StopInWrite(at=7)], [StopInWrite(at=11)]], options=ALWAYS
     )
@@ -172,7 +172,7 @@ def test_stopped_in_the_middle_of_a_write() -> None:
 
 
 def test_exception_in_the_middle_of_a_write() -> None:
-    """The write is waited for, and the captured boundary saved after it: only the failed batch is trained again."""
+    """An exception waits for the write and then saves the captured boundary: only the failed batch is trained again."""
     faults = [[RaiseInWrite(3)], [RaiseInWrite(6)]]
     [first, second] = assert_resumes_exactly(fit_eight, faults, options={**ALWAYS, "overhead_budget": 1.0})
     assert (first.exit_code, second.exit_code) == (1, 1)
@@ -180,7 +180,7 @@ def test_exception_in_the_middle_of_a_write() -> None:
 
 
 def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(tmp_path: Path) -> None:
-    """What is wrong with the package or the state ends the run, however long it is until the next save."""
+    """An error in the package or the state ends the run at the next boundary, however late the next save is due."""
 
     class Notes(Disk):
         num_batches: int | None = None
@@ -192,7 +192,7 @@ def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(t
         def on_train_batch_end(self, *_: Any) -> None:
             if self.num_batches is not None:
                 self.num_batches += 1
-                time.sleep(0.01)  # so that the thread comes to its end
+                time.sleep(0.01)  # so that the thread can finish
 
         def on_exception(self, *_: Any) -> None:
             tell(tmp_path, "batches", self.num_batches)
@@ -201,15 +201,15 @@ def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(t
     ended = run(lambda: fit_eight([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 1
     assert "ZeroDivisionError: in the thread" in ended.output
-    # Time decides whether the last boundary was captured; then it is saved now.
+    # Time decides whether the last boundary was captured; if so, it is saved now.
     assert re.search("ZeroDivisionError: (the last autosave stays|saved), ", ended.output), ended.output
     [num_batches] = told(tmp_path, "batches")
-    assert num_batches < 100  # when the next save is due, long after the next boundary
+    assert num_batches < 100  # the next save is due at 100, long after the next boundary
     assert all(load_file(path) for path in autosaves(tmp_path))
 
 
 def test_full_disk_is_named_at_the_next_boundary(tmp_path: Path) -> None:
-    """However long it is until the next save, the boundary after the failure says so; training continues."""
+    """The boundary after the failure reports a full disk, however late the next save is due; training continues."""
     options = {"every_n_train_steps": 3}
     ended = run(lambda: fit_eight([protected(**BEHIND, **options), FullDisk(at=1)], tmp_path))
     assert ended.exit_code == 0, ended.output
@@ -219,7 +219,7 @@ def test_full_disk_is_named_at_the_next_boundary(tmp_path: Path) -> None:
 
 
 def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
-    """A stop does not stumble over it: it says so, and saves what it has to itself."""
+    """A stop reports the failed background write, and saves its own state."""
 
     class Stop(FullDisk):
         def strike(self) -> None:
@@ -231,16 +231,16 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
     ended = run(lambda: fit_eight([callback, Stop(at=3)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 143, ended.output
     assert "could not be written in the background" in ended.output
-    # The stop may have come anywhere, in validation too: until the first write is done, training continues.
+    # The stop may have come anywhere, even in validation: until the first write finishes, training continues.
     ended = run(lambda: fit_eight([protected(async_save=True), KillAt(0)], tmp_path, max_epochs=10_000), seed=99)
     assert ended.exit_code == -signal.SIGKILL, ended.output
     resumed = re.search(r"Resumed exactly .*, global step (\d+)", ended.output)
     assert resumed is not None, ended.output
-    assert int(resumed[1]) > 0  # the first autosave, which was written, is that of the first boundary
+    assert int(resumed[1]) > 0  # the autosave before the failed write is from the first boundary
 
 
 class Times(Callback):
-    """Notes at each batch the newest autosave, how many there are, and whether one is being written."""
+    """Records at each batch the newest autosave, their number, and whether one is being written."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -252,7 +252,7 @@ class Times(Callback):
 
 
 def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
-    """With every_n_train_steps the next save waits for the one in flight, and never more than keep_last are there."""
+    """With every_n_train_steps the next save waits for the one in flight, and at most keep_last autosaves exist."""
     callbacks = [protected(async_save=True), Times(tmp_path), Held(1)]
     ended = run(lambda: fit_eight(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
@@ -263,7 +263,7 @@ def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
 
 
 def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
-    """Where the budget says when, training continues while a slow disk writes."""
+    """If the budget decides, training continues while a slow disk writes."""
     callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Times(tmp_path), Held(8)]
     ended = run(lambda: fit_eight(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
@@ -271,7 +271,7 @@ def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
 
 
 def test_first_and_last_are_waited_for(tmp_path: Path) -> None:
-    """The first autosave is there at the first batch, the finished one when fit returns; then no thread is left."""
+    """The first autosave exists at the first batch and the finished one when fit returns; then no thread is left."""
 
     def main() -> None:
         fit_eight([protected(async_save=True), Disk(0.05), Times(tmp_path)], tmp_path, max_epochs=1)
@@ -286,7 +286,7 @@ def test_first_and_last_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> None:
-    """A file that was written long after its boundary is the same as one that was written at it."""
+    """A file that is written long after its boundary equals one that is written at it."""
 
     class Slow(Net):
         def __init__(self) -> None:
@@ -318,14 +318,14 @@ def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> N
 
 
 class Uncopied(torch.Tensor):
-    """A tensor that torch.save writes, and that can't be copied."""
+    """A tensor that torch.save writes, but that can't be copied."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("no copies of this one")
 
 
 class HoldsUncopied(Net):
-    """Saves such a tensor, which changes in each step."""
+    """Saves a tensor that can't be copied and changes in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ class HoldsUncopied(Net):
 
 
 def test_what_cannot_be_copied_is_written_at_once() -> None:
-    """Where a copy fails the save is waited for: the run continues, and is exact."""
+    """If a copy fails, the fit waits for the save: the run continues, and is exact."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         with torch.serialization.safe_globals([Uncopied]):

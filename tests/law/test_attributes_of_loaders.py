@@ -1,4 +1,4 @@
-"""The law for what a class of ``DataLoader`` adds to torch's: attributes that it changes itself, or that others set."""
+"""The law for attributes that a subclass of ``DataLoader`` adds, and that it or other code changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runs import each_num_workers, fit_net
 
 
 class Collates(DataLoader[Tensor]):
-    """Counts the batches that it has put together, and makes each larger than the one before."""
+    """Counts the batches that it collates, and makes each larger than the one before."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_collated = 0
@@ -37,12 +37,12 @@ class Collates(DataLoader[Tensor]):
 @each_num_workers
 @each_cut
 def test_method_that_collates(fault: Callback, num_workers: int) -> None:
-    """What a loader's own method counts, here and in workers."""
+    """The count of a loader's own collate method continues, in the main process and in workers."""
     assert_carried(fault, train=lambda: Collates(num_workers))
 
 
 class Draws(Collates):
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self, num_workers: int) -> None:
         self.generator_of_noise = random.Random(1)
@@ -55,12 +55,12 @@ class Draws(Collates):
 @each_num_workers
 @each_cut
 def test_generator(fault: Callback, num_workers: int) -> None:
-    """What a loader's own generator draws, here and in workers."""
+    """A loader's own generator continues, in the main process and in workers."""
     assert_carried(fault, train=lambda: Draws(num_workers))
 
 
 class Scaled(DataLoader[Tensor]):
-    """Scales its batches as a callback has set it."""
+    """Scales its batches by a factor that a callback sets."""
 
     scale = 1.0
 
@@ -70,14 +70,14 @@ class Scaled(DataLoader[Tensor]):
 
 
 class Property(DataLoader[Tensor]):
-    """Has its scale after a property, and knows where it is."""
+    """Has its scale behind a property, and an attribute ``position``."""
 
     _scale = 1.0
     position = (0, 0)
 
     @property
     def scale(self) -> float:
-        """How much a batch is scaled."""
+        """The factor for a batch."""
         return self._scale
 
     @scale.setter
@@ -90,7 +90,7 @@ class Property(DataLoader[Tensor]):
 
 
 class Scales(Callback):
-    """Sets the scale of the loader that the script has made."""
+    """Sets the scale of the loader that the script created."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -100,12 +100,12 @@ class Scales(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.loader.scale += 0.01
-        # Both are one object to their users.
+        # Users see both as one object.
         assert trainer.train_dataloader.scale == self.loader.scale
 
 
 class SetsOnTrainers(Scales):
-    """The same, on the loader as the trainer has it."""
+    """Does the same to the trainer's loader."""
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self.loader = trainer.train_dataloader
@@ -116,7 +116,7 @@ class SetsOnTrainers(Scales):
 @pytest.mark.parametrize("kind", [Scaled, Property])
 @each_cut
 def test_attribute_that_a_callback_sets(fault: Callback, kind: Any, by: Any) -> None:
-    """It has its effect in the fit, as without the package, and is there after a resume."""
+    """An attribute that a callback sets takes effect as without the package, and a resume restores it."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = kind(NoisyDataset(20), batch_size=4, shuffle=True)
@@ -134,7 +134,7 @@ def numbers() -> Iterator[float]:
 
 
 class Stream:
-    """Counts up, in an object."""
+    """An object that counts up."""
 
     def __init__(self) -> None:
         self.number = 0.0
@@ -145,7 +145,7 @@ class Stream:
 
 
 class Mixes(DataLoader[Tensor]):
-    """Adds to each batch the next of a stream, as loaders for half-supervised training do."""
+    """Adds the next value of a stream to each batch, as loaders for semi-supervised training do."""
 
     stream: Any
 
@@ -157,7 +157,7 @@ class Mixes(DataLoader[Tensor]):
 @pytest.mark.parametrize("make_stream", [numbers, Stream])
 @each_cut
 def test_stream_beside_the_batches(fault: Callback, make_stream: Callable[[], Any]) -> None:
-    """A stream that a loader holds continues: it is drawn again."""
+    """A stream that a loader holds continues: its values are drawn again."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = Mixes(NoisyDataset(20), batch_size=4, shuffle=True)

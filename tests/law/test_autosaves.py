@@ -1,4 +1,4 @@
-"""Autosaves of a fit: when they are written, what may be in them, and what a resume does with good and bad ones."""
+"""Autosaves of a fit: when they are written, what they contain, and what a resume does with good and bad ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.runs import Net, eight_batches, fit_net
 
 
 class Crash(Callback):
-    """Ends the process in a hook of its start."""
+    """Kills the process in a hook of its start."""
 
     def __init__(self, hook: str) -> None:
         self.hook = hook
@@ -51,7 +51,7 @@ def test_crash_during_the_resume_itself(hook: str) -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory)
 
-    # Attempt two leaves no events: it dies before any batch.
+    # The second process leaves no events: it dies before any batch.
     with_crash = [KillAt(3), Crash(hook)]
     with pytest.raises(AssertionError, match="ended before it could continue"):
         assert_resumes_exactly(fit, with_crash, options={"every_n_train_steps": 1})
@@ -59,14 +59,14 @@ def test_crash_during_the_resume_itself(hook: str) -> None:
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_killed_again_before_another_autosave(kill: int) -> None:
-    """A run continues from the autosave at a resume's first boundary, before which no index was drawn, as from any."""
+    """A run that is killed again before its next autosave resumes from the same autosave."""
     costs = assert_resumes_exactly(fit_net, [KillAt(kill), KillAt(1)], options={"every_n_train_steps": 3})
     assert len({(cost.epoch, cost.batch) for cost in costs}) == 1
 
 
 @pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
 def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> None:
-    """So the third process does what the uninterrupted run does."""
+    """After a crash during the resume, the third process trains what the uninterrupted run trains."""
 
     def main(name: str, *faults: Callback) -> None:
         tell(tmp_path, name, weights(fit_net([protected(), *faults], tmp_path / name)))
@@ -80,7 +80,7 @@ def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> No
 
 
 def test_damaged_newest_autosave_is_set_aside(tmp_path: Path) -> None:
-    """A damaged autosave is set aside and said so, the one before it is taken."""
+    """A damaged autosave is set aside and reported, and the run resumes from the previous one."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     newest = autosaves(tmp_path)[-1]
     content = bytearray(newest.read_bytes())
@@ -94,7 +94,7 @@ def test_damaged_newest_autosave_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
-    """Autosaves of which none verifies are an error, never a fresh start."""
+    """If no autosave verifies, that is an error, never a fresh start."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     for path in autosaves(tmp_path):
         path.write_bytes(b"nothing")
@@ -105,7 +105,7 @@ def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
 def test_last_is_taken_where_no_autosave_verifies(tmp_path: Path) -> None:
-    """With ckpt_path="last" the file of the user's ModelCheckpoint is the run's own work, and is continued from."""
+    """With ckpt_path="last", a run without valid autosaves resumes from the file of its ModelCheckpoint."""
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
@@ -121,7 +121,7 @@ def test_last_is_taken_where_no_autosave_verifies(tmp_path: Path) -> None:
 
 
 def test_remedy_where_no_autosave_verifies_works(tmp_path: Path) -> None:
-    """As the error says: auto_resume=False sets the damaged ones aside, and starts from what the user names."""
+    """auto_resume=False sets the damaged autosaves aside and starts from the user's file, as the error says."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     newest = autosaves(tmp_path)[-1]
     own = tmp_path / "own.ckpt"
@@ -136,7 +136,7 @@ def test_remedy_where_no_autosave_verifies_works(tmp_path: Path) -> None:
 
 
 class Times(Callback):
-    """Notes at each batch how many autosaves there are."""
+    """Records at each batch how many autosaves exist."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -156,7 +156,7 @@ class Times(Callback):
     ],
 )
 def test_when_autosaves_are_written(options: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    """The first boundary always saves; then steps, time or the budget say when."""
+    """The first boundary always saves; after that the steps, the time, or the budget decide."""
     callback = FaultTolerance(**options)
     ended = run(lambda: fit_net([callback, Times(tmp_path)], tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
@@ -164,13 +164,13 @@ def test_when_autosaves_are_written(options: dict[str, Any], expected: list[int]
 
 
 def test_keep_last_is_kept(tmp_path: Path) -> None:
-    """No more than keep_last autosaves are there at any batch."""
+    """At most keep_last autosaves exist at any batch."""
     run(lambda: fit_net([protected(keep_last=3), Times(tmp_path)], tmp_path, max_epochs=1))
     assert [count for _, count in told(tmp_path, "saved")] == [1, 2, 3, 3, 3]
 
 
 def test_auto_resume_off_sets_the_autosaves_aside(tmp_path: Path) -> None:
-    """Without auto_resume the run starts from its beginning, and nothing is deleted."""
+    """Without auto_resume the run starts from the beginning, and nothing is deleted."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     ended = run(lambda: fit_net([protected(auto_resume=False), KillAt(2)], tmp_path))
     assert "Resumed" not in ended.output
@@ -186,7 +186,7 @@ class Configured(Net):
 
 
 def test_hyperparameters_of_any_kind_are_no_obstacle(tmp_path: Path) -> None:
-    """Paths, namespaces, classes and functions as hyperparameters ride along, and a resume needs none of them."""
+    """A resume works with paths, namespaces, classes, and functions as hyperparameters, and does not load them."""
 
     def main(*faults: Callback) -> None:
         module = Configured(path=Path("/data"), space=argparse.Namespace(a=1), kind=dict, function=os.getcwd, plain=3)
@@ -200,7 +200,7 @@ def test_hyperparameters_of_any_kind_are_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_state_that_would_not_load_raises_at_the_first_boundary(tmp_path: Path) -> None:
-    """A callback's state that a resume could not load is named before any batch is trained."""
+    """A callback's state that a resume could not load is reported before any batch is trained."""
 
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_state_that_would_not_load_raises_at_the_first_boundary(tmp_path: Path) 
 
 
 def test_autosave_loads_without_the_package_and_restores_in_plain_lightning(tmp_path: Path) -> None:
-    """An autosave is a Lightning checkpoint: a fit without the callback takes it as its ckpt_path."""
+    """An autosave is a Lightning checkpoint: a fit without the callback accepts it as its ckpt_path."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     newest = autosaves(tmp_path)[-1]
     assert torch.load(newest, weights_only=True)["global_step"] == 3
@@ -224,7 +224,7 @@ def test_autosave_loads_without_the_package_and_restores_in_plain_lightning(tmp_
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc").exists(), reason="needs a directory that can't be written")
 def test_directory_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
-    """It is found out before the first batch, with the path in the message."""
+    """An unwritable directory is an error before the first batch, with the path in the message."""
     ended = run(lambda: fit_net([protected(dirpath="/proc/nothing"), Times(tmp_path)], tmp_path))
     assert ended.exit_code == 1
     assert "/proc/nothing" in ended.output
@@ -232,7 +232,7 @@ def test_directory_that_cannot_be_written_is_an_error_before_training(tmp_path: 
 
 
 def test_report_says_what_was_restored(tmp_path: Path) -> None:
-    """The report names file, position, parts and time, as text and as a dataclass."""
+    """The report names file, position, parts, and time, as text and as a dataclass."""
 
     def main() -> None:
         callback = protected()
@@ -256,7 +256,7 @@ def test_report_says_what_was_restored(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_best_models_survive_a_new_version_of_the_default_logger(tmp_path: Path) -> None:
-    """ModelCheckpoint's best score, path and files are those of the uninterrupted run, though its directory changed."""
+    """ModelCheckpoint's best score, path, and files equal the uninterrupted run's, though its directory changed."""
 
     def main(name: str, *faults: Callback) -> None:
         best = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}")
@@ -274,7 +274,7 @@ def test_best_models_survive_a_new_version_of_the_default_logger(tmp_path: Path)
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_process_is_gone_in_time(num_workers: int, tmp_path: Path) -> None:
-    """A process that gets SIGTERM from outside says where it stopped, and is gone within 5 seconds."""
+    """A process that gets SIGTERM from outside reports where it stopped, and ends within 5 seconds."""
 
     class Started(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -298,7 +298,7 @@ def test_process_is_gone_in_time(num_workers: int, tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Rows with noise, to be iterated only."""
+    """An iterable data set of rows with noise."""
 
     def __iter__(self) -> Iterator[Any]:
         return (NoisyDataset(8)[index] for index in range(8))
@@ -307,7 +307,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_any_validation_data_that_is_run_whole(num_workers: int) -> None:
-    """A validation loader that can't be followed is no obstacle where each of its runs begins again."""
+    """A validation loader that can't be followed is accepted if each of its runs starts over."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         validation = DataLoader(Stream(), batch_size=4, num_workers=num_workers)

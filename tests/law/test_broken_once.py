@@ -1,4 +1,4 @@
-"""The law where it was broken once: each case was found by somebody who tried."""
+"""Cases in which the law was broken once, each found by somebody who tried."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.runs import Net, fit_eight, fit_net, make_trainer
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:
-    """Return a training loader, of 8 batches unless another data set is given."""
+    """Return a training loader, of 8 batches unless another data set is passed."""
     return DataLoader(**{"dataset": NoisyDataset(), "batch_size": 4, **arguments})
 
 
 class BufferSampler(Sampler[int]):
-    """Gives indices out of a buffer, from random places of it."""
+    """Yields indices from random places of a buffer."""
 
     def __len__(self) -> int:
         return 32
@@ -65,7 +65,7 @@ class ChunkSampler(Sampler[int]):
 @pytest.mark.parametrize("cut", [3, 6, 13])
 @pytest.mark.parametrize("sampler", [BufferSampler, ChunkSampler])
 def test_sampler_that_draws_between_batches(sampler: type, cut: int, num_workers: int) -> None:
-    """What a sampler remembers of its draws is there again, though dropout and data draw from the same generator."""
+    """A sampler's own draws are restored, though dropout and data draw from the same generator."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory, train=loader(sampler=sampler(), num_workers=num_workers))
@@ -74,7 +74,7 @@ def test_sampler_that_draws_between_batches(sampler: type, cut: int, num_workers
 
 
 class LateDataset(NoisyDataset):
-    """Makes a generator at its 18th sample."""
+    """Creates a generator at its 18th sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class LateDataset(NoisyDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_generator_that_is_made_late(num_workers: int) -> None:
-    """A generator that an object makes in the middle of an epoch belongs to the state from then on.
+    """A generator that an object creates in the middle of an epoch belongs to the state from then on.
 
-    Without workers the counter is the user's own; the fit does not depend on it after the cut.
+    Without workers the counter belongs to the user; the fit does not depend on it after the cut.
     """
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -106,7 +106,7 @@ def test_generator_that_is_made_late(num_workers: int) -> None:
 
 
 class ManyBoxes(NoisyDataset):
-    """Keeps annotations by the thousand before its generator."""
+    """Holds thousands of annotations before its generator."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -119,7 +119,7 @@ class ManyBoxes(NoisyDataset):
 
 
 def test_generators_beside_large_data() -> None:
-    """Data by the thousand do not hide a generator that stands beside them."""
+    """A generator is found although thousands of other objects come before it."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory, train=loader(dataset=ManyBoxes()), max_epochs=1)
@@ -128,7 +128,7 @@ def test_generators_beside_large_data() -> None:
 
 
 class ExtraState(Net):
-    """Counts its steps in what it adds to the state_dict, and computes with it."""
+    """Counts its steps in its extra state in the state_dict, and computes with the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class ExtraState(Net):
 
 
 def test_extra_state_of_a_module_behind_an_exception() -> None:
-    """What a module adds to the state_dict is that of the capture, not of the exception."""
+    """After an exception, a module's extra state is that of the capture, not that of the exception."""
     options = {**ALWAYS, "every_n_train_steps": 100}
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -157,7 +157,7 @@ def test_extra_state_of_a_module_behind_an_exception() -> None:
 
 
 class GathersGradients(Net):
-    """Lets gradients add up over four batches by itself."""
+    """Accumulates gradients over four batches by itself."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if batch_idx % 4 == 0:
@@ -165,7 +165,7 @@ class GathersGradients(Net):
 
 
 def test_gradients_that_the_user_keeps() -> None:
-    """Where the module decides when gradients are cleared, they are part of the state."""
+    """If the module decides when gradients are cleared, they are part of the state."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_eight(callbacks, directory, module=GathersGradients())
@@ -174,7 +174,7 @@ def test_gradients_that_the_user_keeps() -> None:
 
 
 class Reloads(Net):
-    """Makes its training loader itself, with a generator that begins again with it."""
+    """Creates its training loader, and with it a generator that starts over."""
 
     def train_dataloader(self) -> Any:
         return loader(dataset=NoisyDataset(20), shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -185,7 +185,7 @@ class Reloads(Net):
 
 @pytest.mark.parametrize("cut", [3, 8, 13])
 def test_loaders_are_reloaded_in_the_same_epochs(cut: int) -> None:
-    """With reload_dataloaders_every_n_epochs=2, a resume in an odd epoch reloads where the whole run did."""
+    """With reload_dataloaders_every_n_epochs=2, a resume in an odd epoch reloads when the whole run does."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         arguments = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 2}
@@ -206,7 +206,7 @@ def test_accumulation_that_a_callback_changes_is_no_other_run() -> None:
 
 
 class Holds(Callback):
-    """Draws from a generator of its own in each batch."""
+    """Draws from its own generator in each batch."""
 
     def __init__(self) -> None:
         self.generator = random.Random(7)
@@ -217,7 +217,7 @@ class Holds(Callback):
 
 
 def test_callback_with_a_generator_behind_another_number_of_callbacks() -> None:
-    """One callback more or fewer in front of it does not rename a callback's generator."""
+    """A callback's generator keeps its name with one callback more or fewer before it."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net([*callbacks, Holds()], directory)
@@ -226,7 +226,7 @@ def test_callback_with_a_generator_behind_another_number_of_callbacks() -> None:
 
 
 class TurnsUnsafe(Callback):
-    """Has a state that stops to be loadable in the middle of the run."""
+    """Has a state that becomes unloadable in the middle of the run."""
 
     def __init__(self) -> None:
         self.history: list[Any] = []
@@ -240,7 +240,7 @@ class TurnsUnsafe(Callback):
 
 
 def test_state_that_turns_unsafe_replaces_no_good_autosave(tmp_path: Path) -> None:
-    """The first state that would not load again is an error at once, and the autosave before it stays."""
+    """The first state that would not load is an error immediately, and the autosave before it stays."""
     ended = run(lambda: fit_net([protected(trust_autosaves=False), TurnsUnsafe()], tmp_path))
     assert ended.exit_code == 1
     assert "UnsafeCheckpointError" in ended.output
@@ -248,14 +248,14 @@ def test_state_that_turns_unsafe_replaces_no_good_autosave(tmp_path: Path) -> No
 
 
 class RaisesToo(Callback):
-    """Fails in the hook in which others clean up."""
+    """Fails in the hook in which other callbacks clean up."""
 
     def on_exception(self, *_: Any) -> None:
         raise RuntimeError("while cleaning up")
 
 
 def test_autosaves_stay_though_another_callback_hides_the_exception(tmp_path: Path) -> None:
-    """A fit that did not come to its end keeps its autosaves, even if nobody told us of its end."""
+    """A fit that did not finish keeps its autosaves, even if the package does not see the exception."""
 
     def main() -> None:
         try:
@@ -270,7 +270,7 @@ def test_autosaves_stay_though_another_callback_hides_the_exception(tmp_path: Pa
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: int, tmp_path: Path) -> None:
-    """Workers that live on are part of the finished state: more epochs are those of one long fit."""
+    """Persistent workers are part of the finished state: more epochs equal those of one long fit."""
 
     def main(name: str, max_epochs: int, kill: bool) -> None:
         train = loader(shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -287,7 +287,7 @@ def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: 
 
 
 def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path: Path) -> None:
-    """What lay after the last step of a fit that max_steps cut inside an epoch is gone: that is said."""
+    """More steps after a fit that max_steps ended inside an epoch are refused: the rest of that epoch is lost."""
 
     def main(max_steps: int, kill: bool) -> None:
         fit_net([protected()], tmp_path, max_epochs=-1, max_steps=max_steps)
@@ -302,7 +302,7 @@ def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path
 
 
 class WrappedMetrics(Net):
-    """Keeps extremes and a running mean of its loss."""
+    """Logs the extremes and a running mean of its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class WrappedMetrics(Net):
 
 @pytest.mark.parametrize("cut", [4, 8])
 def test_wrappers_of_metrics(cut: int) -> None:
-    """What torchmetrics' wrappers keep in plain attributes is part of the state."""
+    """Plain attributes of torchmetrics' wrappers are part of the state."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory, module=WrappedMetrics())
@@ -329,7 +329,7 @@ def test_wrappers_of_metrics(cut: int) -> None:
 
 
 class StuckInValidation(NoisyDataset):
-    """Hangs in a worker at its second validation batch, when the run is armed."""
+    """Hangs in a worker at its second validation batch, if the run is armed."""
 
     def __init__(self, armed: Path) -> None:
         super().__init__(16)
@@ -343,7 +343,7 @@ class StuckInValidation(NoisyDataset):
 
 
 def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
-    """A process whose validation waits for a stuck worker is gone in time, too, and the run resumes from its start."""
+    """A process whose validation waits for a stuck worker also ends in time, and that validation starts over."""
 
     class Armed(Callback):
         def on_train_start(self, *_: Any) -> None:

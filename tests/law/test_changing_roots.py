@@ -1,4 +1,4 @@
-"""Each start has another directory for its files: those of the run stay together in that of the first start."""
+"""Each start has another directory for its files; the run's files stay together in the first start's directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Fit = Callable[[list[Callback], Path], Trainer]
 
 
 def places(trainer: Trainer) -> dict[str, Any]:
-    """Return where a trainer says that it writes; which of the files that it names are there."""
+    """Return the paths to which a trainer writes, and which of the named files exist."""
     saving = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return {
         "log_dir": trainer.log_dir,
@@ -49,7 +49,7 @@ def places(trainer: Trainer) -> dict[str, Any]:
 
 
 class Places(Callback):
-    """Notes during the fit where the trainer writes."""
+    """Records during the fit where the trainer writes."""
 
     def __init__(self, note: Path) -> None:
         self.note = note
@@ -60,7 +60,7 @@ class Places(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class Starts:
-    """What the uninterrupted run and the killed one have left; of the latter, the directory of each start."""
+    """The files of the uninterrupted run and of the killed one, and the directory of each start of the latter."""
 
     whole: Path
     roots: Sequence[Path]
@@ -74,7 +74,7 @@ class Starts:
 
 
 def run_in_changing_roots(fit: Fit, tmp_path: Path, kills: Sequence[int] = (6, 5)) -> Starts:
-    """Run `fit` without our callback, and, in another directory at each start, killed and run again."""
+    """Run `fit` without our callback; then with it, killed and restarted in a new directory each time."""
     whole, roots = tmp_path / "whole", [tmp_path / "runs" / f"start-{n}" for n in range(len(kills) + 1)]
     protected = {"every_n_train_steps": 2, "dirpath": tmp_path / "autosaves"}
 
@@ -104,14 +104,14 @@ def rows(log_dir: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Loggers and ModelCheckpoints, made for a directory."""
+    """Loggers and ModelCheckpoints, built for a directory."""
 
     logger: Callable[[Path], Any] = lambda root: CSVLogger(root)
     saving: Callable[[Path], list[ModelCheckpoint]] = lambda root: []
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def fit(self, callbacks: list[Callback], root: Path) -> Trainer:
-        """Fit with them."""
+        """Fit with these loggers and ModelCheckpoints."""
         arguments = {"enable_checkpointing": True, "val_check_interval": 2, **self.arguments}
         return fit_eight([*self.saving(root), *callbacks], root, logger=self.logger(root), **arguments)
 
@@ -143,7 +143,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_files_stay_with_the_first_start(case: str, tmp_path: Path) -> None:
-    """Killed twice, the run leaves the uninterrupted run's files where it first wrote, and none elsewhere."""
+    """A run that is killed twice leaves the uninterrupted run's files in its first directory, and none elsewhere."""
     starts = run_in_changing_roots(CASES[case].fit, tmp_path)
     names = files_below(starts.whole)
     assert sorted(set(files_below(starts.first))) == names
@@ -161,7 +161,7 @@ def test_files_stay_with_the_first_start(case: str, tmp_path: Path) -> None:
 
 
 def test_script_reads_all_rows_in_one_file(tmp_path: Path) -> None:
-    """``Path(trainer.logger.log_dir) / "metrics.csv"`` has each row of the run once."""
+    """``Path(trainer.logger.log_dir) / "metrics.csv"`` contains each row of the run once."""
     starts = run_in_changing_roots(CASES["csv"].fit, tmp_path, kills=(3, 1, 6))
     found = rows(starts.places[starts.roots[-1].name]["log_dir"])
     assert [row["step"] for row in found if row["loss_step"]] == [str(step) for step in range(16)]
@@ -169,7 +169,7 @@ def test_script_reads_all_rows_in_one_file(tmp_path: Path) -> None:
 
 
 def test_paths_outside_are_left_alone(tmp_path: Path) -> None:
-    """Paths that are the same at each start are used as they are; others are new, and the report says so."""
+    """Paths that are the same at each start are kept; others are new, and the report says so."""
     outside = tmp_path / "outside"
 
     def fit(callbacks: list[Callback], root: Path) -> Trainer:
@@ -191,7 +191,7 @@ def test_paths_outside_are_left_alone(tmp_path: Path) -> None:
 
 
 class Refused(Callback):
-    """Ends the fit before anything of it is restored."""
+    """Ends the fit before the run restores anything."""
 
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         raise ZeroDivisionError
@@ -200,7 +200,7 @@ class Refused(Callback):
 @pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger])
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_fit_that_fails_before_it_resumes_changes_nothing(logger: Any, has_begun: bool, tmp_path: Path) -> None:
-    """The objects of the user write where they would have, and the rows of the run are as they were."""
+    """If a fit fails before it resumes, user objects write to their own paths and the run's rows stay as they were."""
     first, second = tmp_path / "first", tmp_path / "second"
     protected = {"every_n_train_steps": 2, "dirpath": tmp_path / "autosaves"}
 
@@ -234,7 +234,7 @@ def test_fit_that_fails_before_it_resumes_changes_nothing(logger: Any, has_begun
 
 
 def test_trainer_has_its_directory_again_if_the_fit_fails(tmp_path: Path) -> None:
-    """So has the Trainer: its ``default_root_dir`` is set only for a run that resumes."""
+    """If a fit fails, the Trainer gets its ``default_root_dir`` back; only a run that resumes changes it."""
     note = tmp_path / "note"
 
     class Note(Callback):
@@ -255,7 +255,7 @@ def test_trainer_has_its_directory_again_if_the_fit_fails(tmp_path: Path) -> Non
 
 
 def test_copied_directory_is_written_to(tmp_path: Path) -> None:
-    """Where the autosaves were copied with the rest, the copy continues by itself: what it was copied from stays."""
+    """A copy of a run, autosaves included, continues in its own directory; the original stays unchanged."""
 
     def fit(root: Path, *callbacks: Callback) -> None:
         Case(saving=lambda root: [best(root / "checkpoints")]).fit(
@@ -272,7 +272,7 @@ def test_copied_directory_is_written_to(tmp_path: Path) -> None:
 
 
 def test_removed_directory_is_not_made_again(tmp_path: Path) -> None:
-    """Where that of the first start is gone, the new one is used."""
+    """If the first start's directory is gone, the run uses the new one."""
 
     def fit(root: Path, *callbacks: Callback) -> None:
         Case().fit([FaultTolerance(every_n_train_steps=2, dirpath=tmp_path / "autosaves"), *callbacks], root)
@@ -294,7 +294,7 @@ LOGGING_IN_HYDRA = {
 
 @pytest.mark.parametrize("kind", LOGGING_IN_HYDRA)
 def test_hydra(kind: str, tmp_path: Path) -> None:
-    """Hydra's output directory counts, whether it is where the script works, or named, or the Trainer's."""
+    """Hydra's output directory counts, as working directory, as named path, or as the Trainer's root."""
 
     def main(name: str, kill: int | None) -> None:
         import hydra
@@ -337,7 +337,7 @@ def test_hydra(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning")
 def test_two_ranks(tmp_path: Path) -> None:
-    """Each rank's Trainer and ModelCheckpoints name the directory of the first start."""
+    """Each rank's Trainer and ModelCheckpoints name the first start's directory."""
 
     def main(name: str, *callbacks: Callback) -> Callable[[int], None]:
         def on_rank(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Scripts copy a trainer's callbacks in the middle of a fit: the copies are as without us, and train on their own."""
+"""Scripts that copy a trainer's callbacks during a fit: the copies behave as without us, and train separately."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Probe(Callback):
 
 
 def fit_copying(callbacks: list[Callback], directory: Path) -> Trainer:
-    """Fit with a ModelCheckpoint, and with copies of it and of ours in the middle."""
+    """Fit with a ModelCheckpoint, and with copies of it and of our callback in the middle."""
     saving = ModelCheckpoint(directory / "own", every_n_train_steps=2, save_top_k=-1)
     return fit_net([saving, *callbacks, Probe(directory)], directory, enable_checkpointing=True)
 
 
 def test_copies_train_on_their_own() -> None:
-    """A fit with copies of the callbacks, in a hook, changes nothing in the fit around it, wherever that is cut."""
+    """A fit with copies of the callbacks inside a hook changes nothing in the outer fit, wherever that is cut."""
     costs = assert_resumes_exactly(fit_copying, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 1})
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 3), (1, 3)]
 
 
 def test_copied_checkpoint_saves_in_its_own_name(tmp_path: Path) -> None:
-    """What a copied ModelCheckpoint has written it knows itself, and the one that was copied does not."""
+    """A copied ModelCheckpoint knows the files that it wrote, and the original does not."""
     found: list[ModelCheckpoint] = []
 
     class Copies(Callback):
@@ -62,7 +62,7 @@ def test_copied_checkpoint_saves_in_its_own_name(tmp_path: Path) -> None:
 
 
 def test_copy_of_ours_has_its_arguments_and_no_fit(tmp_path: Path) -> None:
-    """A copy that is made in a fit can be given to another trainer, and knows nothing of the fit."""
+    """A copy that is created during a fit works in another trainer, and knows nothing of the fit."""
     copies: list[FaultTolerance] = []
 
     class Copies(Callback):

@@ -1,6 +1,6 @@
-"""The law where a plain data module gives the loaders, which has no state and no hooks of its own.
+"""The law for loaders from a plain data module, which has no state and no hooks.
 
-Laws that test a module get their loaders from one, too (`tests.runs.fit_net`).
+Laws that test a module use such a data module, too (`tests.runs.fit_net`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_stopped_in_validation(signum: int) -> None:
 
 
 def test_exception_keeps_its_capture() -> None:
-    """An error of the script's saves the last capture: only the failed batch is trained again."""
+    """An error in the script saves the last capture: only the failed batch is trained again."""
     options = {**ALWAYS, "every_n_train_steps": 100}
     [cost] = assert_resumes_exactly(fit_from_data_module, [RaiseIn("on_after_backward", 3)], options=options)
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (1, 0, 3, 1)
@@ -42,12 +42,12 @@ def test_exception_keeps_its_capture() -> None:
 
 @pytest.mark.parametrize(("hook", "at"), [("training_step", 2), ("on_train_batch_start", 7)])
 def test_saved_by_the_module(hook: str, at: int) -> None:
-    """A checkpoint that the module saves in its step, or before it, is one to continue from."""
+    """A run resumes from a checkpoint that the module saves in its step, or before it."""
     assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
 
 
 class Saves(Net):
-    """Saves a checkpoint in a hook, each time that it is called."""
+    """Saves a checkpoint each time that a hook is called."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Saves(Net):
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_validation_epoch_end"])
 def test_saving_in_a_hook_changes_nothing(hook: str) -> None:
-    """A module that saves in any hook is trained as without us."""
+    """A module that saves in any hook trains as without us."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Saves(hook))

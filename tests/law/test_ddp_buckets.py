@@ -1,4 +1,4 @@
-"""Three ranks: the order in which DDP sums gradients continues too."""
+"""With three ranks, the order in which DDP sums gradients continues, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATER = Cut(kill=12, every=11, goes_on_at=(1, 3))
 
 
 class Crossed(Net):
-    """Its layers give their gradients in another order than they were made in."""
+    """Its layers produce their gradients in another order than that of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Crossed(Net):
 
 
 def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **arguments: Any) -> None:
-    """Hold three ranks with DDP's options `ddp` to the law."""
+    """Check that three ranks with DDP's options `ddp` obey the law."""
     arguments = {"module": Crossed, "limit_val_batches": 0, "strategy": DDPStrategy(**(ddp or {})), **arguments}
     assert_ranks_go_on(cut, num_ranks=3, **arguments)
 
@@ -52,7 +52,7 @@ def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **argument
     "cut", [FIRST_BATCH, pytest.param(LATER, marks=pytest.mark.slow)], ids=["after-the-first-batch", "later"]
 )
 def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
-    """Gradients are summed in the order of the uninterrupted run, also before DDP has laid its buckets out again."""
+    """Gradients are summed in the uninterrupted run's order, even before DDP has rebuilt its buckets."""
     assert_sums_go_on(cut)
 
 
@@ -68,14 +68,14 @@ def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
     ids=lambda ddp: next(iter(ddp)),
 )
 def test_options_of_ddp(ddp: dict[str, Any]) -> None:
-    """So it is with several buckets, gradients that are views of them, a static graph, and unused parameters."""
+    """The same holds with several buckets, gradients as bucket views, a static graph, and unused parameters."""
     assert_sums_go_on(SECOND_BATCH, ddp=ddp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", [False, True])
 def test_inside_a_window(view: bool) -> None:
-    """So it is inside an accumulation window, whose gradients are put into the buckets again."""
+    """The same holds inside an accumulation window, whose gradients are put back into the buckets."""
     assert_sums_go_on(
         Cut(kill=5, every=1, goes_on_at=(0, 3)),
         ddp={"gradient_as_bucket_view": view},
@@ -85,7 +85,7 @@ def test_inside_a_window(view: bool) -> None:
 
 @pytest.mark.slow
 def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DDP's first layout after a restart, the last bits are others: three ranks need the order."""
+    """With DDP's first layout after a restart, the last bits differ: three ranks need the order."""
     monkeypatch.setattr(Buckets, "load_state_dict", lambda self, state: [])
     with pytest.raises(NotTheSame, match="the interrupted run"):
         assert_sums_go_on(SECOND_BATCH)
@@ -93,7 +93,7 @@ def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_lost_order_is_told(tmp_path: Path) -> None:
-    """DDP with a static graph does not tell the order after the first batch: the report says so."""
+    """DDP with a static graph does not reveal the order after the first batch: the report says so."""
     fit = rank_fit(
         3, module=Crossed, limit_val_batches=0, strategy=DDPStrategy(static_graph=True), max_steps=4, max_epochs=-1
     )
@@ -105,15 +105,15 @@ def test_lost_order_is_told(tmp_path: Path) -> None:
 
 
 class Compressed(DDPStrategy):
-    """Has a communication hook that keeps something, as PowerSGD's does; Lightning itself has them on a GPU only."""
+    """Has a communication hook with state, as PowerSGD's; Lightning supports such hooks only on a GPU."""
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         self.model.register_comm_hook({"num": 0}, counting_hook)
 
 
-def counting_hook(state, bucket):  # DDP takes no annotations that are strings
-    """Scale a gradient by how many there were."""
+def counting_hook(state, bucket):  # DDP rejects annotations that are strings
+    """Scale a gradient by the number of calls."""
     state["num"] += 1
     bucket.buffer().div_(state["num"])
     return allreduce_hook(None, bucket)
@@ -122,7 +122,7 @@ def counting_hook(state, bucket):  # DDP takes no annotations that are strings
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_hook_with_a_state_is_told(strict: bool, tmp_path: Path) -> None:
-    """What a communication hook keeps is in no checkpoint: a resume is refused, or says that it is not exact."""
+    """A communication hook's state is in no checkpoint: a resume is refused, or reported as not exact."""
     fit = rank_fit(2, module=Crossed, limit_val_batches=0, strategy=Compressed(), max_steps=4, max_epochs=-1)
     runs = Runs(fit, tmp_path, {"every_n_train_steps": 1, "strict": strict}, SECONDS, num_ranks=2)
     assert runs.start("run", [KillAt(2)], seed=1, with_callback=True).exit_code < 0

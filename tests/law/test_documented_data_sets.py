@@ -1,4 +1,4 @@
-"""The data sets of Lightning 1.9's page on fault-tolerant training, as written there: all continue exactly."""
+"""The data sets of Lightning 1.9's page on fault-tolerant training, copied verbatim: all continue exactly."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class LitModel(Net):
 
 
 def built(make: Callable[[], Any]) -> Any:
-    """Return a data set whose rows are the same in every process, as in a script that seeds before it builds them."""
+    """Return a data set whose rows are the same in every process, as in a script that seeds first."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make()
 
 
-# Each worker gives the whole of an iterable data set.
+# Each worker yields the whole of an iterable data set.
 PAGE: dict[str, Callable[[int], Any]] = {
     "map-style": lambda num_workers: RandomDataset(4, 32),
     "iterable, not supported there": lambda num_workers: UnsupportedRandomIterableDataset(4, 32 // (num_workers or 1)),
@@ -102,7 +102,7 @@ PAGE: dict[str, Callable[[int], Any]] = {
 @each_cut
 @pytest.mark.parametrize("name", PAGE)
 def test_data_set_of_the_page(name: str, cut: Cut, num_workers: int) -> None:
-    """It continues with the sample that is next, also the one which the page says is not supported."""
+    """A data set of the page continues with the next sample, including the one that the page calls unsupported."""
 
     def train() -> DataLoader:
         data = built(lambda: PAGE[name](num_workers))
@@ -112,7 +112,7 @@ def test_data_set_of_the_page(name: str, cut: Cut, num_workers: int) -> None:
 
 
 def test_loaders_of_the_page() -> None:
-    """Two training loaders, of which the page says that their random state is not restored."""
+    """The two training loaders continue, although the page says that their random state is not restored."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory)

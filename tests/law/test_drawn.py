@@ -1,4 +1,4 @@
-"""The law for what a script draws before `fit`: each start draws something else, and the first one's stands.
+"""The law for random numbers that a script draws before `fit`: each start draws others, and the first ones stay.
 
 Each process of these laws is seeded differently before it builds its data.
 """
@@ -30,7 +30,7 @@ NUM_SAMPLES = 36
 
 
 class Names(Dataset[Tensor]):
-    """Its samples follow from the names of files, which a subclass may bring in any order."""
+    """Its samples derive from file names, which a subclass may put in any order."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         self.names = self.in_order([f"/data/part-{i // 12}/{i:03d}.png" for i in range(num)])
@@ -51,7 +51,7 @@ class Names(Dataset[Tensor]):
 
 
 def loaders_of(train: Any, validation: Any, **arguments: Any) -> Loaders:
-    """Return loaders of 5 batches, shuffled, and of 2."""
+    """Return loaders of 5 shuffled batches, and of 2."""
     return DataLoader(train, 4, shuffle=True, **arguments), DataLoader(validation, 4, **arguments)
 
 
@@ -64,21 +64,21 @@ def cut(indices: list[int]) -> list[list[int]]:
 
 
 def split_at_random() -> Loaders:
-    """Return the first two parts of torch's own split; the test set is in a variable."""
+    """Return the first two parts of torch's own split; a variable keeps the test set."""
     train, validation, _test = random_split(Names(), [20, 8, 8])
     loaders = loaders_of(train, validation, num_workers=2)
     return *loaders, _test  # type: ignore[return-value]
 
 
 def split_twice() -> Loaders:
-    """Return parts of two data sets of one kind: one of them may have an augmentation."""
+    """Return parts of two data sets of one kind: one may have an augmentation."""
     train, validation, test = cut(torch.randperm(NUM_SAMPLES).tolist())
     parts = Subset(Names(), train), Subset(Names(), validation), Subset(Names(), test)
     return *loaders_of(*parts[:2]), parts  # type: ignore[return-value]
 
 
 def split_by_samplers() -> Loaders:
-    """Return loaders of one data set, whose samplers have the parts."""
+    """Return loaders of one data set, with samplers that select the parts."""
     train, validation = cut(np.random.permutation(28).tolist())[:2]
     dataset = Names(28)
     loaders = [DataLoader(dataset, 4, sampler=SubsetRandomSampler(part)) for part in (train, validation)]
@@ -100,7 +100,7 @@ def shuffled_indices() -> Loaders:
 
 
 def split_into_arrays() -> Loaders:
-    """Return parts whose indices are NumPy's."""
+    """Return parts with NumPy indices."""
     train, validation, _ = (np.array(part) for part in cut(np.random.permutation(NUM_SAMPLES).tolist()))
     dataset = Names()
     parts = Subset(dataset, train), Subset(dataset, validation), Subset(dataset, _)  # type: ignore[arg-type]
@@ -119,14 +119,14 @@ class Shuffled(Names):
 
 
 class InTuple(Shuffled):
-    """Keeps them in a tuple."""
+    """Keeps the names in a tuple."""
 
     def in_order(self, names: list[str]) -> Any:
         return tuple(super().in_order(names))
 
 
 class InDeque(Shuffled):
-    """Keeps them in a deque."""
+    """Keeps the names in a deque."""
 
     def in_order(self, names: list[str]) -> Any:
         return deque(super().in_order(names))
@@ -145,7 +145,7 @@ class Records(Names):
 
 
 class Cases(Shuffled):
-    """Has files of one name in many directories."""
+    """Has files of the same name in many directories."""
 
     def in_order(self, names: list[str]) -> Any:
         return super().in_order([f"/data/{name[-7:-4]}/volume.nii" for name in names])
@@ -166,7 +166,7 @@ class Ordered(Names):
 
 
 class OrderedByTensor(Ordered):
-    """Keeps it in a tensor."""
+    """Keeps the order of its samples in a tensor."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         super().__init__(num)
@@ -174,7 +174,7 @@ class OrderedByTensor(Ordered):
 
 
 class Vocabulary(Names):
-    """Numbers its words in the order in which a set gives them."""
+    """Numbers its words in the order in which a set yields them."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         super().__init__(num)
@@ -199,7 +199,7 @@ class Words(Vocabulary):
 
 
 def of(kind: Callable[[int], Any]) -> Callable[[], Loaders]:
-    """Return what makes loaders of two such data sets."""
+    """Return a function that creates loaders of two such data sets."""
 
     def make() -> Loaders:
         return loaders_of(kind(NUM_TRAIN), kind(NUM_VALIDATION))
@@ -223,7 +223,7 @@ FAST = ("split_at_random", "Shuffled", "Vocabulary")
 
 
 def fit(make: Callable[[], Loaders], callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:
-    """Fit `Net` on what `make` makes; whatever else that returns is held while the fit runs."""
+    """Fit `Net` on the loaders that `make` returns; the fit keeps its other results alive."""
     train, validation, *_held = make()
     trainer = make_trainer(callbacks, directory, **arguments)
     trainer.fit(Net(), train, validation)
@@ -234,7 +234,7 @@ def fit(make: Callable[[], Loaders], callbacks: list[Callback], directory: Path,
     "make", [m if m.__name__ in FAST else slowly(m) for m in (*SPLITS, *ORDERS)], ids=lambda m: m.__name__
 )
 def test_first_start_stands(make: Callable[[], Loaders]) -> None:
-    """Whatever a start draws, the run continues with what the first one drew."""
+    """Whatever a start draws, the run continues with the first start's draws."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(make, callbacks, directory), [KillAt(3), KillAt(4)], options=EVERY_STEP
     )
@@ -242,7 +242,7 @@ def test_first_start_stands(make: Callable[[], Loaders]) -> None:
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE)])
 def test_split_of_a_data_module(fault: Callback) -> None:
-    """So does a split that a data module draws in its ``setup``."""
+    """A split that a data module draws in its ``setup`` also continues as first drawn."""
 
     class Data(LightningDataModule):
         def setup(self, stage: str) -> None:
@@ -268,7 +268,7 @@ LATE = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2
 
 @pytest.mark.parametrize("make", [of(Shuffled), slowly(split_at_random)], ids=lambda m: m.__name__)
 def test_loader_that_comes_late(make: Callable[[], Loaders]) -> None:
-    """A validation loader that is set up after the resume has what the first start drew, too."""
+    """A validation loader that is set up after the resume also gets the first start's draws."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(make, callbacks, directory, **LATE), [KillAt(12)], options=EVERY_STEP
     )
@@ -279,7 +279,7 @@ def test_loader_that_comes_late(make: Callable[[], Loaders]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [split_at_random, of(Shuffled)], ids=lambda m: m.__name__)
 def test_each_rank_has_its_own(make: Callable[[], Loaders]) -> None:
-    """Ranks that drew apart continue apart."""
+    """Ranks that drew different numbers continue with them."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(make, callbacks, directory, devices=2, strategy="ddp"),
         [KillAt(3, rank=1)],

@@ -1,4 +1,4 @@
-"""A run resumes with another number of ranks: each sample once, and an epoch comes to what all of its samples give."""
+"""A run resumes with another number of ranks: each sample comes once, and an epoch's values cover all samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_SAMPLE = Plan(options={"worker_rng": "per_sample"})
 
 
 def assert_every_sample_once(done: list[Entries], expected: list[int], *, epoch: int, num_ranks: int) -> None:
-    """Assert that the legs consumed all samples in their order, and of the first ones some again as padding."""
+    """Check that the legs consumed all samples in order, and only some of the first ones again as padding."""
     found, length = consumed(done, epoch), len(set(expected))
     assert sorted(expected[:length]) == list(range(length))
     assert found[:length] == expected[:length]
@@ -27,7 +27,7 @@ def assert_every_sample_once(done: list[Entries], expected: list[int], *, epoch:
 
 
 def assert_values_of(done: list[Entries], epoch: int) -> None:
-    """Assert that what was logged and computed at the end of an epoch is that of all samples consumed in it."""
+    """Check that the values logged and computed at the end of an epoch are those of all samples consumed in it."""
     values = torch.tensor(consumed(done, epoch), dtype=torch.float64)
     expected = {"mean": values.mean(), "sum": values.sum(), "max": values.max(), "min": values.min()}
     for entries in done[-1].ranks:
@@ -42,7 +42,7 @@ def assert_values_of(done: list[Entries], epoch: int) -> None:
 
 
 def test_two_ranks_become_one() -> None:
-    """The epoch in progress is finished by one rank, sample by sample, and its values are those of all samples."""
+    """One rank finishes the epoch of two, sample by sample, and its values are those of all samples."""
     uninterrupted = run(PER_SAMPLE, Leg(num_ranks=2))
     done = run(PER_SAMPLE, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
     assert_every_sample_once(done, consumed(uninterrupted, 0), epoch=0, num_ranks=1)
@@ -54,7 +54,7 @@ def test_two_ranks_become_one() -> None:
 
 
 def draws(samples: list[tuple[int, list[float]]]) -> torch.Tensor:
-    """Return what was added to each sample."""
+    """Return the noise of each sample."""
     rows = Rows(26).rows
     return torch.stack([torch.tensor(noisy) - rows[index] for index, noisy in samples])
 
@@ -71,7 +71,7 @@ WAYS: dict[str, list[Leg]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_sample_once_in_order(way: str) -> None:
-    """However the numbers of ranks and workers change, epochs have each sample once, and the same augmentation."""
+    """However the numbers of ranks and workers change, each epoch has each sample once, with the same augmentation."""
     legs = WAYS[way]
     assert legs[0].kill is not None
     epoch = legs[0].kill[0]
@@ -102,7 +102,7 @@ def losses(done: list[Entries], epoch: int) -> list[float]:
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_an_equal_global_batch_gives_the_same_losses(way: tuple[int, int], accumulated: int) -> None:
-    """With as many samples in each step as before, losses and weights are those of the uninterrupted run."""
+    """With as many samples in each step as before, losses and weights equal the uninterrupted run's."""
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": accumulated}, length=24)
     sizes = {1: 4, 2: 2}
     uninterrupted = run(plan, Leg(num_ranks=way[0], batch_size=sizes[way[0]]))
@@ -116,7 +116,7 @@ def test_an_equal_global_batch_gives_the_same_losses(way: tuple[int, int], accum
 
 @pytest.mark.slow
 def test_accumulation_may_make_up_for_ranks() -> None:
-    """Half as many ranks with twice the accumulation give the same steps, an open window's gradients included."""
+    """Half as many ranks with twice the accumulation take the same steps, including an open window's gradients."""
     plan = Plan(options=PER_SAMPLE.options, length=24)
     uninterrupted = run(plan, Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}))
     legs = [
@@ -130,7 +130,7 @@ def test_accumulation_may_make_up_for_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_window_that_does_not_fit_is_refused() -> None:
-    """An open accumulation window that ranks of now would not have is an error, and announced where that is allowed."""
+    """An open window that the new ranks can't have is an error, or is reported if the user allows it."""
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": 2})
     first = Leg(num_ranks=2, save=(0, 2))
     run(plan, first, Leg(num_ranks=1), error="they are of 4 samples, where the windows of these ranks would have 0")
@@ -140,7 +140,7 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.slow
 def test_random_generators_are_an_error_unless_allowed() -> None:
-    """With captured states another number of ranks is refused; where it is allowed the report says what is lost."""
+    """With captured states another number of ranks is refused; if the user allows it, the report lists the losses."""
     first = Leg(num_ranks=2, kill=(0, 3), num_workers=0)
     run(Plan(), first, Leg(num_ranks=1), error="pass FaultTolerance(elastic=True)")
     done = run(Plan(), first, Leg(num_ranks=1, options={"elastic": True}))
@@ -149,7 +149,7 @@ def test_random_generators_are_an_error_unless_allowed() -> None:
 
 
 class ManualNet(Net):
-    """Steps after every fourth batch, by itself."""
+    """Steps manually after every fourth batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class ManualNet(Net):
 
 @pytest.mark.slow
 def test_gradients_that_the_module_keeps_itself() -> None:
-    """They continue with an equal global batch; with another one nobody knows what they weigh, which is an error."""
+    """The module's own gradients continue with an equal global batch; else an error says their weight is unknown."""
     plan = Plan(options=PER_SAMPLE.options, length=32, make_module=ManualNet, max_epochs=1)
     uninterrupted = run(plan, Leg(num_ranks=2))
     done = run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1, batch_size=4))
@@ -189,7 +189,7 @@ class NetInShards(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 def test_shards_are_cut_anew(is_sharded: bool) -> None:
-    """From two ranks of FSDP2 to one and back the steps of an equal global batch are the same."""
+    """From two ranks of FSDP2 to one and back, an equal global batch takes the same steps."""
     plan = Plan(options=PER_SAMPLE.options, length=48, max_epochs=1, make_module=NetInShards)
     two, one = (
         {
@@ -208,7 +208,7 @@ def test_shards_are_cut_anew(is_sharded: bool) -> None:
 
 @pytest.mark.slow
 def test_open_windows_of_shards_are_refused() -> None:
-    """Gradients that are in shards can't be cut again: from the middle of an accumulation window that is an error."""
+    """Gradients in shards can't be split again, so resuming inside an accumulation window is an error."""
     arguments = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
     plan = Plan(options={**PER_SAMPLE.options, "elastic": True}, make_module=NetInShards)
     two, one = ({"num_ranks": n, "arguments": {**arguments, "strategy": fsdp2(n)}} for n in (2, 1))
@@ -216,7 +216,7 @@ def test_open_windows_of_shards_are_refused() -> None:
 
 
 class ApartNet(Net):
-    """Adds up in a buffer what its rank has seen."""
+    """Adds up the samples of its rank in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class ApartNet(Net):
 
 
 class Sum(Callback):
-    """Adds up what its rank has seen."""
+    """Adds up the samples of its rank."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -241,7 +241,7 @@ class Sum(Callback):
 
 
 class SummedNet(ApartNet):
-    """Brings its callback."""
+    """Adds its callback to the trainer."""
 
     def configure_callbacks(self) -> list[Callback]:
         return [Sum()]
@@ -249,7 +249,7 @@ class SummedNet(ApartNet):
 
 @pytest.mark.slow
 def test_what_ranks_had_apart_is_told() -> None:
-    """Buffers and callbacks' states that were others on each rank continue as rank 0's, and the report names them."""
+    """Buffers and callback states that differed between ranks continue as rank 0's, and the report names them."""
     plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
     done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
     (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "these are rank 0's" in line]
@@ -258,7 +258,7 @@ def test_what_ranks_had_apart_is_told() -> None:
 
 @pytest.mark.slow
 def test_new_ranks_draw_numbers_of_their_own() -> None:
-    """With captured states no two samples of an epoch get the same noise, on whatever rank, worker or leg."""
+    """With captured states no two samples of an epoch get the same noise, on any rank, worker, or leg."""
     plan = Plan(options={"elastic": True})
     for num_workers in (0, 2):
         legs = [Leg(num_ranks=1, num_workers=num_workers, kill=(0, 3)), Leg(num_ranks=3, num_workers=num_workers)]
@@ -270,7 +270,7 @@ def test_new_ranks_draw_numbers_of_their_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [(0, 2), (2, 0)], ids=str)
 def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) -> None:
-    """Another number of workers loses their random states: an error, or announced, and each sample still comes once."""
+    """Other workers lose their random states, which is an error unless allowed and reported; each sample comes once."""
     first = Leg(num_ranks=1, num_workers=num_workers[0], kill=(0, 3))
     run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1]), error="num_workers")
     done = run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1], options={"elastic": True}))
@@ -281,7 +281,7 @@ def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
-    """Killed again in the epoch that came from other ranks, a run continues as if it had not been."""
+    """Killed again in an epoch that other ranks began, a run continues as if it had not been."""
     first = Leg(num_ranks=2, kill=(0, 2))
     expected = run(PER_SAMPLE, first, Leg(num_ranks=num_ranks))
     batch = 6 if num_ranks == 1 else 3
@@ -297,7 +297,7 @@ def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
 @pytest.mark.parametrize("where", [3, 6, "validation", "end"])
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int | str) -> None:
-    """From a checkpoint after a batch, in validation or at an epoch's end, each run of validation is run once."""
+    """From a checkpoint after a batch, in validation, or at an epoch's end, each validation runs once."""
     plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 0.5})
     place = where if isinstance(where, str) else where * 2 // way[0] - 1
     done = run(plan, Leg(num_ranks=way[0], save=(0, place)), Leg(num_ranks=way[1]))
@@ -317,7 +317,7 @@ def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int |
 
 @pytest.mark.slow
 def test_a_finished_fit_trains_on_with_other_ranks() -> None:
-    """A fit that came to its end continues for another epoch with another number of ranks, from the start of it."""
+    """A finished fit continues for another epoch with another number of ranks, from the start of that epoch."""
     legs = [Leg(num_ranks=2, arguments={"max_epochs": 1}), Leg(num_ranks=3, arguments={"max_epochs": 2})]
     done = run(PER_SAMPLE, *legs)
     assert consumed(done[1:], 0) == []
@@ -326,7 +326,7 @@ def test_a_finished_fit_trains_on_with_other_ranks() -> None:
 
 @pytest.mark.slow
 def test_limited_epochs_end_with_the_same_sample() -> None:
-    """An epoch of which only a share is trained ends for other ranks where it would have ended."""
+    """An epoch that is limited to a share of its batches ends at the same sample with other ranks."""
     plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"limit_train_batches": 0.5})
     done = run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1))
     assert consumed(done, 0) == consumed(run(plan, Leg(num_ranks=2)), 0)
@@ -336,7 +336,7 @@ def test_limited_epochs_end_with_the_same_sample() -> None:
 
 @pytest.mark.slow
 def test_an_order_that_is_not_known_is_refused() -> None:
-    """A sampler of one's own can't be dealt to other ranks, whatever is allowed."""
+    """A user's own sampler can't be divided among other ranks, with any options."""
     weights = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 26, 26)}
     plan = Plan(options={"elastic": True, "strict": False}, arguments={"use_distributed_sampler": False})
     run(
@@ -349,14 +349,14 @@ def test_an_order_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_validation_run_that_was_due_is_run() -> None:
-    """Validation that is owed by the batch of a checkpoint is run, though it would not be due there for these ranks."""
+    """A validation run that was due at the checkpoint's batch is run, even if it is not due there for the new ranks."""
     plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 3, "max_epochs": 1})
     done = run(plan, Leg(num_ranks=1, save=(0, 2)), Leg(num_ranks=2))
     assert [entry["batch"] for entry in done[1].of("validation")] == [1, 3, 6]
 
 
 class RowsOfRank(Rows):
-    """Other rows on each rank."""
+    """Has other rows on each rank."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -365,14 +365,14 @@ class RowsOfRank(Rows):
 
 @pytest.mark.slow
 def test_data_of_one_rank_are_not_dealt_to_others() -> None:
-    """Where each rank has data of its own, what another one has consumed of them means nothing."""
+    """If each rank has its own data, the samples that another rank consumed are not carried over: an error."""
     plan = Plan(options={"elastic": True}, make_dataset=RowsOfRank)
     run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1), error="had another data set on rank 1 than on rank 0")
 
 
 @pytest.mark.slow
 def test_augmentation_does_not_depend_on_ranks_that_nobody_has_seeded() -> None:
-    """Each rank was started with a seed of its own: what is drawn for the samples is as on one rank."""
+    """Ranks with different seeds draw the same numbers for the samples as one rank."""
     plan = Plan(options=PER_SAMPLE.options, seed=None, max_epochs=1)
     one, two = (draws(run(plan, Leg(num_ranks=n))[0].samples(0)) for n in (1, 2))
     torch.testing.assert_close(one, two)
@@ -382,7 +382,7 @@ def test_augmentation_does_not_depend_on_ranks_that_nobody_has_seeded() -> None:
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_an_epoch_that_only_starts_is_of_the_new_ranks(way: tuple[int, int], epoch: int) -> None:
-    """From a checkpoint of an epoch's start the epoch has each sample once, and so has the one after it."""
+    """From a checkpoint at an epoch's start, that epoch and the next one have each sample once."""
     done = run(Plan(options=PER_SAMPLE.options), Leg(num_ranks=way[0], save=(epoch, "start")), Leg(num_ranks=way[1]))
     for number in range(epoch, 2):
         assert sorted(consumed(done[1:], number)) == list(range(26))

@@ -23,7 +23,7 @@ each_num_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 def fit_short(callbacks: list[Callback], directory: Path, *, num_workers: int) -> Trainer:
-    """Fit 2 epochs of 6 batches, with validation; everything is shuffled and draws."""
+    """Fit 2 epochs of 6 batches, with validation; everything is shuffled and draws random numbers."""
 
     def loader(length: int) -> DataLoader:
         return DataLoader(
@@ -48,7 +48,7 @@ def test_killed_at_every_batch(hook: str, every: int, num_workers: int) -> None:
         lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
         [KillAt(kill - begin, hook=hook) for kill, begin in zip(kills, [0, *resumed[:-1]], strict=True)],
         options={"every_n_train_steps": every},
-        may_begin_anew=True,  # where it does, it is at batch 0
+        may_begin_anew=True,  # if it does, it is at batch 0
     )
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * len(kills)
     assert [(cost.epoch, cost.batch) for cost in costs] == [divmod(batch, NUM_BATCHES) for batch in resumed]
@@ -57,7 +57,7 @@ def test_killed_at_every_batch(hook: str, every: int, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("kill", [NUM_BATCHES - 1, 2 * NUM_BATCHES - 1])
 def test_killed_in_every_validation(kill: int, num_workers: int) -> None:
-    """Killed in a validation run, the run does the batch before it again, and the whole validation."""
+    """A run that is killed in validation repeats the batch before it, and the whole validation."""
     [cost] = assert_resumes_exactly(
         lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
         [KillAt(kill, hook="validation")],

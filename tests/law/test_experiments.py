@@ -1,4 +1,4 @@
-"""WandbLogger and MLFlowLogger continue in their own run, whose rows are those of the uninterrupted one."""
+"""WandbLogger and MLFlowLogger continue in their run, with the rows of the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mlflow(directory: Path, **arguments: Any) -> MLFlowLogger:
 
 
 def fit(callbacks: list[Callback], directory: Path, make: Make = wandb, width: int = 8, **arguments: Any) -> Any:
-    """Fit a model that has hyperparameters, and one more value from its fourth batch on."""
+    """Fit a model that has hyperparameters, and logs one more value from its fourth batch on."""
     return fit_net(callbacks, directory, logger=make(directory), module=LateNet(width), **arguments)
 
 
@@ -71,7 +71,7 @@ def runs_of(directory: Path) -> dict[str, Any]:
 def test_wandb_has_one_run_with_the_rows_of_the_uninterrupted_one(
     kills: list[Any], late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row is there once, also where W&B had not sent those before the autosave, or had sent later ones."""
+    """Each row comes once, even if W&B had not sent rows from before the autosave, or had sent later ones."""
     monkeypatch.setenv("STAND_IN_WANDB_LATE", str(late))
     runs = run_whole_and_killed(fit, tmp_path, kills, every_n_train_steps=2)
     [whole], [killed] = rows(runs.whole).values(), rows(runs.killed).values()
@@ -82,7 +82,7 @@ def test_wandb_has_one_run_with_the_rows_of_the_uninterrupted_one(
 
 @pytest.mark.parametrize("kills", [[3], [3, 3, KillAt(1, signum=signal.SIGTERM)]], ids=["once", "often"])
 def test_mlflow_has_one_run_with_the_points_of_the_uninterrupted_one(kills: list[Any], tmp_path: Path) -> None:
-    """Each point is there once, and the run is finished in the end."""
+    """Each point comes once, and the run is finished in the end."""
     runs = run_whole_and_killed(lambda *args: fit(*args, mlflow), tmp_path, kills, every_n_train_steps=2)
     [whole], [killed] = runs_of(runs.whole).values(), runs_of(runs.killed).values()
     assert killed == whole
@@ -93,7 +93,7 @@ def test_mlflow_has_one_run_with_the_points_of_the_uninterrupted_one(kills: list
 
 
 def interrupted(tmp_path: Path, make: Make, then: Make | None = None, kill: Any = 3, **arguments: Any) -> Ended:
-    """Run, kill, and run again; return how that ended."""
+    """Run, kill, and run again; return how the second run ended."""
     options = {"every_n_train_steps": 2, "ignore_hyperparameters": ["width"]}
     kill = KillAt(kill) if isinstance(kill, int) else kill
     run(lambda: fit([FaultTolerance(**options), kill], tmp_path, make))
@@ -104,7 +104,7 @@ def interrupted(tmp_path: Path, make: Make, then: Make | None = None, kill: Any 
 
 
 def test_mlflow_is_killed_while_a_stop_lasts_and_running_again(tmp_path: Path) -> None:
-    """Between a stop and the next start the run of MLflow is killed; in the next start it runs."""
+    """MLflow shows the run as killed between a stop and the next start, and then as running."""
 
     class Look(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -120,7 +120,7 @@ def test_mlflow_is_killed_while_a_stop_lasts_and_running_again(tmp_path: Path) -
 
 
 def test_mlflow_keeps_the_first_value_of_a_parameter(tmp_path: Path) -> None:
-    """MLflow refuses another value of a parameter: a hyperparameter that may differ is left out, and named."""
+    """A hyperparameter that may differ is left out and named, since MLflow refuses another value of a parameter."""
 
     def log_width(width: int) -> Make:
         def make(directory: Path) -> Logger:
@@ -130,7 +130,7 @@ def test_mlflow_keeps_the_first_value_of_a_parameter(tmp_path: Path) -> None:
 
         return make
 
-    # What is logged before the fit begins a run of its own, which is ended.
+    # Logging before the fit starts a separate run, which is ended.
     ended = interrupted(tmp_path, log_width(2), log_width(3))
     assert "before the fit; it continues in the run" in ended.output
     assert sorted(run["status"] for run in runs_of(tmp_path).values()) == ["FINISHED", "KILLED"]
@@ -149,7 +149,7 @@ class LogsParam(Callback):
 
 
 def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
-    """A parameter that has another value at the restart stays what it was, and the report names it."""
+    """A parameter that has another value at the restart keeps its first one, and the report names it."""
     options = {"every_n_train_steps": 2}
     run(lambda: fit([FaultTolerance(**options), LogsParam(2), KillAt(3)], tmp_path, mlflow))
     ended = run(lambda: fit([FaultTolerance(**options), LogsParam(3)], tmp_path, mlflow), seed=99)
@@ -160,7 +160,7 @@ def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
 
 
 def test_run_of_mlflow_that_is_gone_is_told(tmp_path: Path) -> None:
-    """Where the store has no such run any more, a new one begins, and the report says so."""
+    """If the store no longer has the run, a new one starts, and the report says so."""
 
     def emptied(directory: Path) -> Logger:
         (directory / "mlflow.json").unlink()
@@ -172,7 +172,7 @@ def test_run_of_mlflow_that_is_gone_is_told(tmp_path: Path) -> None:
 
 
 def test_id_of_the_user_stays(tmp_path: Path) -> None:
-    """Who names another run gets it, and the report says where the earlier rows are."""
+    """If the user names another run, it is used, and the report says where the earlier rows are."""
     ended = interrupted(tmp_path, wandb, lambda directory: wandb(directory, id="mine"))
     assert "WandbLogger#0 was given the run mine; what was logged so far is in the run" in ended.output
     assert "mine" in rows(tmp_path)
@@ -180,7 +180,7 @@ def test_id_of_the_user_stays(tmp_path: Path) -> None:
 
 
 def test_own_id_of_the_user_continues(tmp_path: Path) -> None:
-    """A run that the user has named himself has no row twice either."""
+    """A run with a name from the user also has each row once."""
     interrupted(tmp_path, lambda directory: wandb(directory, id="mine"))
     assert [row["_step"] for row in rows(tmp_path)["mine"]] == list(range(len(rows(tmp_path)["mine"])))
     losses = [row["trainer/global_step"] for row in rows(tmp_path)["mine"] if "loss_step" in row]
@@ -188,14 +188,14 @@ def test_own_id_of_the_user_continues(tmp_path: Path) -> None:
 
 
 def begun(directory: Path) -> Logger:
-    """Return a logger that has begun its run before the fit, as ``logger.watch(model)`` does."""
+    """Return a logger that starts its run before the fit, as ``logger.watch(model)`` does."""
     logger = wandb(directory)
     logger.experiment.config.update({"a": 1})
     return logger
 
 
 def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
-    """W&B can't rename a run that has begun: both starts say what to do."""
+    """W&B can't rename a run that has started: both starts print advice."""
     first = run(lambda: fit([FaultTolerance(every_n_train_steps=2), KillAt(3)], tmp_path, begun))
     assert "WandbLogger does not continue in its run after a restart. Its run has begun before the fit" in first.output
     ended = run(lambda: fit([FaultTolerance(every_n_train_steps=2)], tmp_path, begun), seed=99)
@@ -204,14 +204,14 @@ def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
 
 
 def test_offline_run_is_told(tmp_path: Path) -> None:
-    """Offline nobody knows which rows the run has: each start has a part of one run, and the report says so."""
+    """If W&B is offline, the rows of a run are unknown: each start has a part of it, and the report says so."""
     ended = interrupted(tmp_path, lambda directory: wandb(directory, offline=True))
     assert "W&B is offline" in ended.output
     assert len(rows(tmp_path)) == 1
 
 
 class Other(Logger):
-    """A logger of somebody else."""
+    """A logger that the package does not know."""
 
     name, version = "other", 0
 
@@ -223,7 +223,7 @@ class Other(Logger):
 
 
 def test_unknown_loggers_are_named_once(tmp_path: Path) -> None:
-    """At the start of the first fit, with what to do, and not again in the second."""
+    """An unknown logger is named at the start of the first fit, with advice, and not again in the second."""
 
     def main() -> None:
         for _ in range(2):
@@ -238,14 +238,14 @@ def test_unknown_loggers_are_named_once(tmp_path: Path) -> None:
 
 
 def test_advice_for_loggers_of_lightning() -> None:
-    """Those that Lightning has are told by name which argument it is."""
+    """The advice for Lightning's loggers names the argument."""
     from lightning_faulttolerant.trainer.experiments.experiments import _advice
 
     assert _advice(CometLogger.__new__(CometLogger)) == "Give it an experiment_key."
 
 
 def test_hp_metric_is_written_once(tmp_path: Path) -> None:
-    """A restart does not write again what the first start has written of the hyperparameters."""
+    """A restart does not write the first start's hyperparameters again."""
     for kill in (3, 2, None):
         faults = [] if kill is None else [KillAt(kill)]
         run(lambda faults=faults: fit([FaultTolerance(every_n_train_steps=1), *faults], tmp_path, TensorBoardLogger))

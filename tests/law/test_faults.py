@@ -39,7 +39,7 @@ def fit_with(num_workers: int, **arguments: Any) -> Any:
 
 
 def costs(fit: Any, *faults: Any, **arguments: Any) -> list[Interruption]:
-    """Return what the faults cost, having compared everything."""
+    """Compare the runs, and return the cost of each fault."""
     return assert_resumes_exactly(fit, faults, **arguments)
 
 
@@ -47,7 +47,7 @@ def costs(fit: Any, *faults: Any, **arguments: Any) -> list[Interruption]:
 @pytest.mark.parametrize("to_group", [False, True])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_stop_signal_costs_no_batch(signum: int, to_group: bool, num_workers: int) -> None:
-    """The batch in hand is finished and saved; nothing is done twice, and the exit code names the signal."""
+    """A stop finishes and saves the current batch; no batch runs twice, and the exit code names the signal."""
     [cost] = costs(
         fit_with(num_workers),
         KillAt(4, signum=signum, to_group=to_group),
@@ -57,7 +57,7 @@ def test_stop_signal_costs_no_batch(signum: int, to_group: bool, num_workers: in
 
 
 def test_stop_signal_inside_an_accumulation_window_costs_no_batch() -> None:
-    """Gradients of the open window are part of the state."""
+    """Gradients of the open accumulation window are part of the state."""
     [cost] = costs(fit_with(0, accumulate_grad_batches=3), KillAt(3, signum=signal.SIGTERM), options=EVERY_STEP)
     assert (cost.exit_code, cost.batch, cost.num_batches_twice) == (143, 4, 0)
 
@@ -71,7 +71,7 @@ def test_stop_signal_in_validation_costs_no_batch(num_workers: int) -> None:
 
 
 def test_stop_signal_in_validation_at_the_end_of_an_epoch_costs_no_batch() -> None:
-    """So it is when the run is the one at the end of an epoch."""
+    """The same holds for a validation run at the end of an epoch."""
     [cost] = costs(fit_with(2), KillAt(7, signum=signal.SIGTERM, hook="validation"), options=EVERY_STEP)
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (143, 0, 8, 0)
 
@@ -125,28 +125,28 @@ class RaiseIn(Callback):
     ],
 )
 def test_exception_in_a_hook_costs_no_finished_batch(hook: str, batch: int, twice: int) -> None:
-    """Before the optimizer has moved, a capture saves the batches that are done; else the last autosave is right."""
+    """Before the optimizer step a capture saves the finished batches; after it the last autosave serves."""
     [cost] = costs(fit_with(0), RaiseIn(hook, batch), options=ALWAYS)
     assert cost.exit_code == 1
     assert cost.num_batches_twice == twice
 
 
 def test_capture_saves_what_lies_between_autosaves() -> None:
-    """With captures at every step, an exception costs no finished batch though the last autosave is long ago."""
+    """With captures at every step, an exception costs no finished batch, even long after the last autosave."""
     options = {**ALWAYS, "every_n_train_steps": 100}
     [cost] = costs(fit_with(2), RaiseIn("on_after_backward", 6), options=options)
     assert (cost.batch, cost.num_batches_twice) == (6, 1)
 
 
 def test_without_a_capture_the_last_autosave_stays() -> None:
-    """An exception after the optimizer step saves nothing: the restart repeats what lies after the autosave."""
+    """An exception after the optimizer step saves nothing: the restart repeats the batches since the autosave."""
     options = {**ALWAYS, "every_n_train_steps": 3}
     [cost] = costs(fit_with(2), RaiseIn("on_train_batch_end", 5), options=options)
     assert (cost.batch, cost.num_batches_twice) == (3, 3)
 
 
 class FailingNet(Net):
-    """Raises where it is told, once, in the process that starts with the file `armed`."""
+    """Raises at `where`, once, in the process that starts with the file `armed`."""
 
     def __init__(self, where: str, armed: Path) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class FailingNet(Net):
 
 
 class Arm(Callback):
-    """Lets a run's module or data set fail."""
+    """Arms a run's module or data set, which then fails."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         (Path(trainer.default_root_dir) / "armed").touch()
@@ -193,7 +193,7 @@ def test_exception_in_the_module(where: str) -> None:
 
 
 class FailingDataset(NoisyDataset):
-    """Fails in a worker: raises, kills its process, or hangs, once, when the run is armed."""
+    """Fails in a worker once, if the run is armed: raises, kills its process, or hangs."""
 
     def __init__(self, how: str, armed: Path) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ def test_stop_signal_while_a_worker_is_stuck(how: str) -> None:
     """The state of the boundary is saved though the next batch never comes, and the process ends in time."""
 
     class StopLater(Arm):
-        """Stops when the main process has long been waiting for the batch that never comes."""
+        """Stops when the main process has waited for some time for the batch that never comes."""
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 7:
@@ -258,7 +258,7 @@ def test_stop_signal_while_a_worker_is_stuck(how: str) -> None:
 @pytest.mark.parametrize("how", ["sleeps", "spins"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_process_with_a_stuck_worker_is_gone_in_time(signum: int, how: str, tmp_path: Path) -> None:
-    """From the signal, to the whole process group, until the end of the process it takes less than 5 seconds."""
+    """A process group that gets the signal while a worker hangs ends within 5 seconds."""
     script = Script(lambda: fit_failing(how)([FaultTolerance(**EVERY_STEP), Arm()], tmp_path))
     while (tmp_path / "armed").exists() or not any(tmp_path.rglob("*-batch=7.ckpt")):
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The law for streaming data sets of MosaicML Streaming and of LitData: their epochs are kept, the draws are ours."""
+"""The law for streaming data sets of MosaicML Streaming and LitData: they keep their epochs, and we keep the draws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.runs import fit_net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
-    # Of theirs, in the processes that read.
+    # These come from the libraries, in the reading processes.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -43,14 +43,14 @@ def row(n: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def mosaic_data() -> Iterator[str]:
-    """Small shards; what a killed process leaves in shared memory is taken away after the tests."""
+    """A data set of small shards; the tests' leftovers in shared memory are removed afterwards."""
     with tempfile.TemporaryDirectory() as directory:
         with MDSWriter(out=directory, columns={"n": "int"}, size_limit=128) as writer:
             for n in range(NUM_SAMPLES):
                 writer.write({"n": n})
         yield directory
         for file in Path("/dev/shm").glob("*_locals"):
-            with contextlib.suppress(FileNotFoundError):  # of another process, which has just ended
+            with contextlib.suppress(FileNotFoundError):  # belongs to another process, which has just ended
                 if directory.encode() in file.read_bytes():
                     for left in Path("/dev/shm").glob(f"{file.name.removesuffix('locals')}*"):
                         left.unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def mosaic_data() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def litdata_data() -> Iterator[str]:
-    """Small chunks."""
+    """A data set of small chunks."""
     with tempfile.TemporaryDirectory() as directory:
 
         def write() -> None:
@@ -75,21 +75,21 @@ def litdata_data() -> Iterator[str]:
 
 
 def mosaic_loader(data: str, num_workers: int) -> DataLoader[Any]:
-    """Return the original's loader over a shuffled data set of it that draws."""
+    """Return the original library's loader over a shuffled data set that draws."""
     streaming = mosaic()
 
     class Rows(streaming.StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, at: Any) -> Tensor:
             return row(super().__getitem__(at)["n"])
 
-    # Its lock files; each process has a directory of its own.
+    # Its lock files are here; each process has its own directory.
     tempfile.tempdir = tempfile.mkdtemp(dir=data)
     dataset = Rows(local=data, shuffle=True, batch_size=4)
     return streaming.StreamingDataLoader(dataset, batch_size=4, num_workers=num_workers)
 
 
 def litdata_loader(data: str, num_workers: int) -> DataLoader[Any]:
-    """Return LitData's loader over a shuffled data set of it that draws."""
+    """Return LitData's loader over a shuffled data set that draws."""
     import litdata
 
     class Rows(litdata.StreamingDataset):
@@ -100,7 +100,7 @@ def litdata_loader(data: str, num_workers: int) -> DataLoader[Any]:
 
 
 def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
-    """Hold a fit to the law, killed in the first epoch and in the second."""
+    """Check that a fit obeys the law, killed in the first epoch and in the second."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         warnings.simplefilter("ignore")
@@ -112,19 +112,19 @@ def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_w
 
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
-    """In the order of its epoch, with the draws of its workers, in the first epoch and in a later one."""
+    """The order and the workers' draws continue, in the first epoch and in a later one."""
     assert_goes_on(mosaic_loader, mosaic_data, num_workers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
-    """The same of LitData."""
+    """The same holds for LitData."""
     assert_goes_on(litdata_loader, litdata_data, num_workers)
 
 
 class Jittered:
-    """A transform that draws from a generator of its own."""
+    """A transform that draws from its own generator."""
 
     def __init__(self) -> None:
         self.rng = random.Random(7)
@@ -134,7 +134,7 @@ class Jittered:
 
 
 def test_the_generators_of_a_transform_of_litdata_are_kept(litdata_data: str) -> None:
-    """A transform that LitData's data set has is looked into: its generator would begin again in a new process."""
+    """The generator of a transform in LitData's data set is found; it would start over in a new process."""
 
     def look() -> None:
         import litdata
@@ -147,7 +147,7 @@ def test_the_generators_of_a_transform_of_litdata_are_kept(litdata_data: str) ->
 
 
 class PassedOn(IterableDataset[Any]):
-    """Passes the samples of another data set on."""
+    """Passes on the samples of another data set."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -157,7 +157,7 @@ class PassedOn(IterableDataset[Any]):
 
 
 def test_data_sets_whose_epochs_cant_be_told_are_refused(litdata_data: str) -> None:
-    """Mixtures, and data sets that pass theirs on, are refused with the reason; their own are not."""
+    """Mixtures and wrappers of streaming data sets are refused with the reason; the data sets themselves are not."""
 
     def refused() -> None:
         import litdata

@@ -1,4 +1,4 @@
-"""A disk without room, or a store that is not reached, in mid-run: the run continues, and is the uninterrupted one."""
+"""With a full disk or an unreachable store midway, the run continues and equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AGAIN = "Autosaves can be written again"
 
 
 class Notes(Net):
-    """Keeps a list and a counter of its own, which training changes in each step."""
+    """Keeps a list and a counter, which training changes in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ def fit_notes(callbacks: list[Callback], directory: Path, **arguments: Any) -> A
 
 
 def fits_of(directory: Path) -> list[Fit]:
-    """Return the fits that the history of the run tells of."""
+    """Return the fits in the history of the run."""
     [path] = directory.rglob("history.jsonl")
     [chapter] = history_of(read_lines(path)).chapters
     return list(chapter.fits)
 
 
 def report_on(directory: Path) -> str:
-    """Return what the command prints."""
+    """Return the output of the report command."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert command(["report", str(directory)]) == 0
@@ -71,7 +71,7 @@ def report_on(directory: Path) -> str:
 
 @pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "keep_last": 1}, {**EVERY_STEP, "async_save": True}])
 def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
-    """Killed when there is room again, a run continues from what was saved then, and is bit for bit the other one."""
+    """Killed when there is room again, a run resumes from a save made since, and equals the other run bit for bit."""
     [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(2, 5), KillAt(11)]], options=options)
     assert cost.exit_code == -signal.SIGKILL
     assert (cost.epoch, cost.batch) in [(1, 3), (1, 2)] if "async_save" in options else [(1, 3)]
@@ -79,14 +79,14 @@ def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "async_save": True}])
 def test_killed_while_the_disk_is_full(options: dict[str, Any]) -> None:
-    """Killed before there is room, it continues from the last good autosave, which nothing has deleted."""
+    """Killed before there is room, a run resumes from the last good autosave, which is never deleted."""
     [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(3), KillAt(7)]], options=options)
     assert (cost.exit_code, cost.epoch) == (-signal.SIGKILL, 0)
     assert cost.batch in ((2, 3) if "async_save" in options else (3,))
 
 
 def test_killed_twice_in_a_run_whose_disk_is_full_at_times() -> None:
-    """So it is in a resumed run, whose first own save fails, and in an accumulation window."""
+    """The same holds for a resumed run whose first save fails, and inside an accumulation window."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_notes(callbacks, directory, accumulate_grad_batches=3)
@@ -98,7 +98,7 @@ def test_killed_twice_in_a_run_whose_disk_is_full_at_times() -> None:
 
 
 def fit_with(directory: Path, *callbacks: Callback, name: str = "weights", **options: Any) -> Ended:
-    """Fit as a script; tell the weights after it."""
+    """Fit as a script, and report the weights."""
 
     def main() -> None:
         place = directory / ("run" if name == "weights" else name)
@@ -108,7 +108,7 @@ def fit_with(directory: Path, *callbacks: Callback, name: str = "weights", **opt
 
 
 def test_run_is_the_same_and_says_so_once(tmp_path: Path) -> None:
-    """The weights are those of a run with room; the outage is named when it begins and when it ends."""
+    """The weights equal those of a run with room; the start and the end of the outage are reported once each."""
     assert fit_with(tmp_path, name="whole").exit_code == 0
 
     class Looks(Callback):
@@ -126,7 +126,7 @@ def test_run_is_the_same_and_says_so_once(tmp_path: Path) -> None:
     assert "The last autosave, before batch 3 of epoch 0, stays. The run continues" in ended.output
     assert "nothing could be saved (3 tries)" in ended.output
     names = told(tmp_path, "names")[:9]
-    assert names[3] == names[4] == names[5] == names[6] != names[7]  # and nothing that was begun is left
+    assert names[3] == names[4] == names[5] == names[6] != names[7]  # and no partial file is left
     assert all(len(found) == 2 for found in names[1:])
     [fit] = fits_of(tmp_path / "run")
     [unsaved] = fit.unsaved
@@ -141,7 +141,7 @@ def test_run_is_the_same_and_says_so_once(tmp_path: Path) -> None:
 
 
 def test_finished_fit_that_can_not_be_saved_is_finished(tmp_path: Path) -> None:
-    """The script after the fit continues: what was trained is there, and nothing ends in an error."""
+    """If the final save fails, the fit still finishes without an error and the script continues."""
     ended = fit_with(tmp_path, FullDisk(14))
     assert ended.exit_code == 0, ended.output
     assert len(told(tmp_path, "weights")) == 1
@@ -165,7 +165,7 @@ def test_stop_that_can_not_be_saved_says_what_is_lost(tmp_path: Path) -> None:
 
 
 def test_stop_in_validation_that_can_not_be_saved(tmp_path: Path) -> None:
-    """So it is inside a validation run."""
+    """The same holds for a stop inside a validation run."""
 
     def main() -> None:
         faults = [FullDisk(3), KillAt(3, signum=signal.SIGTERM, hook="validation")]
@@ -177,7 +177,7 @@ def test_stop_in_validation_that_can_not_be_saved(tmp_path: Path) -> None:
 
 
 def test_exception_is_seen_where_nothing_can_be_saved(tmp_path: Path) -> None:
-    """The user's error is the one that is raised, and the message says which autosave there is."""
+    """The user's error is raised, and the message names the last autosave."""
 
     class Raises(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -192,7 +192,7 @@ def test_exception_is_seen_where_nothing_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
-    """A run that could never be resumed is not begun."""
+    """A run that could never resume does not start."""
     ended = fit_with(tmp_path, FullDisk(-1))
     assert ended.exit_code == 1
     assert "OSError: [Errno 28] No space left on device" in ended.output
@@ -200,7 +200,7 @@ def test_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
 
 
 def test_state_that_would_not_load_is_an_error_in_mid_run(tmp_path: Path) -> None:
-    """What is wrong with the state, not with the disk, is not put off."""
+    """A problem with the state, not with the disk, is an immediate error."""
 
     class Keeps(Callback):
         num_steps = 0
@@ -217,7 +217,7 @@ def test_state_that_would_not_load_is_an_error_in_mid_run(tmp_path: Path) -> Non
 
 
 def test_error_of_a_users_save_is_the_users(tmp_path: Path) -> None:
-    """What a hook of the user's or ModelCheckpoint can't write raises as it does without the package."""
+    """A failed write of a user's hook or of ModelCheckpoint raises as it does without the package."""
 
     class Writes(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def test_interval_that_says_when_is_kept(tmp_path: Path) -> None:
 
 
 def test_store_that_is_not_reached(tmp_path: Path) -> None:
-    """A store that does not answer for a while is the same: named once, and everything is there after it."""
+    """A store that does not answer for a while is reported once, and the run then equals the uninterrupted one."""
     store = "faulty://runs"
 
     def main() -> None:
@@ -278,7 +278,7 @@ def test_store_that_is_not_reached(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(directory: Path, num_bytes: int) -> Iterator[None]:
-    """Mount a file system of that size in memory."""
+    """Mount a file system of `num_bytes` in memory."""
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)], check=True)
     try:
@@ -298,7 +298,7 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux" or not can_mount(), reason="needs the right to mount a disk")
 def test_real_disk_without_room(tmp_path: Path) -> None:
-    """On a disk that is full for a while the run continues, and a kill after that resumes exactly."""
+    """The run continues on a disk that is full for a while, and resumes exactly after a kill."""
 
     class Fills(Callback):
         def __init__(self, first: int, last: int) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks of which one can't write for a while: all learn it, none hangs, and after that all resume exactly."""
+"""If one of several ranks can't write for a while, all learn of it, none hangs, and all resume exactly afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = for_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"async_save": True}])
 def test_first_rank_that_can_not_save(options: dict[str, Any]) -> None:
-    """Rank 0 writes for all."""
+    """If rank 0, which writes for all, can't save for a while, the ranks resume exactly."""
     faults = [[FullDisk(2, 5, rank=0), KillAt(11, rank=1)]]
     options = {"every_n_train_steps": 1, **options}
     [cost] = assert_resumes_exactly(rank_fit(2), faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
@@ -29,7 +29,7 @@ def test_first_rank_that_can_not_save(options: dict[str, Any]) -> None:
 
 
 class Slow(Callback):
-    """Takes so long for a batch that the ranks agree on a save every few of them."""
+    """Is so slow that the ranks agree on a save every few batches."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.08)
@@ -37,7 +37,7 @@ class Slow(Callback):
 
 @pytest.mark.slow
 def test_first_rank_that_can_not_save_where_time_says_when() -> None:
-    """The first rank asks for each try, and the others come to it."""
+    """If time decides, the first rank requests each try, and the others take part."""
     fit = rank_fit(2, users=lambda: [Slow()], max_epochs=4)
     faults = [[FullDisk(1, 16, rank=0), KillAt(30, rank=1)]]
     options = {"overhead_budget": 1.0}
@@ -48,7 +48,7 @@ def test_first_rank_that_can_not_save_where_time_says_when() -> None:
 
 @pytest.mark.slow
 def test_shards_of_which_one_can_not_be_written() -> None:
-    """Each rank writes its own shards: where one can't, there is no autosave of any."""
+    """If one rank can't write its shard, no rank has an autosave."""
     fit = rank_fit(2, module=ShardedNet, strategy=fsdp2())
     faults = [[FullDisk(2, 5, rank=1), KillAt(11, rank=0)]]
     options = {"every_n_train_steps": 1}
@@ -58,7 +58,7 @@ def test_shards_of_which_one_can_not_be_written() -> None:
 
 @pytest.mark.slow
 def test_stop_that_ranks_can_not_save() -> None:
-    """All ranks end with the exit code that says so, and continue from the last good autosave."""
+    """All ranks end with the exit code for a stop without a save, and resume from the last good autosave."""
     faults = [[FullDisk(3, rank=0), KillAt(6, rank=1, signum=signal.SIGTERM)]]
     options = {"every_n_train_steps": 1}
     [cost] = assert_resumes_exactly(rank_fit(2), faults, options=options, num_ranks=2, timeout_seconds=SECONDS)

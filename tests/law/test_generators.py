@@ -1,4 +1,4 @@
-"""The law for generators that objects hold: they continue like the global ones, wherever they hide."""
+"""The law for generators that objects hold: they continue like the global ones, wherever they are."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.runs import (
 @each_num_workers
 @each_cut
 def test_held_by_the_data_set(cut: Cut, num_workers: int) -> None:
-    """Generators of each kind that a data set holds continue, in this process and in each worker's copy."""
+    """Generators of each kind in a data set continue, in this process and in each worker's copy."""
     assert_goes_on(cut, train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers))
 
 
 def test_held_by_the_data_set_in_workers_that_live_on() -> None:
-    """In workers that live on, each copy's generators continue from epoch to epoch, in validation too."""
+    """In persistent workers, each copy's generators continue from epoch to epoch, in validation too."""
 
     def loader(length: int) -> DataLoader:
         return DataLoader(HoldingDataset(length), batch_size=4, num_workers=2, persistent_workers=True)
@@ -52,7 +52,7 @@ def test_held_by_the_data_set_in_workers_that_live_on() -> None:
 @each_num_workers
 @each_cut
 def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
-    """Generators continue that hide in a transform of a transform of the data set."""
+    """Generators in a nested transform of the data set continue."""
     assert_goes_on(
         cut, train=lambda: DataLoader(TransformedDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
     )
@@ -61,7 +61,7 @@ def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("has_attribute", [True, False])
 def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
-    """A generator that a data set makes when it is first used continues, though the new process has none yet."""
+    """A generator that a data set creates on first use continues, though the new process does not have one yet."""
     assert_goes_on(
         FIRST_EPOCH,
         train=lambda: DataLoader(
@@ -73,7 +73,7 @@ def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
 @each_num_workers
 @each_cut
 def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
-    """A sampler's own generator continues, of the users' and of torch's samplers."""
+    """A sampler's own generator continues, for users' samplers and torch's."""
 
     def train() -> DataLoader:
         sampler = PythonShuffle(rng=random.Random(0))
@@ -89,7 +89,7 @@ def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("make_collate", [NoisyCollate, closed_over_collate])
 def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
-    """A generator continues that a ``collate_fn`` holds, as an attribute or in its closure."""
+    """A generator of a ``collate_fn`` continues, in an attribute or a closure."""
     assert_goes_on(
         LATER_EPOCH,
         train=lambda: DataLoader(
@@ -99,7 +99,7 @@ def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
 
 
 class HoldingNet(Net):
-    """Draws in its step from generators that it holds, one of each kind."""
+    """Draws in its step from its own generators, one of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,12 +114,12 @@ class HoldingNet(Net):
 
 @each_short_cut
 def test_held_by_the_module(cut: Cut) -> None:
-    """Generators that the module holds and draws from in its step continue."""
+    """Generators of the module that its step uses continue."""
     assert_goes_on(cut, module=HoldingNet)
 
 
 class NoisySGD(torch.optim.SGD):
-    """Adds noise to the weights from a generator of its own."""
+    """Adds noise to the weights from its own generator."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.01)
@@ -134,7 +134,7 @@ class NoisySGD(torch.optim.SGD):
 
 
 class NoisyRates(Net):
-    """Its optimizer holds a generator, and so does the function of its scheduler."""
+    """Its optimizer has a generator, and so does its scheduler's function."""
 
     def configure_optimizers(self) -> Any:
         optimizer, rng = NoisySGD(self.parameters()), random.Random(0)
@@ -144,5 +144,5 @@ class NoisyRates(Net):
 
 @pytest.mark.slow
 def test_held_by_optimizer_and_scheduler() -> None:
-    """Generators that an optimizer and the function of a scheduler hold continue."""
+    """Generators of an optimizer and of a scheduler's function continue."""
     assert_goes_on(LATER_SHORT_EPOCH, module=NoisyRates)

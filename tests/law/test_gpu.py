@@ -1,4 +1,4 @@
-"""The law on a GPU: its generators, scaled gradients, page-locked batches, compiled modules, strategies over NCCL."""
+"""The law on a GPU: generators, scaled gradients, page-locked batches, compiled modules, strategies over NCCL."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from tests.runs import (
 )
 from tests.sharded import ShardedNet, fsdp2
 
-# A process that starts CUDA takes its time.
+# A process takes time to start CUDA.
 pytestmark = [*needs_gpu, *for_ranks, pytest.mark.timeout(300)]
 
 ON_GPU: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
 
 
 class GpuNet(Net):
-    """Draws on the GPU from its global generator, and from one that the module holds; counts in a metric there."""
+    """Draws on the GPU from its global generator and from the module's own; updates a metric on the GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GpuNet(Net):
 
 
 class ConvNet(LightningModule):
-    """Convolutions of cuDNN, in the memory format that it likes best, and an optimizer that stays on the GPU."""
+    """Uses cuDNN convolutions in their preferred memory format, and an optimizer that stays on the GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,15 +99,15 @@ class CapturableNet(GpuNet):
 @each_short_cut
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 def test_each_precision_goes_on(precision: Any, cut: Cut) -> None:
-    """Dropout, augmentation and metrics on the GPU continue; with 16 bits the scale of the gradients does."""
+    """Dropout, augmentation, and metrics on the GPU continue, and so does the gradient scale with 16 bits."""
     assert_goes_on(cut, module=GpuNet, precision=precision, **ON_GPU)
 
 
 @each_cut
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # a step is left out
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # a step is skipped
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_scale_that_moves_goes_on(accumulate: int, cut: Cut) -> None:
-    """So does a scale that doubles every second step until gradients overflow, and steps are left out."""
+    """A scale continues that doubles every second step until gradients overflow and steps are skipped."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**22, growth_interval=2)
@@ -122,14 +122,14 @@ def test_a_scale_that_moves_goes_on(accumulate: int, cut: Cut) -> None:
 @each_short_cut
 @pytest.mark.parametrize("module", [ConvNet, CapturableNet])
 def test_each_kind_of_module_goes_on(module: Callable[[], LightningModule], cut: Cut) -> None:
-    """Convolutions, fused and capturable optimizers."""
+    """Convolutions, and fused and capturable optimizers, continue."""
     assert_goes_on(cut, module=module, deterministic=True, **ON_GPU)
 
 
 @each_cut
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_page_locked_batches_go_on(num_workers: int, cut: Cut) -> None:
-    """Batches that a thread copies into page-locked memory ahead of training, of workers that live on."""
+    """Batches continue that a thread copies into page-locked memory ahead of training, from persistent workers."""
 
     def loader(length: int, **more: Any) -> DataLoader[Any]:
         more |= {"num_workers": num_workers, "persistent_workers": num_workers > 0, "pin_memory": True}
@@ -139,10 +139,10 @@ def test_page_locked_batches_go_on(num_workers: int, cut: Cut) -> None:
     assert_goes_on(cut, train=train, validation=lambda: loader(8), module=GpuNet, **ON_GPU)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # from torch
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_module_goes_on(mode: str) -> None:
-    """A module that is compiled draws for its dropout in kernels of its own, with CUDA graphs or without."""
+    """A compiled module continues, although its kernels draw for dropout, with CUDA graphs or without."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         module = GpuNet()
@@ -155,14 +155,14 @@ def test_a_compiled_module_goes_on(mode: str) -> None:
 
 @pytest.mark.parametrize("fault", [KillAt(3, signum=signal.SIGTERM), KillAt(11, hook="validation", signum=2)])
 def test_stopped_by_a_signal(fault: KillAt) -> None:
-    """A stop saves what is on the GPU at that moment."""
+    """A stop saves the current state of the GPU."""
     more = {"train": eight_batches(), "val_check_interval": 4}
     [cost] = assert_exact(list, fault, module=GpuNet, options={}, **more, **ON_GPU)
     assert cost.exit_code in {128 + 15, 128 + 2}
 
 
 def test_stopped_by_an_exception() -> None:
-    """So does an error of the script's."""
+    """An error in the script saves the state of the GPU, too."""
     options = {"overhead_budget": 1.0, "every_n_train_steps": 1}
     [cost] = assert_exact(list, RaiseAt("on_train_epoch_end", 0), module=GpuNet, options=options, **ON_GPU)
     assert (cost.exit_code, cost.epoch) == (1, 0)
@@ -170,7 +170,7 @@ def test_stopped_by_an_exception() -> None:
 
 @pytest.mark.parametrize("batch", [5, 11])
 def test_written_behind_training(batch: int) -> None:
-    """What is copied off the GPU while training continues is of the moment at which it was asked for."""
+    """State that is copied off the GPU during training is that of the requested moment."""
     options = {"every_n_train_steps": 1, "async_save": True}
     more = {"train": eight_batches(), **ON_GPU}
     [cost] = assert_exact(list, KillWhenWritten(batch), module=GpuNet, options=options, **more)
@@ -180,7 +180,7 @@ def test_written_behind_training(batch: int) -> None:
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch:UserWarning")
 @pytest.mark.parametrize("kill", [9, 19])
 def test_callbacks_go_on(kill: int) -> None:
-    """Averages that are kept on the CPU, and checkpoints of the user's."""
+    """Averages on the CPU and the user's checkpoints continue."""
 
     def users() -> list[Callback]:
         return [StochasticWeightAveraging(0.05, swa_epoch_start=1), ModelCheckpoint(monitor="val_loss", save_last=True)]
@@ -192,7 +192,7 @@ def test_callbacks_go_on(kill: int) -> None:
 
 @each_cut
 def test_ddp_over_nccl_goes_on(cut: Cut) -> None:
-    """DDP, with statistics of batch norms that all ranks share."""
+    """DDP continues, with batch norm statistics that all ranks share."""
     arguments = {"strategy": "ddp", "sync_batchnorm": True, "accelerator": "gpu"}
     assert_ranks_go_on(cut, num_ranks=torch.cuda.device_count(), **arguments)
 
@@ -215,7 +215,7 @@ def test_fsdp1_on_gpus_goes_on(state_dict_type: str) -> None:
 
 
 def test_a_run_of_a_gpu_does_not_go_on_without_one(tmp_path: Path) -> None:
-    """What was drawn there can't continue: an error that says so, and what is there stays."""
+    """A GPU run is refused on a machine without one, with an error that says so, and its files stay."""
 
     def fit(*callbacks: Callback, accelerator: str = "gpu") -> None:
         random.seed(1)

@@ -1,4 +1,4 @@
-"""The law for batches of groups: under the callback nobody calls ``advance``, and batches resume where they were."""
+"""The law for batches of groups: under the callback no code calls ``advance``, and the batches continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = [i % 4 for i in range(32)]
 
 @each_cut
 def test_grouped_batches_go_on_without_advance(cut: Cut) -> None:
-    """Each epoch has an order of its own, as Lightning tells the sampler its epoch, and a resume is in its batches."""
+    """Each epoch has its own order, since Lightning sets the sampler's epoch, and a resume keeps its batches."""
 
     def train() -> DataLoader[Any]:
         sampler = InterruptibleDistributedGroupedBatchSampler(range(32), GROUPS, 4, seed=3)

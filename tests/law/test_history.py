@@ -1,4 +1,4 @@
-"""The history of a run: it tells what happened, whatever ended a process, and changes nothing."""
+"""The history of a run: it records what happened, however a process ended, and changes nothing."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def place(epoch: int, batch: int) -> Place:
     return Place(epoch=epoch, batch=batch, global_step=5 * epoch + batch)
 
 
-# It changes nothing.
+# The history changes nothing.
 
 
 @pytest.mark.parametrize("how", ["each-boundary", pytest.param("unwritable", marks=pytest.mark.slow)])
 def test_run_with_a_history_is_the_run_without(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a sign of life at each boundary and batch of validation a killed run does what one without all this does.
+    """With a sign of life at each boundary and validation batch, a killed run equals one without a history.
 
-    So it does where the history can't be written at all.
+    The same holds if the history can't be written at all.
     """
     monkeypatch.setattr(history_module, "ALIVE_EVERY_SECONDS", (0.0, 0.0))
     monkeypatch.setenv(RUN_ID_VARIABLE, "run")
@@ -79,14 +79,14 @@ def test_run_with_a_history_is_the_run_without(how: str, monkeypatch: pytest.Mon
         trainer = fit_net(callbacks, directory)
         if how == "each-boundary" and directory.name != "uninterrupted":
             signs = [line for line in lines_of(directory) if line["event"] == "alive"]
-            assert len(signs) >= 8  # where an autosave is due at a boundary it is sign enough
+            assert len(signs) >= 8  # an autosave at a boundary counts as a sign
         return trainer
 
     costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 2})
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
-# It tells what happened.
+# The history records what happened.
 
 
 def ends(chapter: Chapter) -> list[str | None]:
@@ -95,7 +95,7 @@ def ends(chapter: Chapter) -> list[str | None]:
 
 
 def test_run_of_many_ends_is_told_whole(tmp_path: Path) -> None:
-    """Killed, stopped, ended by an exception and finished: each process says where it began, what it did and why not.
+    """Whether a process was killed, stopped, failed, or finished, the history has its start, its work, and its end.
 
     The account of its time adds up.
     """
@@ -120,7 +120,7 @@ def test_run_of_many_ends_is_told_whole(tmp_path: Path) -> None:
 
 
 def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
-    """Each autosave has its name and size; a process that is killed in its epoch continues from one that is told."""
+    """Each autosave is recorded with its name and size, before the next batch begins."""
     sizes = {}
 
     class Looks(Callback):
@@ -137,7 +137,7 @@ def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
 
 
 def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path) -> None:
-    """Their state is of when training waited, and the line of when the file was there; a later process finds it."""
+    """A background autosave has the time of its capture and that of its file, and a later process finds it."""
 
     class Waits(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -156,9 +156,9 @@ def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path
 
 
 def test_signal_while_the_end_is_told_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store may let the end wait: where a signal handler breaks the wait, all is given back all the same.
+    """If a signal handler interrupts the final wait for a store, all attributes of the trainer are restored.
 
-    Also what is wrapped twice, for stopping and for the rest.
+    This includes the methods that are wrapped twice, for stopping and for the rest.
     """
 
     def flush(self: LocalHistory) -> None:
@@ -175,7 +175,7 @@ def test_signal_while_the_end_is_told_leaves_nothing_behind(tmp_path: Path, monk
 
 
 def test_validation_leaves_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a validation run there are no boundaries, and still the time of a kill is known."""
+    """Validation has no boundaries, but its signs of life still give the time of a kill."""
     monkeypatch.setattr(history_module, "ALIVE_EVERY_SECONDS", (0.0, 0.0))
     assert run(fit_one(tmp_path, KillAt(4, hook="validation"))).exit_code == -signal.SIGKILL
     assert lines_of(tmp_path)[-1]["event"] == "alive"
@@ -183,7 +183,7 @@ def test_validation_leaves_signs_of_life(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_process_that_never_reached_a_batch_is_told(tmp_path: Path) -> None:
-    """An exception before the first batch is an end without a start; so is a kill, of the same chapter."""
+    """An exception or a kill before the first batch is an end without a start, in the same chapter."""
 
     class Fails(Callback):
         def on_fit_start(self, *_: Any) -> None:
@@ -204,7 +204,7 @@ def test_process_that_never_reached_a_batch_is_told(tmp_path: Path) -> None:
 
 
 def test_rerun_of_a_finished_run_begins_a_chapter(tmp_path: Path) -> None:
-    """What is run again when it was over is another chapter of the same history, and all of both is there."""
+    """Running a finished run again adds a chapter to the same history, and both are complete."""
     for _ in range(2):
         assert run(fit_one(tmp_path)).exit_code == 0
     chapters = history_of(tmp_path).chapters
@@ -213,14 +213,14 @@ def test_rerun_of_a_finished_run_begins_a_chapter(tmp_path: Path) -> None:
 
 
 def test_start_without_resuming_begins_a_chapter(tmp_path: Path) -> None:
-    """``auto_resume=False`` leaves what was there behind."""
+    """``auto_resume=False`` starts a new chapter."""
     run(fit_one(tmp_path, KillAt(3)))
     assert run(fit_one(tmp_path, auto_resume=False)).exit_code == 0
     assert [ends(chapter) for chapter in history_of(tmp_path).chapters] == [[None], ["finished"]]
 
 
 def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
-    """Of a script with two fits, killed in the second, the first is restored and trains nothing again."""
+    """If a script is killed in its second fit, the restart restores the first fit and does not train it again."""
 
     def main(*faults: Callback) -> None:
         for number in range(2):
@@ -235,7 +235,7 @@ def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> None:
-    """Where the script fails after its fit the autosaves stay, and the next process is of the same chapter."""
+    """If the script fails after its fit, the autosaves stay, and the next process continues the chapter."""
 
     def main(*, fails: bool) -> None:
         fit_net([protected()], tmp_path)
@@ -251,7 +251,7 @@ def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> Non
 
 
 def test_deadline_is_a_reason(tmp_path: Path) -> None:
-    """A run that a deadline stops says so."""
+    """The history gives the deadline as the reason of a stop."""
     ended = run(lambda: fit_net([FaultTolerance(deadline=timedelta(seconds=0.5))], tmp_path, max_epochs=-1))
     assert ended.exit_code == 75
     [fit] = chapter_of(tmp_path).fits
@@ -267,7 +267,7 @@ def test_fit_of_nobody_is_not_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
-    """Killed, resumed and finished below a URL: one object tells it, and it stays when the autosaves go."""
+    """A run below a URL that is killed, resumed, and finished has one history object, which outlives the autosaves."""
     assert run(fit_one(tmp_path, KillAt(3), dirpath=s3)).exit_code == -signal.SIGKILL
     ended = run(fit_one(tmp_path, dirpath=s3))
     assert (ended.exit_code, "can't be written" in ended.output) == (0, False), ended.output
@@ -283,7 +283,7 @@ def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_fits_in_other_processes_are_of_the_process_of_the_script(tmp_path: Path) -> None:
-    """Fits that Lightning runs in processes made for them are told as those of the script, which notes its end."""
+    """Fits that Lightning runs in separate processes are recorded as fits of the script, which records its end."""
 
     def main() -> None:
         for _ in range(2):
@@ -297,7 +297,7 @@ def test_fits_in_other_processes_are_of_the_process_of_the_script(tmp_path: Path
 
 
 def test_only_the_first_rank_tells(tmp_path: Path) -> None:
-    """Of two ranks one writes: there is one beginning, one start of two ranks, and one line of each autosave."""
+    """Only one of two ranks writes: one beginning, one start of two ranks, and one line for each autosave."""
 
     def main(rank: int) -> None:
         arguments: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 1}

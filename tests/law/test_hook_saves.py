@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else asks for in a hook is one to continue from, bit for bit."""
+"""A checkpoint that other code saves in a hook can be resumed from, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import run
 from tests.runs import Fetches, Net, TwoLoaders, eight_batches, fit_net
 
-# Hook and the call of it in which is saved; an epoch has 5 batches and 2 validation batches.
+# The hook, and the number of the call that saves; an epoch has 5 batches and 2 validation batches.
 CALLS = [
     ("on_train_batch_start", 0),
     ("on_train_batch_start", 7),
@@ -45,7 +45,7 @@ each_call = pytest.mark.parametrize(("hook", "at"), CALLS, ids=[f"{hook}-{at}" f
 
 @each_call
 def test_saved_by_a_callback(hook: str, at: int) -> None:
-    """Whatever hook of a callback it was saved in, the run that continues is the rest of the uninterrupted one."""
+    """After a save in any hook of a callback, the resumed run equals the rest of the uninterrupted one."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)])
 
 
@@ -57,7 +57,7 @@ def test_saved_by_the_module(hook: str, at: int) -> None:
 
 @pytest.mark.parametrize(("hook", "at"), [("on_train_batch_end", 4), ("on_train_epoch_end", 0)])
 def test_saved_by_a_callback_that_derives_from_checkpoint(hook: str, at: int) -> None:
-    """A callback that derives from ``Checkpoint`` may save: Lightning calls it last."""
+    """A callback that derives from ``Checkpoint``, which Lightning calls last, may save."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at, kind=SavingCheckpoint)], enable_checkpointing=True)
 
 
@@ -70,11 +70,11 @@ def two_lengths() -> dict[str, Any]:
 
 
 def long(**arguments: Any) -> Any:
-    """Return what makes a shuffled loader of 8 batches."""
+    """Return a function that creates a shuffled loader of 8 batches."""
     return lambda: DataLoader(NoisyDataset(), batch_size=4, shuffle=True, **arguments)
 
 
-# How the loaders are made, the module, and how many steps an epoch has.
+# A function that creates the loaders, the module, and the number of steps in an epoch.
 LOADERS: dict[str, tuple[Any, Any, int]] = {
     "workers": (long(num_workers=2), Net, 8),
     "persistent workers": (long(num_workers=2, persistent_workers=True), Net, 8),
@@ -94,7 +94,7 @@ LOADERS: dict[str, tuple[Any, Any, int]] = {
 @pytest.mark.parametrize("place", ["last of an epoch", "within an epoch", "last of all"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_with_each_kind_of_loader_the_next_epoch_has_all_its_batches(name: str, place: str) -> None:
-    """Saved after the last batch of an epoch, in the middle of one, after the last batch of all."""
+    """A save after an epoch's last batch, in its middle, or after the last batch of all loses no batch."""
     train, module, num_steps = LOADERS[name]
     at = {"last of an epoch": num_steps - 1, "within an epoch": num_steps + 1, "last of all": 2 * num_steps - 1}[place]
     assert_goes_on_from(
@@ -119,7 +119,7 @@ INTERVALS: list[dict[str, Any]] = [
     ("hook", "at"), [("on_train_batch_end", 9), ("on_train_batch_end", 11), ("on_validation_batch_end", 3)]
 )
 def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, arguments: dict[str, Any]) -> None:
-    """Whether it was due after the batch, was under way or had been run, its results are there once, and right."""
+    """Whether a validation run was due, in progress, or finished, its results come once, and are correct."""
     epochs = {"max_epochs": 4} if "check_val_every_n_epoch" in arguments else {}
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)], train=eight_batches, **arguments, **epochs)
 
@@ -127,7 +127,7 @@ def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, 
 @pytest.mark.filterwarnings("ignore:Your .val_dataloader.*shuffling")
 @pytest.mark.parametrize(("hook", "at"), [("on_validation_batch_end", 2), ("on_validation_end", 1)])
 def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
-    """Saved inside the second loader, or after it, every validation batch comes once in its order."""
+    """After a save inside or after the second loader, every validation batch comes once, in order."""
     assert_goes_on_from(
         hook,
         users=lambda: [saver(hook, at)],
@@ -141,7 +141,7 @@ def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_last_step_of_all_by_max_steps(at: int) -> None:
-    """After the last step of all the end of the epoch is still owed: its validation run, its logged means."""
+    """After the very last step, the rest of the epoch's end still runs: its validation and its logged means."""
     assert_goes_on_from(
         "on_train_batch_end", users=lambda: [saver("on_train_batch_end", at)], max_steps=at + 1, val_check_interval=2
     )
@@ -160,11 +160,11 @@ class Plateau(Net):
     ("hook", "at"), [("on_train_epoch_end", 1), ("on_validation_end", 1), ("on_train_batch_end", 9)]
 )
 def test_plateau_schedulers_step_once(hook: str, at: int) -> None:
-    """A scheduler that was to step at the end of the epoch does so once."""
+    """A scheduler that is due at the end of the epoch steps once."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)], module=Plateau, max_epochs=4)
 
 
-# Lightning's own ModelCheckpoint: its file is one to continue from.
+# Lightning's ModelCheckpoint: its file can be resumed from.
 
 TRIGGERS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("on_train_batch_end", {"every_n_train_steps": 3}),
@@ -177,7 +177,7 @@ TRIGGERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRIGGERS)
 def test_file_of_a_model_checkpoint(name: str, tmp_path: Path) -> None:
-    """The run that resumes from the file is the rest of the uninterrupted one: same weights, same optimizer states."""
+    """A run that resumes from the file has the same weights and optimizer states as the uninterrupted one."""
     hook, arguments = TRIGGERS[name]
 
     def main(kind: str, ckpt_path: Path | None) -> None:
@@ -196,11 +196,11 @@ def test_file_of_a_model_checkpoint(name: str, tmp_path: Path) -> None:
     assert told(tmp_path, "resumed") == told(tmp_path, "whole")
 
 
-# What can't be exact.
+# Saves that can't be exact.
 
 
 class Teacher(Net):
-    """Moves a teacher in its own hook, after every callback."""
+    """Updates a teacher in its own hook, after every callback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Teacher(Net):
 
 
 def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> None:
-    """A teacher that the module moves after the save would be a step old for ever: said when saving, then refused."""
+    """A teacher that the module updates after the save would stay a step behind: saving warns, and a resume fails."""
 
     def main(name: str, callbacks: list[Callback], path: Path | None = None) -> None:
         fit_net(callbacks, tmp_path / name, module=Teacher(), ckpt_path=path)
@@ -231,7 +231,7 @@ def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore")
 def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> None:
-    """Another run's inexact checkpoint, for a run with autosaves: the error names the newest, and it stays there."""
+    """If another run's inexact checkpoint is refused, the error names the run's newest autosave, which stays."""
 
     def main(name: str, callbacks: list[Callback], path: Path | None = None) -> None:
         fit_net(callbacks, tmp_path / name, module=Teacher(), ckpt_path=path)
@@ -246,7 +246,7 @@ def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> Non
 
 
 def test_save_behind_the_optimizer_step_is_refused(tmp_path: Path) -> None:
-    """Between the step and the end of the batch there is no state to continue from: said, and refused."""
+    """A save between the optimizer step and the end of the batch is reported, and a resume from it is refused."""
 
     class Saves(Net):
         def lr_scheduler_step(self, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody saves in a hook, beside callbacks of Lightning's that keep a state of their own."""
+"""Checkpoints that other code saves in a hook, next to Lightning callbacks that keep state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def accumulation() -> list[Callback]:
 
 
 def stopping() -> list[Callback]:
-    """Return one that wants to stop after the second epoch."""
+    """Return a callback that requests a stop after the second epoch."""
     return [EarlyStopping("val_loss", patience=1, min_delta=100.0)]
 
 
 def unfreezing() -> list[Callback]:
-    """Return one that unfreezes at the starts of the second and the third epoch."""
+    """Return a callback that unfreezes at the starts of the second and the third epoch."""
     return [Unfreezing()]
 
 
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Users, type[LightningModule], dict[str, Any]]] = {
     ],
 )
 def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
-    """Saved in front of the callback's own hook or after it, what it does there is done once."""
+    """A callback's hook takes effect once, whether the save comes before it or after it."""
     users, module, arguments = CASES[name]
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=module, **arguments)
@@ -65,7 +65,7 @@ def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_schedulers_step_behind_a_save_at_the_end_of_an_epoch(at: int) -> None:
-    """A scheduler that steps once an epoch does so after the save, as Lightning would have, and not twice."""
+    """A scheduler that steps once an epoch does so after the save, as in Lightning, and only once."""
     assert_goes_on_from(
         "on_train_epoch_end",
         users=lambda: [saver("on_train_epoch_end", at, kind=SavingCheckpoint)],

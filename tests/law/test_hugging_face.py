@@ -1,4 +1,4 @@
-"""The law for data sets of Hugging Face's: their own state is not trusted, they are replayed and compared."""
+"""The law for Hugging Face data sets: their state is not trusted, so they are replayed and compared."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.law.test_iterable import noise
 from tests.law.test_loaders import assert_loader_goes_on
 from tests.runs import LATER_EPOCH, Cut, assert_goes_on, each_cut, each_num_workers, fit_net
 
-# torchdata 0.11 calls what torch 2.13 has deprecated.
+# torchdata 0.11 calls functions that torch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep caches to this test, and nothing from the network."""
+    """Keep caches inside this test, and use no network."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     datasets.disable_progress_bars()
@@ -45,18 +45,18 @@ def noisy_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def stacked(rows: list[dict[str, Any]]) -> Tensor:
-    """Make rows a batch."""
+    """Collate rows into a batch."""
     return torch.stack([torch.as_tensor(row["x"], dtype=torch.float32) for row in rows])
 
 
 def rows(num_rows: int) -> Iterator[dict[str, list[float]]]:
-    """Give so many rows."""
+    """Yield `num_rows` rows."""
     for row in np.linspace(-1, 1, num_rows * 4).reshape(num_rows, 4):
         yield {"x": row.tolist()}
 
 
 def sharded_rows(shards: list[int], num_rows: int) -> Iterator[dict[str, list[float]]]:
-    """Give the rows of some shards of a quarter each."""
+    """Yield the rows of some shards; each shard has a quarter."""
     every, length = list(rows(num_rows)), num_rows // 4
     for shard in shards:
         yield from every[shard * length : (shard + 1) * length]
@@ -74,7 +74,7 @@ def generated(num_rows: int) -> datasets.IterableDataset:
 
 
 def drawn() -> np.random.Generator:
-    """Return a generator that starts elsewhere in each process, as it does where a stream is given no seed."""
+    """Return a generator that starts differently in each process, as for a stream without a seed."""
     return np.random.default_rng(int(torch.randint(1000, ())))
 
 
@@ -92,7 +92,7 @@ MAPS: dict[str, Callable[[int, Path], datasets.Dataset]] = {
 @each_num_workers
 @pytest.mark.parametrize("name", MAPS)
 def test_map_style(name: str, num_workers: int, tmp_path: Path) -> None:
-    """A table continues in its order, with the draws of its transform; it gives all rows of a batch at once."""
+    """A table continues in order, with the draws of its transform; it fetches all rows of a batch together."""
 
     def train(num_rows: int) -> DataLoader[Any]:
         data: Any = MAPS[name](num_rows, tmp_path)
@@ -112,7 +112,7 @@ STREAMS: dict[str, Callable[[int], datasets.IterableDataset]] = {
 
 
 def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **arguments: Any) -> Callable[[int], Any]:
-    """Return what makes a loader of a stream of so many rows."""
+    """Return a function that creates a loader of a stream of `num_rows` rows."""
     return lambda num_rows: kind(
         STREAMS[name](num_rows), batch_size=4, num_workers=num_workers, collate_fn=stacked, **arguments
     )
@@ -122,19 +122,19 @@ def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **argumen
 @each_cut
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name: str, cut: Cut, num_workers: int) -> None:
-    """A stream continues with the row that is next, and with what is in its shuffle buffer."""
+    """A stream continues with the next row and the contents of its shuffle buffer."""
     assert_loader_goes_on(cut, num_workers, train=stream_loader(name, num_workers))
 
 
 @each_num_workers
 def test_stream_in_a_stateful_dataloader(num_workers: int) -> None:
-    """The state of the stream, with which torchdata would continue, lacks the buffer; it is replayed there too."""
+    """A stream's state, from which torchdata would continue, lacks the buffer; so the stream is replayed there, too."""
     train = stream_loader("generator, shuffled", num_workers, StatefulDataLoader)
     assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
 
 
 class TellsEpoch(Callback):
-    """Tells the stream its epoch: each epoch has another order."""
+    """Sets the stream's epoch: each epoch has another order."""
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         trainer.train_dataloader.dataset.set_epoch(trainer.current_epoch)
@@ -151,7 +151,7 @@ def test_stream_that_is_told_its_epoch(num_workers: int) -> None:
 
 
 class Wrapped(IterableDataset[Any]):
-    """Passes a stream on, and its state."""
+    """Passes on a stream and its state."""
 
     def __init__(self, num_rows: int) -> None:
         self.stream = STREAMS["generator, shuffled"](num_rows)
@@ -160,17 +160,17 @@ class Wrapped(IterableDataset[Any]):
         return iter(self.stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's."""
+        """Return the stream's state."""
         return self.stream.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give it to the stream."""
+        """Pass the state to the stream."""
         self.stream.load_state_dict(state_dict)
 
 
 @each_num_workers
 def test_stream_inside_a_data_set_of_the_users(num_workers: int) -> None:
-    """A state that is passed on is not trusted either: it lacks the shuffle buffer."""
+    """State that a wrapper passes on is not trusted either: it lacks the shuffle buffer."""
     assert_loader_goes_on(
         LATER_EPOCH,
         num_workers,
@@ -191,7 +191,7 @@ CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kill", [3, 5])
 @pytest.mark.parametrize("name", CHANGED)
 def test_shuffled_without_a_seed(name: str, kill: int) -> None:
-    """What has another order in the process that resumes is refused, at the edge of an epoch too."""
+    """A data set with another order in the new process is refused, even at the edge of an epoch."""
     make, value = CHANGED[name]
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -203,7 +203,7 @@ def test_shuffled_without_a_seed(name: str, kill: int) -> None:
 
 @each_num_workers
 def test_buffer_shuffled_without_a_seed(num_workers: int) -> None:
-    """Where the order of the shards is the same, the generator of the shuffle buffer continues."""
+    """If the order of the shards is the same, the generator of the shuffle buffer continues."""
 
     def train(num_rows: int) -> DataLoader[Any]:
         stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"num_rows": num_rows})
@@ -215,7 +215,7 @@ def test_buffer_shuffled_without_a_seed(num_workers: int) -> None:
 
 @each_num_workers
 def test_stream_of_other_rows(num_workers: int) -> None:
-    """A stream that gives other rows in the process that resumes is refused."""
+    """A stream that yields other rows in the new process is refused."""
     num_rows = 32 if num_workers else 20
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:

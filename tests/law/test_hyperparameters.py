@@ -1,4 +1,4 @@
-"""A run whose hyperparameters differ from start to start resumes where that is text, or the user has said so."""
+"""A run whose hyperparameters differ between starts resumes if the difference is text, or if the user allows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Named(Net):
 
 
 def train(directory: Path, values: dict[str, Any], *faults: Callback, **options: Any) -> None:
-    """Fit a module with hyperparameters, and write down its weights."""
+    """Fit a module with hyperparameters, and record its weights."""
     trainer = fit_net([protected(**options), *faults], directory, module=Named(**values))
     tell(directory, "weights", weights(trainer))
 
@@ -55,7 +55,7 @@ def test_text_that_differs_is_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [({"start": 1.5}, {"start": 2.5}), ({"name": None}, {"name": "a"})], ids=str)
 def test_other_values_are_refused_with_what_to_do(values: Any, tmp_path: Path) -> None:
-    """A number, a flag, or nothing: as before, and the autosaves stay."""
+    """Another number or flag, or a value instead of ``None``, is refused with advice, and the autosaves stay."""
     refused = killed_and_restarted(tmp_path, *values)
     assert refused.exit_code == 1
     assert "FingerprintMismatchError" in refused.output
@@ -64,7 +64,7 @@ def test_other_values_are_refused_with_what_to_do(values: Any, tmp_path: Path) -
 
 
 def test_ignored_values_may_differ(tmp_path: Path) -> None:
-    """What the option names is not compared, nor is what lies below it."""
+    """Values that the option names, and values below them, are not compared."""
     names = ("start", "o.times")
     first = {"start": 1.5, "o": {"times": {"a": 1}, "rate": 1}}
     ended = killed_and_restarted(
@@ -76,14 +76,14 @@ def test_ignored_values_may_differ(tmp_path: Path) -> None:
 
 
 def test_without_strict_it_is_not_exact(tmp_path: Path) -> None:
-    """A number that differs is then a line of the report."""
+    """With ``strict=False`` a number that differs becomes a line of the report."""
     ended = killed_and_restarted(tmp_path, {"start": 1.5}, {"start": 2.5}, strict=False)
     assert ended.exit_code == 0, ended.output
     assert "NOT EXACT hyperparameters.start: 1.5 when it was saved, 2.5 now" in ended.output
 
 
 def test_time_is_named_at_the_first_save_of_the_first_start(tmp_path: Path) -> None:
-    """Once, although a save follows each step; a start that resumes says nothing of it."""
+    """A hyperparameter with a time is named once, at the first save; a start that resumes does not repeat it."""
     values = {"start": time.time(), "name": f"{datetime.now():%Y-%m-%d_%H-%M-%S}", "seed": 2024}
     first = run(lambda: train(tmp_path, values, KillAt(3), ignore_hyperparameters=("seed",)))
     assert first.output.count(HOLD) == 1
@@ -95,7 +95,7 @@ def test_time_is_named_at_the_first_save_of_the_first_start(tmp_path: Path) -> N
 
 
 def test_nothing_is_said_of_common_values(tmp_path: Path) -> None:
-    """A run with ordinary hyperparameters hears nothing."""
+    """A run with ordinary hyperparameters prints no advice."""
     ended = run(lambda: train(tmp_path, {"seed": 2024, "size": 1e9, "name": "resnet-50", "layers": [1, 2]}))
     assert ended.exit_code == 0, ended.output
     assert HOLD not in ended.output

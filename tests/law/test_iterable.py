@@ -1,4 +1,4 @@
-"""The law for iterable data sets: they continue with the sample that is next, by their state or by a replay."""
+"""The law for iterable data sets: they continue with the next sample, by their state or by a replay."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def noise() -> float:
 
 
 def shard() -> tuple[int, int]:
-    """Return this worker's number and how many there are."""
+    """Return this worker's number and the number of workers."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 class Stream(IterableDataset[Tensor]):
-    """A generator that shuffles through a buffer, draws at every sample, and is sharded by worker."""
+    """Shuffles through a buffer, draws at every sample, and is sharded by worker."""
 
     def __init__(self, length: int = 32) -> None:
         self.length = length
         self.rng = random.Random(0)
 
     def numbers(self) -> range:
-        """Return what this worker gives."""
+        """Return the numbers of this worker's samples."""
         worker, num_workers = shard()
         return range(worker, self.length, num_workers)
 
@@ -72,13 +72,13 @@ class UnevenStream(Stream):
     """The first worker has 6 samples, the second 26."""
 
     def numbers(self) -> range:
-        """Return what this worker gives."""
+        """Return the numbers of this worker's samples."""
         worker, num_workers = shard()
         return range(32) if num_workers == 1 else (range(6), range(6, 32))[worker]
 
 
 class StatefulStream(SizedStream):
-    """Says where it is; a replay would not find the place, since it counts how often it was begun."""
+    """Has a state; a replay would not find the position, since it counts how often it was started."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,17 +93,17 @@ class StatefulStream(SizedStream):
             yield self.sample(numbers[index] + self.num_begun)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it is."""
+        """Return the position."""
         return {"num_begun": self.num_begun, "next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go there."""
+        """Restore the position."""
         self.num_begun, self.next = state_dict["num_begun"], state_dict["next"]
         self.resumed_at = self.next
 
 
 class StatefulIterator(Iterator[Tensor]):
-    """Says where it is, and can't be begun again: what it gives depends on a draw that it keeps."""
+    """Has a state, and can't be started again: its samples depend on a number that it drew."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.next, self.shift = stream, 0, random.random()
@@ -116,11 +116,11 @@ class StatefulIterator(Iterator[Tensor]):
         return self.stream.sample(numbers[self.next - 1]) + self.shift
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is."""
+        """Return the position."""
         return {"next": self.next, "shift": self.shift}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there."""
+        """Restore the position."""
         self.next, self.shift = state_dict["next"], state_dict["shift"]
 
 
@@ -132,7 +132,7 @@ class StreamOfStatefulIterators(Stream):
 
 
 class SamplerStream(Stream):
-    """The protocol of Lightning 1.9: a sampler and its iterator as attributes, and ``__next__``."""
+    """Follows the protocol of Lightning 1.9: a sampler and its iterator as attributes, and ``__next__``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SamplerStream(Stream):
 
 
 class CountingStream(Stream):
-    """Has a hidden state: what it gives depends on how often it was begun."""
+    """Has hidden state: its samples depend on how often it was started."""
 
     num_begun = 0
 
@@ -157,7 +157,7 @@ class CountingStream(Stream):
 
 
 class SecretlyCountingStream(Stream):
-    """Counts how often it was begun in no attribute."""
+    """Counts how often it was started, but in no attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class SecretlyCountingStream(Stream):
 
 
 def loader(stream: Callable[[], Stream], num_workers: int, **arguments: Any) -> Callable[[], DataLoader]:
-    """Return what makes a loader of a stream."""
+    """Return a function that creates a loader of a stream."""
     return lambda: DataLoader(stream(), **{"batch_size": 4, **arguments}, num_workers=num_workers)
 
 
@@ -177,7 +177,7 @@ def loader(stream: Callable[[], Stream], num_workers: int, **arguments: Any) -> 
 @each_cut
 @pytest.mark.parametrize("stream", [Stream, SizedStream, StatefulStream, StreamOfStatefulIterators])
 def test_iterable(stream: Callable[[], Stream], cut: Cut, num_workers: int) -> None:
-    """An iterable data set continues with the sample that is next, its shuffle buffer and its draws too."""
+    """An iterable data set continues with the next sample, its shuffle buffer, and its draws."""
     assert_goes_on(cut, train=loader(stream, num_workers))
 
 
@@ -193,7 +193,7 @@ def test_sampler_protocol(num_workers: int) -> None:
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (7, (0, 7)), (9, (1, 0)), (14, (1, 5))])
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, int], persistent_workers: bool) -> None:
-    """Where one worker runs out before the other, the batches continue in the same turns."""
+    """If one worker runs out before the other, the batches keep their turns."""
     train = loader(UnevenStream, 2, persistent_workers=persistent_workers)
     assert_goes_on(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
 
@@ -210,14 +210,14 @@ def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
 
 @each_num_workers
 def test_limited_epochs(num_workers: int) -> None:
-    """With ``limit_train_batches`` each epoch begins again, and continues where it was cut."""
+    """With ``limit_train_batches`` each epoch starts over, and continues where it was cut."""
     train = loader(Stream, num_workers, collate_fn=NoisyCollate(), persistent_workers=num_workers > 0)
     assert_goes_on(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
 
 
 @each_num_workers
 def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
-    """A data set that gives other samples when it is begun again is refused, with the reason and the remedy."""
+    """A data set that yields other samples when started again is refused, with the reason and the remedy."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(
@@ -232,7 +232,7 @@ def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kill", [14, 16])
 @each_num_workers
 def test_count_of_iterations(num_workers: int, kill: int) -> None:
-    """A data set that counts in an attribute how often it was begun continues, also where no sample was drawn yet."""
+    """A data set that counts its starts in an attribute continues, even before its first sample."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(CountingStream(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -243,7 +243,7 @@ def test_count_of_iterations(num_workers: int, kill: int) -> None:
 
 @each_num_workers
 def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: Path) -> None:
-    """With ``strict=False`` the run continues with other samples, and the report says so, of workers too, once."""
+    """With ``strict=False`` the run continues with other samples, and the report says so once, for workers too."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(
@@ -269,7 +269,7 @@ def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: P
 
 
 def test_one_stream_with_a_state_for_training_and_validation_is_refused(tmp_path: Path) -> None:
-    """Both would move its one state, and neither could be put back; where only workers move copies, they share none."""
+    """One stream with a state is refused in both places, since both would move it; workers' copies share none."""
     stream = StatefulStream()
     train, validation = (DataLoader(stream, batch_size=4, num_workers=num_workers) for num_workers in (2, 0))
     with pytest.raises(NotExactError, match=r"its data set is that of (validation|train)/0 too"):

@@ -1,4 +1,4 @@
-"""The law where a callback iterates over the trainer's own loaders beside the training."""
+"""The law if a callback iterates over the trainer's own loaders during training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LooksAtTheData(Callback):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("cut", [3, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (5, 11))])
 def test_callback_that_iterates_over_the_loaders(cut: int, num_workers: int) -> None:
-    """Somebody who iterates over the trainer's loaders beside the training does not disturb what is saved of it."""
+    """A callback that iterates over the trainer's loaders does not disturb the saved state of the training."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -42,7 +42,7 @@ def test_callback_that_iterates_over_the_loaders(cut: int, num_workers: int) -> 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_beside_a_loader_whose_iterations_begin_late(num_workers: int) -> None:
-    """So it is with a subclass whose __iter__ is a generator, where nothing begins before the first fetch."""
+    """The same holds for a subclass whose __iter__ is a generator, which starts at the first fetch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         train = UnpackingLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -52,7 +52,7 @@ def test_beside_a_loader_whose_iterations_begin_late(num_workers: int) -> None:
 
 
 def test_persistent_workers_that_are_taken_away_are_an_error(tmp_path: Path) -> None:
-    """Persistent workers serve one iteration: whoever takes them from the training is told of."""
+    """Persistent workers serve one iteration, so code that takes them from the training gets an error."""
 
     def main() -> None:
         train = DataLoader(NoisyDataset(), batch_size=4, num_workers=2, persistent_workers=True)

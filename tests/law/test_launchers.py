@@ -1,4 +1,4 @@
-"""However the ranks are started, a run that is killed continues exactly: by Lightning's launchers, and by torchrun."""
+"""A killed run continues exactly however its ranks are started: by Lightning's launchers, or by torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = 100.0
 
 
 def uninterrupted(directory: Path, **arguments: Any) -> Path:
-    """Run the script, neither protected nor interrupted, on ranks that a test has forked; return `directory`."""
+    """Run the script, neither protected nor interrupted, on ranks forked by the test; return `directory`."""
     outputs = [directory / f"{rank}.txt" for rank in range(NUM_RANKS)]
     exit_code = run_ranks(
         lambda rank: train(directory, protected=False, **arguments), outputs=outputs, seed=1, timeout_seconds=SECONDS
@@ -39,26 +39,26 @@ def uninterrupted(directory: Path, **arguments: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where such a script of two fits left what it did."""
+    """Return the directory of such a script with two fits."""
     return uninterrupted(tmp_path_factory.mktemp("whole"), num_fits=2)
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Return where the script that is killed works."""
+    """Return the directory of the script that is killed."""
     found = tmp_path / "killed"
     found.mkdir()
     return found
 
 
 def forked(directory: Path, **arguments: Any) -> Ended:
-    """Run the script, whose ranks Lightning forks, and what Python does at its end."""
+    """Run the script, whose ranks Lightning forks, and then Python's cleanup at exit."""
     return run(lambda: print(train(directory, strategy="ddp_fork", **arguments)[-1].resume_report))
 
 
 @pytest.mark.slow
 def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
-    """Under ddp_fork the second fit, of which a rank is killed, continues exactly; nothing is left behind."""
+    """Under ddp_fork a rank is killed in the second fit, which then continues exactly; nothing is left behind."""
     assert forked(directory, kill_fit=1, num_fits=2).exit_code == 1
     assert_same(whole, directory, fit=0, num_processes=1)
     ended = forked(directory, num_fits=2, seed=7)
@@ -69,7 +69,7 @@ def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
 
 
 def assert_only_history_is_left(directory: Path) -> None:
-    """Demand that no autosave is left, and that one process of the script at a time has told its history."""
+    """Check that no autosave is left, and that the script's processes recorded their history one at a time."""
     [left] = [path for path in (directory / "autosaves").rglob("*") if path.is_file()]
     assert left.name == FILE_NAME
     [chapter] = history_of(read_lines(left)).chapters
@@ -79,12 +79,12 @@ def assert_only_history_is_left(directory: Path) -> None:
 
 
 def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) -> tuple[int, str]:
-    """Run the script by a command, with what a shell would give it; return its exit code and what it printed."""
+    """Run the script by a command, with a shell's environment; return its exit code and output."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))},
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        # Without it torchrun's own store keeps the addresses of the ranks that have died: pytorch issue 135712.
+        # Without it torchrun's store keeps the addresses of dead ranks: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     process = subprocess.Popen(
@@ -114,7 +114,7 @@ def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) 
 @pytest.mark.timeout(300)  # each process of a command imports everything
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -> None:
-    """So it is under ``python train.py``, whose ranks Lightning starts as commands, or spawns."""
+    """The same holds under ``python train.py``, whose ranks Lightning starts as commands, or spawns."""
     exit_code, output = command(directory, strategy=strategy, kill_fit=0)
     assert exit_code != 0, output
     exit_code, output = command(directory, strategy=strategy, seed=7)
@@ -127,7 +127,7 @@ def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # each process of a command imports everything
 def test_torchrun_starts_again(directory: Path, tmp_path: Path) -> None:
-    """Under torchrun a rank is killed by SIGKILL: torchrun starts all ranks again, and they continue exactly."""
+    """If SIGKILL ends a rank under torchrun, torchrun restarts all ranks, and they continue exactly."""
     (tmp_path / "whole").mkdir()
     whole = uninterrupted(tmp_path / "whole", num_workers=2)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]

@@ -1,4 +1,4 @@
-"""A ledger changes nothing of a run, and those of an interrupted run, joined, are the uninterrupted one's."""
+"""A ledger changes nothing in a run; the joined ledgers of an interrupted run equal the uninterrupted one's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sharded import ShardedNet, fsdp2
 
 
 def assert_same_ledgers(path: Path) -> list[dict[str, Any]]:
-    """Compare the ledger of the uninterrupted run with that of the others, all in one file; return it."""
+    """Compare the ledger of the uninterrupted run with the joined ones of the others in one file; return it."""
     whole, *interrupted = read_ledger(path).fits
     assert len(interrupted) > 1
     assert all(fit.resumed is not None for fit in interrupted[1:])
@@ -42,9 +42,9 @@ def assert_joins(
     every: int = 1,
     **arguments: Any,
 ) -> list[dict[str, Any]]:
-    """Hold a run that writes a ledger to the law, and its ledgers to the uninterrupted one's, which is returned.
+    """Check that a run with a ledger obeys the law, and its joined ledgers equal the uninterrupted one's; return that.
 
-    The law's uninterrupted run is without the callback, and equal to one with it: so the ledger changes nothing.
+    The law's uninterrupted run has no callback, and equals one with it; so the ledger changes nothing.
     """
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -58,7 +58,7 @@ def assert_joins(
 @each_num_workers
 @each_cut
 def test_joined_ledgers_are_the_uninterrupted_one(cut: Cut, num_workers: int, tmp_path: Path) -> None:
-    """Killed in the first or in a later epoch: each batch, each logged value and the end are those of the other run."""
+    """After a kill in any epoch, each batch, each logged value, and the end equal those of the uninterrupted run."""
     lines = assert_joins(
         tmp_path / "ledger.jsonl",
         KillAt(cut.kill),
@@ -94,13 +94,13 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_joined_ledgers_of_each_flavour(flavour: str, tmp_path: Path) -> None:
-    """So are those of loaders of other kinds, and of accumulated gradients."""
+    """The same holds for other kinds of loaders, and for accumulated gradients."""
     lines = assert_joins(tmp_path / "ledger.jsonl", KillAt(3), KillAt(4), **FLAVOURS[flavour])
     assert all(line["order"] for line in lines if line["event"] == "batch")
 
 
 class LogsAtTheStart(Callback):
-    """Gives a logger values at each start of a fit, and of an epoch."""
+    """Logs values directly to a logger at each start of a fit and of an epoch."""
 
     def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
         trainer.loggers[0].log_metrics({"fit": 1.0}, step=0)
@@ -113,7 +113,7 @@ class LogsAtTheStart(Callback):
 
 
 def test_stopped_in_a_validation_run(tmp_path: Path) -> None:
-    """A validation run that is run again is once in the ledger, and so is what a callback gives a logger by itself."""
+    """A validation run that is repeated is in the ledger once, and so are a callback's direct log values."""
     lines = assert_joins(
         tmp_path / "ledger.jsonl",
         KillAt(3, signum=signal.SIGTERM, hook="validation"),
@@ -132,7 +132,7 @@ def test_stopped_in_a_validation_run(tmp_path: Path) -> None:
 
 
 class Manual(Net):
-    """Steps by itself."""
+    """Steps manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Manual(Net):
 
 
 class Ask(Callback):
-    """Asks for a fault in a run, as a drill does."""
+    """Requests a fault in a run, as a drill does."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -164,7 +164,7 @@ class Ask(Callback):
     ],
 )
 def test_goes_on_behind_a_fault_of_a_drill(hook: str, module: type[Net], tmp_path: Path) -> None:
-    """A run that meets the exception, and is run again without it, is the uninterrupted one."""
+    """A run that raises the exception, and is run again without it, equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         for place in [callback.place for callback in callbacks if isinstance(callback, Ask)]:
@@ -183,7 +183,7 @@ def test_goes_on_behind_a_fault_of_a_drill(hook: str, module: type[Net], tmp_pat
 @for_ranks[1]
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_each_rank_has_its_own(is_sharded: bool, tmp_path: Path) -> None:
-    """On each rank the joined ledgers are the uninterrupted one's, and no two ranks train the same samples."""
+    """On each rank the joined ledgers equal the uninterrupted one's, and no two ranks train the same samples."""
     path = tmp_path / "ledger.jsonl"
     assert_resumes_exactly(
         rank_fit(2, limit_train_batches=4, **{"module": ShardedNet, "strategy": fsdp2()} if is_sharded else {}),

@@ -1,4 +1,4 @@
-"""The law for the samplers of lhotse, which give cuts instead of integers, in scripts as lhotse documents them."""
+"""The law for lhotse's samplers, which yield cuts instead of integers, in scripts as lhotse documents them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runs import Cut as Place
 from tests.runs import make_trainer
 
 pytestmark = [
-    pytest.mark.slow,  # lhotse is in the environment for libraries only, and imported in the tests
+    pytest.mark.slow,  # lhotse is only in the environment for libraries, and the tests import it
     pytest.mark.filterwarnings("ignore:You are using Dynamic.*Sampler with an eagerly read CutSet:UserWarning"),
     pytest.mark.filterwarnings("ignore:Your 'buffer_size' setting of:UserWarning"),
 ]
@@ -37,7 +37,7 @@ def cuts() -> Any:
 
 
 def sampler(name: str) -> Any:
-    """Return a sampler as lhotse's documentation makes it."""
+    """Return a sampler as in lhotse's documentation."""
     from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler, SimpleCutSampler
 
     if name == "simple":
@@ -48,7 +48,7 @@ def sampler(name: str) -> Any:
 
 
 class Speech(Dataset[Tensor]):
-    """Is asked for a whole batch by its cuts; each draws."""
+    """Fetches a whole batch by its cuts, and draws for each."""
 
     def __getitem__(self, cuts: Any) -> Tensor:
         rows = torch.tensor([[float(cut.id.split("-")[-1]), cut.duration, cut.start, 1.0] for cut in cuts]) / 40
@@ -77,7 +77,7 @@ class Acoustic(LightningModule):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", ["simple", "dynamic", "bucketing"])
 def test_goes_on(name: str, num_workers: int, place: Place) -> None:
-    """Killed in the first epoch or in a later one, with batches in flight or without: the rest is the rest."""
+    """Killed in any epoch, with batches in flight or without, the run equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = DataLoader(Speech(), sampler=sampler(name), batch_size=None, num_workers=num_workers)

@@ -1,4 +1,4 @@
-"""The law for what objects of libraries keep, as their users hold them: nobody has written a ``state_dict`` for it."""
+"""The law for library objects as users hold them: they have state, and no ``state_dict``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_num_workers = pytest.mark.parametrize("num_workers", [0, slowly(pytest.para
 
 
 class Metric(Net):
-    """Compares its embeddings with those of batches before."""
+    """Compares its embeddings with those of earlier batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Metric(Net):
 
 @each_cut
 def test_memory_of_embeddings(fault: Callback) -> None:
-    """A queue of pytorch-metric-learning continues with its embeddings and its place."""
+    """A queue of pytorch-metric-learning continues with its embeddings and its position."""
     assert_carried(fault, module=Metric)
 
 
 @each_num_workers
 @each_cut_slowly
 def test_sampler_that_shuffles_in_place(fault: Callback, num_workers: int) -> None:
-    """The arrays that a sampler of pytorch-metric-learning shuffles in place are in their order."""
+    """The arrays that a sampler of pytorch-metric-learning shuffles in place keep their order."""
 
     def train() -> DataLoader:
         sampler = samplers.MPerClassSampler(np.arange(20) % 5, m=2, batch_size=4, length_before_new_iter=20)
@@ -87,7 +87,7 @@ class Averages(Own):
 
 
 class AveragesBeside(Callback):
-    """Likewise, beside the module."""
+    """Does the same with an average outside the module."""
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.average = ExponentialMovingAverage(pl_module.parameters(), decay=0.9)
@@ -108,7 +108,7 @@ def test_average_of_weights(fault: Callback) -> None:
 
 @each_cut_slowly
 def test_average_of_weights_in_a_callback(fault: Callback) -> None:
-    """An average of torch_ema that a callback makes at the start continues."""
+    """An average of torch_ema that a callback creates at the start continues."""
     assert_carried(fault, users=lambda: [AveragesBeside()])
 
 
@@ -133,7 +133,7 @@ def test_average_that_is_a_module(fault: Callback) -> None:
 
 
 class Engines(Own):
-    """Draws from what SciPy and torch count with."""
+    """Draws from SciPy's and torch's sequences and distributions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,14 +179,14 @@ def test_engines(fault: Callback) -> None:
 
 @each_cut_slowly
 def test_engine_at_the_top_of_a_file(fault: Callback) -> None:
-    """So does one that is a global of the user's file."""
+    """A sequence that is a global of the user's file continues."""
     assert_carried(fault, module=FromGlobal)
 
 
 @each_num_workers
 @each_cut_slowly
 def test_engines_of_a_data_set(fault: Callback, num_workers: int) -> None:
-    """So do those of a data set, in each worker."""
+    """The sequences of a data set continue in each worker."""
     loader: Callable[[], DataLoader] = lambda: DataLoader(  # noqa: E731
         EngineSet(), batch_size=4, shuffle=True, num_workers=num_workers
     )
@@ -211,12 +211,12 @@ class Matrices(Own):
 
 @each_cut_slowly
 def test_sparse_matrices(fault: Callback) -> None:
-    """Sparse matrices of SciPy that change in place, or are made again, continue: one holds lists in an array."""
+    """SciPy's sparse matrices that change in place, or are created again, continue; one holds lists in an array."""
     assert_carried(fault, module=Matrices)
 
 
 class FirstUse(NoisyDataset):
-    """Makes its generators when they are first used."""
+    """Creates its generators on first use."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -228,7 +228,7 @@ class FirstUse(NoisyDataset):
 
 
 class FirstUseInSteps(Own):
-    """So does a module, one of them in a later epoch."""
+    """Creates generators on first use in a module, one of them in a later epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,18 +241,18 @@ class FirstUseInSteps(Own):
 @each_num_workers
 @each_cut_slowly
 def test_generators_on_first_use_in_a_data_set(fault: Callback, num_workers: int) -> None:
-    """Generators that a ``defaultdict`` makes in a data set continue."""
+    """Generators that a ``defaultdict`` creates in a data set continue."""
     assert_carried(fault, train=lambda: DataLoader(FirstUse(), batch_size=4, shuffle=True, num_workers=num_workers))
 
 
 @each_cut_slowly
 def test_generators_on_first_use_in_a_module(fault: Callback) -> None:
-    """Those that it makes in a module continue."""
+    """Generators that a ``defaultdict`` creates in a module continue."""
     assert_carried(fault, module=FirstUseInSteps)
 
 
 class Best(Callback):
-    """Keeps its best epoch."""
+    """Tracks its best epoch."""
 
     def __init__(self) -> None:
         self.tracker = MetricTracker(MeanMetric(), maximize=False)
@@ -270,12 +270,12 @@ class Best(Callback):
 
 @each_cut_slowly
 def test_tracker_in_a_callback(fault: Callback) -> None:
-    """A ``MetricTracker`` that gets a copy of its metric for each epoch continues."""
+    """A ``MetricTracker`` that holds a copy of its metric for each epoch continues."""
     assert_carried(fault, users=lambda: [Best()], max_epochs=3)
 
 
 class Variational(Own):
-    """Trains what Pyro keeps in its global store with Pyro's own optimizers, one for each parameter."""
+    """Trains the parameters in Pyro's global store with Pyro's own optimizers, one for each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Variational(Own):
 
 
 class VariationalByTorch(Variational):
-    """Trains the store with an optimizer of torch's."""
+    """Trains the store with a torch optimizer."""
 
     def setup(self, stage: str) -> None:
         with torch.no_grad():
@@ -324,18 +324,18 @@ class VariationalByTorch(Variational):
 
 @each_cut
 def test_variational_inference(fault: Callback) -> None:
-    """Pyro's parameters continue, and so do the optimizers that it keeps for each of them."""
+    """Pyro's parameters continue, and so does the optimizer of each parameter."""
     assert_carried(fault, module=Variational)
 
 
 @each_cut_slowly
 def test_variational_inference_by_an_optimizer_of_torch(fault: Callback) -> None:
-    """Pyro's parameters stay the ones that an optimizer trains."""
+    """Pyro's parameters remain the ones that an optimizer trains."""
     assert_carried(fault, module=VariationalByTorch)
 
 
 class Regression(PyroModule):
-    """Draws its weights from a prior whose mean is one number, seen as many."""
+    """Draws its weights from a prior whose mean is one number, expanded to many."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Regression(PyroModule):
 
 
 class Guided(Own):
-    """Trains a guide that Pyro makes."""
+    """Trains a guide that Pyro creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,5 +372,5 @@ class Guided(Own):
 
 @each_cut_slowly
 def test_guide(fault: Callback) -> None:
-    """A prior's tensor that repeats one number, and equals a parameter, is no obstacle."""
+    """A prior's tensor that repeats one number, and equals a parameter, still allows a resume."""
     assert_carried(fault, module=Guided)

@@ -44,7 +44,7 @@ NUM_BATCHES = 5
 
 
 class Backbone(LightningModule):
-    """A backbone with batch norm, and a head that alone is optimized at first."""
+    """A backbone with batch norm, and a head; at first the optimizer has only the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Backbone(LightningModule):
 
 
 class Unfreezing(BaseFinetuning):
-    """Freezes all of the backbone, its norm included; unfreezes it in two steps, with arguments of their own."""
+    """Freezes the whole backbone, including its norm; unfreezes it in two steps, each with its own arguments."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone, train_bn=False)
@@ -81,14 +81,14 @@ class Unfreezing(BaseFinetuning):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 14])
 def test_unfreezing(kill: int) -> None:
-    """Killed before, in and after the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
+    """Killed before, in, or after the epochs that unfreeze, parameters keep their frozen state and their groups."""
     [cost] = assert_exact(lambda: [Unfreezing()], KillAt(kill), module=Backbone, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
 @pytest.mark.parametrize("kill", [5, 7])
 def test_unfreezing_a_backbone(kill: int) -> None:
-    """So it is with a BackboneFinetuning, which moves the learning rate of its group."""
+    """The same holds for BackboneFinetuning, which changes the learning rate of its group."""
     users = lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)]  # noqa: E731
     [cost] = assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
@@ -96,14 +96,14 @@ def test_unfreezing_a_backbone(kill: int) -> None:
 
 @pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 4)), ("on_train_epoch_end", (1, 5))])
 def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
-    """What is saved never has groups that its moment had not: after an unfreezing the last autosave stays."""
+    """A save never has groups that its moment did not have: after an unfreezing the last autosave stays."""
     users = lambda: [Unfreezing()]  # noqa: E731
     [cost] = assert_exact(users, RaiseAt(hook, 1), module=Backbone, max_epochs=3, options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
 
 
 def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:
-    """That a capture has other groups by now is no failure to save: the last autosave stays, and the log says so."""
+    """A capture that has other groups by then is not a failed save: the last autosave stays, and the log says so."""
 
     def main() -> None:
         callbacks = [Unfreezing(), FaultTolerance(**ALWAYS), RaiseAt("on_train_epoch_start", 1)]
@@ -119,7 +119,7 @@ def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kill", [3, 5, 9, 12])
 def test_accumulation_by_epoch(kill: int) -> None:
-    """The factor is that of the epoch in which the run continues."""
+    """The accumulation factor is that of the epoch in which the run continues."""
     users = lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]  # noqa: E731
     options = {"train_time_interval": timedelta(microseconds=1)}
     [cost] = assert_exact(users, KillAt(kill), max_epochs=3, options=options)
@@ -129,7 +129,7 @@ def test_accumulation_by_epoch(kill: int) -> None:
 @pytest.mark.parametrize("kill", [11, 13, 20])
 @pytest.mark.parametrize("arguments", [{"min_epochs": 4}, {"min_steps": 29}], ids=["epochs", "steps"])
 def test_early_stopping_within_an_epoch(arguments: dict[str, int], kill: int) -> None:
-    """A wish to stop that came from a validation run in an epoch, and has to wait, ends the run where it would have."""
+    """A stop that a validation run requested, and that has to wait, ends the run at the same place."""
 
     def users() -> list[Callback]:
         return [EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False)]
@@ -152,10 +152,10 @@ class TwoRates(PlainNet):
 
 @pytest.mark.parametrize("kill", [5, 8])
 def test_learning_rate_monitor_of_groups(kill: int) -> None:
-    """Loggers get the same rates at the same steps, and its history is that of the whole run."""
+    """Loggers get the same rates at the same steps, and the monitor's history is that of the whole run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        # After the recorder, which cuts where a batch begins.
+        # It comes after the recorder, which cuts where a batch begins.
         monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
         trainer = fit_net([*callbacks, monitor], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
         [recorder] = (callback for callback in callbacks if isinstance(callback, Recorder))
@@ -169,17 +169,17 @@ def test_learning_rate_monitor_of_groups(kill: int) -> None:
 
 @pytest.mark.parametrize("kill", [5, 8])
 def test_learning_rate_monitor_of_an_unfreezing(kill: int) -> None:
-    """So it is where groups are added, and the names of the rates change."""
+    """The same holds when groups are added, and the names of the rates change."""
     users = lambda: [Unfreezing(), LearningRateMonitor()]  # noqa: E731
     assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4, logger=RecordsNothing())
 
 
 class RecordsNothing(DummyLogger):
-    """A monitor of learning rates wants a logger from the start; the recorder's comes later."""
+    """The learning rate monitor requires a logger from the start; the recorder's comes later."""
 
 
 class CountsHooks(Callback):
-    """Counts the calls of each hook in its state; what it has counted scales the weights."""
+    """Counts the calls of each hook in its state; the counts scale the weights."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -224,13 +224,13 @@ for counted in (
     ],
 )
 def test_callback_whose_state_changes_in_every_hook(fault: Any) -> None:
-    """Each hook is counted once for each time that it would have run in an uninterrupted run."""
+    """Each hook counts exactly its calls in an uninterrupted run."""
     options = {**ALWAYS, **EVERY_STEP}
     assert_exact(lambda: [CountsHooks()], fault, train=eight_batches(), val_check_interval=4, options=options)
 
 
 class Follows(Callback):
-    """Holds a metric, and writes what it computes into the weights."""
+    """Holds a metric, and writes its value into the weights."""
 
     def __init__(self) -> None:
         self.recent = RunningMean(4)
@@ -243,12 +243,12 @@ class Follows(Callback):
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_metric_that_a_callback_holds(kill: int) -> None:
-    """A metric in an attribute of a callback continues like those of the module."""
+    """A metric in an attribute of a callback continues like the module's metrics."""
     assert_exact(lambda: [Follows()], KillAt(kill))
 
 
 def test_lambda_callback() -> None:
-    """Functions given to a LambdaCallback run as often as they would have."""
+    """The functions of a LambdaCallback run as often as in an uninterrupted run."""
 
     def scale(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         with torch.no_grad():
@@ -259,7 +259,7 @@ def test_lambda_callback() -> None:
 
 
 def test_lambda_callback_that_saves_of_now() -> None:
-    """A LambdaCallback that adds to each checkpoint what is so now keeps captures from being saved."""
+    """A LambdaCallback that adds the current state to each checkpoint prevents captures from being saved."""
 
     def users() -> list[Callback]:
         seen: list[int] = []
@@ -281,7 +281,7 @@ def test_lambda_callback_that_saves_of_now() -> None:
 
 
 class Noting(Timer):
-    """Notes what it has left whenever a batch begins, and writes it down; a batch takes 0.125 s on its clock."""
+    """Records its remaining time whenever a batch begins; a batch takes 0.125 s on its clock."""
 
     def __init__(self, duration: timedelta, notes: Path) -> None:
         super().__init__(duration)
@@ -295,7 +295,7 @@ class Noting(Timer):
 
 
 def test_time_limit(tmp_path: Path) -> None:
-    """A run that continues has the time left that it had there, and it is this time that ends it."""
+    """A run that continues has the remaining time of that point, and ends when it is used up."""
     notes = tmp_path / "left.txt"
 
     def main(*faults: Callback) -> None:

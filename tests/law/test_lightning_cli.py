@@ -1,4 +1,4 @@
-"""A training that LightningCLI builds from a configuration resumes as any other, from the same command line."""
+"""A training that LightningCLI builds from a configuration resumes like any other, with the same command line."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ CSV_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": 
 
 @pytest.fixture(autouse=True)
 def _lightnings_own_affairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning (2.5.6 and 2.6.6 alike) calls jsonargparse by names that newer ones warn of."""
+    """Lightning (2.5.6 and 2.6.6) calls jsonargparse by names about which newer versions warn."""
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 class NoisyData(LightningDataModule):
-    """Shuffled noisy data, with the arguments of a loader in the configuration."""
+    """Shuffled noisy data; the configuration has the arguments of its loader."""
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class NoisyData(LightningDataModule):
 
 
 class WideNet(Net):
-    """Has a hyperparameter, which its checkpoints hold."""
+    """Has a hyperparameter, which its checkpoints contain."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def write_config(directory: Path, callbacks: Any, seed: Any = True, **trainer: A
 def train(
     directory: Path, *more: str, callbacks: Sequence[Callback] = (), command: str = "fit", **arguments: Any
 ) -> LightningCLI:
-    """Be a script that is run in `directory` with a configuration, by the same command each time."""
+    """Act as a script that runs in `directory` with a configuration, always by the same command."""
     os.chdir(directory)
     sys.argv = ["train.py", *filter(None, [command]), "--config=run.yaml", *more]
     defaults = {"callbacks": list(callbacks)} if callbacks else None
@@ -91,7 +91,7 @@ def train(
 
 
 def from_config(callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:
-    """Fit with the callback that is among `callbacks` taken from the configuration instead."""
+    """Fit with our callback from the configuration instead of the one in `callbacks`."""
     others = [callback for callback in callbacks if not isinstance(callback, FaultTolerance)]
     ours = [{"class_path": CLASS_PATH, "init_args": {"every_n_train_steps": 1}}] if others != callbacks else None
     write_config(directory, ours, **arguments)
@@ -99,7 +99,7 @@ def from_config(callbacks: list[Callback], directory: Path, **arguments: Any) ->
 
 
 def test_killed_and_resumed_equals_uninterrupted() -> None:
-    """Killed in the first epoch and in a later one, with the callback from YAML, nothing differs."""
+    """Killed in the first epoch and in a later one, a run with the callback from YAML equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return from_config(callbacks, directory, logger=CSV_LOGGER)
@@ -110,12 +110,12 @@ def test_killed_and_resumed_equals_uninterrupted() -> None:
 
 
 def weights(directory: Path) -> list[Any]:
-    """Return the trained weights that a process has left."""
+    """Return the trained weights that a process saved."""
     return [value.tolist() for value in torch.load(directory / "weights.pt", weights_only=True).values()]
 
 
 def script(directory: Path, fault: Callback | None = None, *more: str, seed: int = 1, **arguments: Any) -> Ended:
-    """Run the script in a process of its own, which leaves its weights."""
+    """Run the script in a separate process, which saves its weights."""
 
     def main() -> None:
         cli = train(directory, *more, callbacks=[fault] if fault is not None else [], **arguments)
@@ -125,7 +125,7 @@ def script(directory: Path, fault: Callback | None = None, *more: str, seed: int
 
 
 def directories(tmp_path: Path, callbacks: Any, **arguments: Any) -> tuple[Path, Path]:
-    """Make the directories of an uninterrupted run without the callback and of an interrupted one."""
+    """Create the directories of an uninterrupted run without the callback and of an interrupted one."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     write_config(whole, None, **arguments)
@@ -134,7 +134,7 @@ def directories(tmp_path: Path, callbacks: Any, **arguments: Any) -> tuple[Path,
 
 
 def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variable and `callbacks: null` a run resumes, also where the configuration is saved before our setup."""
+    """With the variable and `callbacks: null` a run resumes, even if the configuration is saved before our setup."""
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
@@ -147,7 +147,7 @@ def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_added_on_the_command_line(tmp_path: Path) -> None:
-    """`--trainer.callbacks+=` and its arguments work, and a run that was stopped continues in the files that it had."""
+    """`--trainer.callbacks+=` and its arguments work, and a stopped run continues in its files."""
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     more = (f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.every_n_train_steps=1")
@@ -160,7 +160,7 @@ def test_added_on_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_command_is_another_run(tmp_path: Path) -> None:
-    """The arguments name the run: with others it begins from the beginning, in a version of its own."""
+    """The arguments identify the run: with others it starts from the beginning, in its own version."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
     assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     other = script(cut, None, "--model.width=8")
@@ -171,7 +171,7 @@ def test_another_command_is_another_run(tmp_path: Path) -> None:
 
 
 def test_a_changed_configuration_is_saved_beside_the_one_before(tmp_path: Path) -> None:
-    """Who lets a run be longer finds in the log directory what it was begun with and what it has continued with."""
+    """After a longer max_epochs, the log directory has both the first configuration and the current one."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
     assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     [saved] = cut.glob("logs/**/config.yaml")
@@ -190,7 +190,7 @@ class KillOnFitStart(Callback):
 
 
 def test_killed_before_anything_was_saved(tmp_path: Path) -> None:
-    """A run that was killed at once begins again where its configuration lies; one that is done is protected."""
+    """A run that was killed before any save starts again in the same directory; a finished one is protected."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=False)
     assert script(cut, KillOnFitStart(), "--trainer.default_root_dir=here").exit_code == -signal.SIGKILL
     assert (cut / "here" / "config.yaml").is_file()
@@ -199,7 +199,7 @@ def test_killed_before_anything_was_saved(tmp_path: Path) -> None:
     refused = script(cut, None, "--trainer.default_root_dir=here")
     assert refused.exit_code == 1
     assert "to NOT exist. Aborting to avoid overwriting" in refused.output
-    # What was refused has begun nothing: the next is refused as well.
+    # A refused start does not count as one: the next is refused as well.
     assert script(cut, None, "--trainer.default_root_dir=here").exit_code == 1
 
 
@@ -209,7 +209,7 @@ class StopInSanityCheck(Callback):
 
 
 def test_stopped_before_anything_was_saved(tmp_path: Path) -> None:
-    """A run that was stopped in the sanity check, where there is nothing to save, begins again as well."""
+    """A run that was stopped in the sanity check, where there is nothing to save, also starts again."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=False)
     stopped = script(cut, StopInSanityCheck(), "--trainer.default_root_dir=here")
     assert stopped.exit_code == 143, stopped.output
@@ -220,7 +220,7 @@ def test_stopped_before_anything_was_saved(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_on_the_callback_of_the_cli(tmp_path: Path) -> None:
-    """After a resumed fit that the script calls itself LightningCLI's callback and parser are what they were."""
+    """After a resumed fit that the script calls itself, LightningCLI's callback and parser are unchanged."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
 
     def main(fault: Callback | None = None) -> None:
@@ -240,7 +240,7 @@ def test_nothing_stays_on_the_callback_of_the_cli(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_other_subcommands_and_an_autosave_as_ckpt_path(tmp_path: Path) -> None:
-    """`validate` and `fit` take an autosave of a model with hyperparameters; validation saves none."""
+    """`validate` and `fit` accept an autosave of a model with hyperparameters; validation saves none."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=False)
     assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     [newest] = sorted(cut.glob("fault_tolerance/*/fit-1/autosave-*.ckpt"))[-1:]
@@ -257,7 +257,7 @@ def test_other_subcommands_and_an_autosave_as_ckpt_path(tmp_path: Path) -> None:
 @for_ranks[0]
 @for_ranks[1]
 def test_two_ranks(tmp_path: Path) -> None:
-    """All ranks get past the configuration that is there, however many of them look for it."""
+    """All ranks get past the existing configuration, however many of them check for it."""
     _, cut = directories(tmp_path, [CLASS_PATH], seed=7, logger=CSV_LOGGER, strategy="ddp", devices=2)
 
     def start(fault: Callback | None = None) -> tuple[list[int], str]:
@@ -270,12 +270,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     codes, output = start()
     assert codes == [0, 0], output
     assert "Resumed exactly before batch" in output
-    # The first has left a version of its own, the others continued in one.
+    # The first start has its own version, the others continued in one.
     saved = sorted(f"{path.parent.name}/{path.name}" for path in cut.glob("logs/**/config*.yaml"))
     assert saved == ["version_0/config.yaml", "version_1/config.yaml"]
 
 
-# Each argument, as it stands in YAML, and what it means.
+# Each argument, as written in YAML, and its value.
 ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "dirpath": [("/here", "/here"), ("s3://bucket/folder", "s3://bucket/folder"), ("null", None)],
     "run_id": [("mine", "mine"), ("null", None)],
@@ -303,13 +303,13 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
 
 
 def test_every_argument_has_a_case() -> None:
-    """The cases of the next test are all arguments that there are."""
+    """The next test has a case for every argument."""
     assert list(ARGUMENTS) == list(inspect.signature(FaultTolerance).parameters)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_from_yaml(name: str) -> None:
-    """Each argument can be written in YAML, means what it means in Python, and is the same when saved and read."""
+    """Each argument can be written in YAML with its meaning in Python, and stays the same when saved and read."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Callback, "callback")
     for text, value in ARGUMENTS[name]:

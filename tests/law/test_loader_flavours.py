@@ -1,4 +1,4 @@
-"""The law where Lightning asks for loaders again, uses a part of their batches, or a data module keeps a state."""
+"""The law if Lightning requests loaders again, uses a part of their batches, or a data module has state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.law.test_iterable import Stream
 from tests.law.test_loaders import SHORT_CUTS
 from tests.runs import Cut, Net, assert_goes_on, each_cut, each_num_workers, eight_batches, make_trainer
 
-# Lightning's own advice about what these runs do on purpose.
+# Lightning's advice about things that these runs do on purpose.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled"),
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning"),
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def num_batches(num_workers: int) -> int:
-    """Return how many batches an epoch has."""
+    """Return the number of batches in an epoch."""
     return 8 if num_workers else 5
 
 
@@ -44,7 +44,7 @@ FIRST = pytest.param(2, 0, id="first")
 
 
 class Grows(LightningDataModule):
-    """Counts the batches that were used and the loaders that it gave; what it gives depends on both."""
+    """Counts the batches that were used and the loaders that it created; its loaders depend on both."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Grows(LightningDataModule):
         return self.make()
 
     def make(self) -> DataLoader[Any]:
-        """Return a loader of rows shifted by how many loaders there were, and how many batches were used."""
+        """Return a loader of rows, shifted by the number of loaders and of batches used so far."""
         data = NoisyDataset(4 * num_batches(self.num_workers))
         data.rows = data.rows + self.num_given + self.num_used / 8
         return DataLoader(data, 4, shuffle=True, num_workers=self.num_workers)
@@ -79,7 +79,7 @@ class Grows(LightningDataModule):
 
 
 def hold(data_module: Callable[[], Any], cut: Cut, **arguments: Any) -> None:
-    """Hold a fit with a data module to the law."""
+    """Check that a fit with a data module obeys the law."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, **arguments)
@@ -91,7 +91,7 @@ def hold(data_module: Callable[[], Any], cut: Cut, **arguments: Any) -> None:
 
 
 class Counts(Grows):
-    """Counts batches alone: its rows are the same whenever it is asked."""
+    """Counts only batches: its rows are always the same."""
 
     def make(self) -> DataLoader[Any]:
         """Return a loader."""
@@ -100,7 +100,7 @@ class Counts(Grows):
 
 
 class Keeps(Counts):
-    """Gives the same loader each time, whose workers live on."""
+    """Returns the same loader each time, with persistent workers."""
 
     loader: DataLoader[Any] | None = None
 
@@ -114,7 +114,7 @@ class Keeps(Counts):
 @each_num_workers
 @each_cut
 def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
-    """What a data module counts as batches are used continues."""
+    """A data module's count of used batches continues."""
     hold(lambda: Counts(num_workers), cut if num_workers else SHORT_CUTS[cut])
 
 
@@ -122,37 +122,37 @@ def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("epoch", "batch"), [MIDDLE, LAST, FIRST])
 def test_loaders_asked_for_anew(epoch: int, batch: int, every: int, num_workers: int) -> None:
-    """With ``reload_dataloaders_every_n_epochs`` they are asked for in the same epochs."""
+    """With ``reload_dataloaders_every_n_epochs`` loaders are requested in the same epochs."""
     cut = cut_at(epoch, batch, num_workers)
     hold(lambda: Counts(num_workers), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kept_loader_asked_for_anew(every: int) -> None:
-    """A loader that is given again continues with the workers that it has."""
+    """A loader that is returned again continues with its workers."""
     cut = Cut(kill=20, every=1, goes_on_at=(2, 4))
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
 def test_loader_that_depends_on_the_state() -> None:
-    """A loader that a data module makes of its state is made of what that was when the epoch began."""
+    """A loader that a data module builds from its state is built from the state at the start of the epoch."""
     hold(lambda: Grows(0), cut_at(3, 0, 0), reload_dataloaders_every_n_epochs=1, max_epochs=4)
 
 
 def test_first_loader_that_depends_on_the_state() -> None:
-    """Lightning restores the ``state_dict`` of a data module before it asks for the first loader: it is refused."""
+    """A first loader that depends on the state is refused: Lightning restores the state before it requests it."""
     with pytest.raises(AssertionError, match=r"train/0\.dataset\.rows: "):
         hold(lambda: Grows(0), cut_at(0, 3, 0), reload_dataloaders_every_n_epochs=1, max_epochs=4)
 
 
 def shuffled(num_workers: int, length: int | None = None, **arguments: Any) -> Callable[[], DataLoader[Any]]:
-    """Return what makes a loader of more batches than are used: of twice as many unless a length is given."""
+    """Return a function that creates a loader with more batches than are used: twice as many, or `length` rows."""
     length = 8 * num_batches(num_workers) if length is None else length
     return lambda: DataLoader(HoldingDataset(length), batch_size=4, shuffle=True, num_workers=num_workers, **arguments)
 
 
 def streamed(num_workers: int) -> Callable[[], DataLoader[Any]]:
-    """Return what makes a loader of a stream of twice as many batches as are used."""
+    """Return a function that creates a loader of a stream with twice as many batches as are used."""
     return lambda: DataLoader(Stream(8 * num_batches(num_workers)), batch_size=4, num_workers=num_workers)
 
 
@@ -177,7 +177,7 @@ def test_limited_training_batches(name: str, epoch: int, batch: int, num_workers
 @each_cut
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) -> None:
-    """A validation run over a part of its loader is that part, and its workers continue."""
+    """A validation run over a part of its loader stays limited to that part, and its workers continue."""
     validation = shuffled(num_workers, 16, persistent_workers=num_workers > 0)
     limits = {"limit_val_batches": limit, "val_check_interval": 4}
     assert_goes_on(cut, train=eight_batches, validation=validation, **limits)
@@ -187,7 +187,7 @@ def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) ->
 @pytest.mark.parametrize("kind", [int, float])
 @pytest.mark.parametrize(("epoch", "batch"), [EARLY, LAST])
 def test_overfit_batches(epoch: int, batch: int, kind: type[float], num_workers: int) -> None:
-    """The same batches in every epoch, unshuffled, each with its own noise."""
+    """Every epoch has the same unshuffled batches, each with its own noise."""
     cut = cut_at(epoch, batch, num_workers)
     overfit = num_batches(num_workers) if kind is int else 0.5
     validation = shuffled(num_workers, 16)

@@ -36,17 +36,17 @@ from tests.runs import (
     fit_net,
 )
 
-# Lightning advises against shuffled validation; its randomness has to continue all the same.
+# Lightning advises against shuffled validation; its randomness still has to continue.
 pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
 
 SHORT_CUTS = {FIRST_EPOCH: FIRST_EPOCH, LATER_EPOCH: LATER_SHORT_EPOCH}
 
 
 def assert_loader_goes_on(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:
-    """Hold a fit to the law, with the loader that `train` makes of so many rows.
+    """Check that a fit obeys the law, with the loader that `train` returns for a number of rows.
 
-    Without workers an epoch has 5 batches of 4 rows, and `cut` is translated. With workers it has 8: of 5, two that
-    fetch ahead would have taken all indices at each cut.
+    Without workers an epoch has 5 batches of 4 rows, and `cut` is translated. With workers it has 8. With only 5, two
+    workers that fetch ahead would have taken all indices at each cut.
     """
     num_rows = 32 if num_workers else 20
     assert_goes_on(cut if num_workers else SHORT_CUTS[cut], train=lambda: train(num_rows), **arguments)
@@ -58,7 +58,7 @@ def assert_loader_goes_on(cut: Cut, num_workers: int, *, train: Callable[[int], 
 @each_num_workers
 @each_cut
 def test_shuffled(cut: Cut, num_workers: int) -> None:
-    """A shuffled loader resumes in the order of its epoch, and its validation loader draws what it would have drawn."""
+    """A shuffled loader resumes in the order of its epoch, and its validation loader draws as if uninterrupted."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -70,7 +70,7 @@ def test_shuffled(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_sequential(cut: Cut, num_workers: int) -> None:
-    """A sequential loader continues with the batch that is next, its augmentations too."""
+    """A sequential loader continues with the next batch, and so do its augmentations."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -81,7 +81,7 @@ def test_sequential(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_own_generator(cut: Cut, num_workers: int) -> None:
-    """A loader with a generator of its own continues in its order, in the epochs after the cut too."""
+    """A loader with its own generator continues in its order, also in the epochs after the cut."""
 
     def train(num_rows: int) -> DataLoader:
         data, generator = NoisyDataset(num_rows), torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_weighted_random_sampler(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_own_batch_sampler(cut: Cut, num_workers: int) -> None:
-    """A batch sampler of the user's continues with its own batches."""
+    """A user's batch sampler continues with its own batches."""
     assert_goes_on(
         cut, train=lambda: DataLoader(NoisyDataset(), batch_sampler=RaggedBatches(), num_workers=num_workers)
     )
@@ -184,7 +184,7 @@ def test_indices_in_batches_without_batching(cut: Cut) -> None:
 @each_cut
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_persistent_workers(cut: Cut, is_shuffled: bool) -> None:
-    """Workers that live on, in training and validation, draw what they would have drawn, in later epochs too."""
+    """Persistent workers, in training and validation, draw as if uninterrupted, also in later epochs."""
 
     def loader(length: int) -> DataLoader:
         data = NoisyDataset(length)
@@ -195,7 +195,7 @@ def test_persistent_workers(cut: Cut, is_shuffled: bool) -> None:
 
 @pytest.mark.slow
 def test_persistent_workers_interrupted_twice() -> None:
-    """Workers that live on do so across two interruptions: in one epoch, and one epoch apart."""
+    """Persistent workers survive two interruptions, in one epoch or one epoch apart."""
 
     def fit(callbacks, directory):
         def loader(length: int) -> DataLoader:
@@ -212,7 +212,7 @@ def test_persistent_workers_interrupted_twice() -> None:
 
 @each_cut
 def test_persistent_workers_with_fewer_batches_than_the_loader_has(cut: Cut) -> None:
-    """Where ``limit_train_batches`` ends an epoch early, workers that live on have fetched more than was used."""
+    """If ``limit_train_batches`` ends an epoch early, persistent workers that have fetched more still continue."""
     assert_goes_on(
         cut,
         train=lambda: DataLoader(
@@ -226,7 +226,7 @@ def test_persistent_workers_with_fewer_batches_than_the_loader_has(cut: Cut) -> 
 @each_cut
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_prefetching_far_ahead(cut: Cut, num_workers: int) -> None:
-    """With ``prefetch_factor=5`` the workers are past the cut already: what they fetched is fetched again."""
+    """With ``prefetch_factor=5`` the workers are past the cut already, and fetch the unused batches again."""
     assert_goes_on(
         cut,
         train=lambda: DataLoader(
@@ -249,7 +249,7 @@ def test_three_workers_killed_before_each_has_delivered(batch: int, is_persisten
 
 
 def test_three_workers_stopped_before_each_has_delivered() -> None:
-    """A stop by SIGTERM before each worker has delivered does nothing twice, and the run continues exactly."""
+    """A stop by SIGTERM before each worker has delivered repeats nothing, and the run continues exactly."""
 
     def fit(callbacks, directory):
         return fit_net(
@@ -293,7 +293,7 @@ def test_functions_of_the_users_that_draw(cut: Cut, is_persistent: bool) -> None
 @each_cut
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_start_methods(cut: Cut, context: str) -> None:
-    """Workers that are not forked get their states all the same."""
+    """Workers that are not forked get their states, too."""
     assert_goes_on(
         cut,
         train=lambda: DataLoader(
@@ -308,14 +308,14 @@ def test_start_methods(cut: Cut, context: str) -> None:
     )
 
 
-# Classes of the user's, and parts of data sets.
+# User classes, and parts of data sets.
 
 
 @each_num_workers
 @each_cut
 @pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
 def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataLoader]) -> None:
-    """A subclass whose ``__iter__`` takes batches apart, and draws, continues exactly."""
+    """A subclass whose ``__iter__`` unpacks batches, and draws, continues exactly."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -326,7 +326,7 @@ def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataL
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
 def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader], is_persistent: bool) -> None:
-    """Killed where a generator's ``__iter__`` was called but has not begun, the epoch is the next one all the same."""
+    """If the run is killed after a generator ``__iter__`` is called but before it starts, the next epoch is right."""
     assert_goes_on(
         Cut(kill=8, every=1, goes_on_at=(1, 0)),
         train=lambda: kind(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent),
@@ -361,7 +361,7 @@ def test_concatenated(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_samples_fetched_all_at_once(cut: Cut, num_workers: int) -> None:
-    """A data set with ``__getitems__`` is still asked for whole batches, and continues."""
+    """A data set with ``__getitems__`` still fetches whole batches, and continues."""
     assert_loader_goes_on(
         cut,
         num_workers,

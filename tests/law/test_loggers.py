@@ -26,7 +26,7 @@ Loggers = Callable[[Path], Any]
 
 
 class LateNet(Net):
-    """Has hyperparameters, and logs a value more from its fourth batch on."""
+    """Has hyperparameters, and logs one more value from its fourth batch on."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def fit_logging(callbacks: list[Callback], directory: Path, loggers: Loggers, **
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what TensorBoard shows of a run, but for the marker of hyperparameters, which has no step."""
+    """Return the scalars that TensorBoard shows of a run, except the marker of hyperparameters, which has no step."""
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
     tags = [tag for tag in accumulator.Tags()["scalars"] if tag != "hp_metric"]
@@ -63,7 +63,7 @@ CSV: dict[str, Loggers] = {
 @pytest.mark.parametrize("kills", [[3], [8], [4, 2, 1]], ids=str)
 @pytest.mark.parametrize("loggers", CSV)
 def test_csv_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
-    """There is one version, and each of its files is the uninterrupted run's, byte for byte."""
+    """There is one version, and each of its files equals the uninterrupted run's, byte for byte."""
     if kills != [4, 2, 1] and loggers not in ("default", "version"):
         kills = kills[:1]
     runs = run_whole_and_killed(lambda *args: fit_logging(*args, CSV[loggers]), tmp_path, kills, every_n_train_steps=2)
@@ -75,7 +75,7 @@ def test_csv_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
 
 
 class LogAside(Callback):
-    """Logs by itself, where Lightning does not flush."""
+    """Logs directly to the logger, which Lightning does not flush then."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         trainer.logger.log_metrics({"aside": float(batch_idx)}, step=trainer.global_step)
@@ -83,7 +83,7 @@ class LogAside(Callback):
 
 @pytest.mark.parametrize("kill", [KillAt(3), KillAt(3, signum=signal.SIGTERM, hook="validation")], ids=["kill", "term"])
 def test_rows_that_were_not_flushed_are_kept(kill: Callback, tmp_path: Path) -> None:
-    """What CSVLogger had in memory at the autosave is in the file, also for a state that was captured before."""
+    """Rows that CSVLogger held in memory at the autosave are in the file, even if the state was captured earlier."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         arguments = {"log_every_n_steps": 100, "val_check_interval": 4}
@@ -104,7 +104,7 @@ TENSORBOARD: dict[str, Loggers] = {
 @pytest.mark.parametrize("kills", [[3], [8, 1]], ids=str)
 @pytest.mark.parametrize("loggers", TENSORBOARD)
 def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
-    """There is one version, and TensorBoard shows what it shows of the uninterrupted run."""
+    """There is one version, and TensorBoard shows the same as for the uninterrupted run."""
     runs = run_whole_and_killed(
         lambda *args: fit_logging(*args, TENSORBOARD[loggers]), tmp_path, kills, every_n_train_steps=2
     )
@@ -118,14 +118,14 @@ def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> 
 
 
 class MarkBehind(Callback):
-    """Writes to TensorBoard itself, with the step that the batch has made."""
+    """Writes to TensorBoard directly, with the step that the batch has reached."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.logger.experiment.add_histogram("mark", trainer.global_step, trainer.global_step)
 
 
 def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
-    """What a user has written with the step that a resume continues at is not dropped."""
+    """Data that a user has written at the step where a resume continues is not dropped."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_logging([MarkBehind(), *callbacks], directory, lambda _: True)
@@ -151,7 +151,7 @@ def test_several_loggers_go_on(tmp_path: Path) -> None:
 
 
 def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
-    """Where the script has logged before fit, the run continues in its version, and the report says what was begun."""
+    """If the script logs before fit, the run continues in its version, and the report names the version begun."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         logger = CSVLogger(directory)
@@ -169,7 +169,7 @@ def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("fold", [0, 1])
 def test_several_fits(fold: int, shares: bool, tmp_path: Path) -> None:
-    """Fits of one script continue each in its own version, or in one that they share."""
+    """Each fit of a script continues in its own version, or in a version that the fits share."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         shared = CSVLogger(directory)
@@ -201,7 +201,7 @@ CHANGES: dict[str, tuple[Loggers, Loggers, str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> None:
-    """A logger that is not the one that logged takes the version that it would take, and the report says so."""
+    """A different logger uses its own version, and the report says so."""
     first, then, note = CHANGES[change]
     options = {"every_n_train_steps": 1}
     run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, first))
@@ -215,7 +215,7 @@ def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("gone", ["metrics.csv", ""])
 def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
-    """What somebody has deleted in between is not invented: the run continues, and the report says what is missing."""
+    """Deleted rows are not invented: the run continues, and the report says what is missing."""
     options = {"every_n_train_steps": 1}
     run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, CSV["default"]))
     path = tmp_path / "lightning_logs/version_0" / gone
@@ -226,7 +226,7 @@ def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
 
 
 class PlainLogger(Logger):
-    """Begins its experiment when it is asked for it, as Lightning's does; remembers whether it was."""
+    """Counts how often it is saved."""
 
     name, version = "plain", 0
 
@@ -245,7 +245,7 @@ class PlainLogger(Logger):
 
 
 def test_other_loggers_are_left_alone(tmp_path: Path) -> None:
-    """Nothing of a logger that is not one of the two is called by us."""
+    """The package calls nothing on a logger that is neither of the two."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         logger = PlainLogger()
@@ -257,7 +257,7 @@ def test_other_loggers_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_on_loggers(tmp_path: Path) -> None:
-    """After the fit a logger and its writer have what they have without us, but for the version."""
+    """After the fit a logger and its writer are as they are without us, except for the version."""
 
     def main(directory: Path, *callbacks: Callback) -> None:
         loggers = [CSVLogger(directory), TensorBoardLogger(directory, name="t")]

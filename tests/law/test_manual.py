@@ -1,4 +1,4 @@
-"""``PL_FAULT_TOLERANT_TRAINING=manual``: positions are those that the user's own objects keep; all else is ours."""
+"""``PL_FAULT_TOLERANT_TRAINING=manual``: the user's objects keep the positions, and the package keeps the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runs import Net, each_cut, fit_net
 
 
 class StatefulSampler(Sampler[int]):
-    """Continues where its state says; the order follows from how many epochs it has begun."""
+    """Continues where its state says; the order follows from the number of epochs that it has started."""
 
     def __init__(self, length: int = 32) -> None:
         self.length = length
@@ -50,7 +50,7 @@ class StatefulSampler(Sampler[int]):
 
 
 class StatefulBatches:
-    """No torch loader at all: gives noisy batches, and continues where its state says."""
+    """A loader that is not torch's: yields noisy batches, and continues where its state says."""
 
     def __init__(self, *, sized: bool) -> None:
         self.sized = sized
@@ -77,7 +77,7 @@ class StatefulBatches:
 
 
 class CountingDataset(NoisyDataset):
-    """Adds to each sample how many were drawn before it, which its state keeps."""
+    """Adds to each sample the number of samples drawn before it; that number is its state."""
 
     drawn = 0
 
@@ -93,17 +93,17 @@ class CountingDataset(NoisyDataset):
 
 
 def sampled() -> DataLoader[Any]:
-    """Return a loader whose sampler keeps the position, over a data set that holds generators."""
+    """Return a loader over a data set with generators; its sampler keeps the position."""
     return DataLoader(HoldingDataset(), batch_size=4, sampler=StatefulSampler())
 
 
 def counted() -> DataLoader[Any]:
-    """Return a loader whose sampler and data set both keep a state."""
+    """Return a loader whose sampler and data set both have a state."""
     return DataLoader(CountingDataset(), batch_size=4, sampler=StatefulSampler())
 
 
 def manual_fit(make_loader: Callable[[], Any]) -> Callable[[list[Callback], Path], Trainer]:
-    """Return a fit that runs under ``manual`` where it has our callback, in a process of its own."""
+    """Return a fit that sets ``manual`` in its process if it has our callback."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         if any(isinstance(callback, FaultTolerance) for callback in callbacks):
@@ -121,7 +121,7 @@ def manual_fit(make_loader: Callable[[], Any]) -> Callable[[list[Callback], Path
     ids=["sampler", "sampler-and-dataset", "loader", "unsized-loader"],
 )
 def test_own_states_are_the_position(make_loader: Callable[[], Any], cut: Any) -> None:
-    """What the user's objects say of their place is saved and given back; the rest of the run is exact as ever."""
+    """The positions of the user's objects are saved and restored; the rest of the run stays exact."""
     [cost] = assert_resumes_exactly(
         manual_fit(make_loader), [KillAt(cut.kill)], options={"every_n_train_steps": cut.every}
     )
@@ -136,7 +136,7 @@ def manual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("manual")
 def test_nothing_is_wrapped(tmp_path: Path) -> None:
-    """The loader that the trainer iterates over is the user's own object, from the setup on."""
+    """The loader that the trainer iterates over is the user's object itself."""
     loader = sampled()
     seen = []
 
@@ -164,13 +164,13 @@ def test_nothing_is_wrapped(tmp_path: Path) -> None:
     ],
 )
 def test_refused_where_nobody_keeps_the_position(make_loader: Callable[[], Any], reason: str, tmp_path: Path) -> None:
-    """A loader whose place nobody keeps, or not that of the batches that were trained, is refused with the reason."""
+    """A loader without a stored position, or with one ahead of the trained batches, is refused with the reason."""
     with pytest.raises(NotExactError, match=f"Loader train/0 can't be resumed exactly: {reason}.*strict=False"):
         fit_net([FaultTolerance()], tmp_path, train=make_loader(), max_epochs=1)
 
 
 def test_state_that_does_not_keep_its_word_is_seen() -> None:
-    """A sampler that forgets its position repeats samples: the law sees it."""
+    """A sampler that forgets its position repeats samples, and the law detects it."""
 
     class Forgets(StatefulSampler):
         def load_state_dict(self, state: dict[str, int]) -> None:
@@ -183,6 +183,6 @@ def test_state_that_does_not_keep_its_word_is_seen() -> None:
 
 @pytest.mark.usefixtures("manual")
 def test_samples_are_not_seeded(tmp_path: Path) -> None:
-    """No loader is replaced, so that samples could not be seeded one by one: asking for both is refused."""
+    """Since no loader is replaced, samples can't be seeded one by one: the combination is refused."""
     with pytest.raises(ValueError, match=r'worker_rng="per_sample" seeds the samples of loaders, and .*manual'):
         fit_net([FaultTolerance(worker_rng="per_sample")], tmp_path, train=StatefulBatches(sized=True), max_epochs=1)

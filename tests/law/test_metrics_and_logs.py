@@ -36,7 +36,7 @@ NUM_BATCHES = 6
 
 
 class Stage(nn.Module):
-    """The metrics of one stage, of every kind; a submodule."""
+    """The metrics of one stage, one of every kind, as a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Stage(nn.Module):
         self.tracker.update(batch[:, 0], batch[:, 1])
 
     def finish(self) -> dict[str, Tensor]:
-        """Return what the metrics that were not logged hold, and begin again."""
+        """Return the values of the metrics that were not logged, and reset them."""
         found = {
             "unlogged": self.unlogged.compute().sum(),
             "on_cpu": self.on_cpu.compute().std(),
@@ -81,7 +81,7 @@ class Stage(nn.Module):
             **{f"bootstrap_{name}": value for name, value in self.bootstrap.compute().items()},
             **{f"classwise_{name}": value for name, value in self.classwise.compute().items()},
         }
-        # MinMaxMetric and the tracker live on over the epochs.
+        # MinMaxMetric and the tracker persist over the epochs.
         for metric in (self.unlogged, self.on_cpu, self.bytes, self.pearson, self.bootstrap, self.classwise):
             metric.reset()
         return found
@@ -159,7 +159,7 @@ class EveryMetric(Net):
 
 
 class LogsToo(Callback):
-    """A callback that logs by the module."""
+    """A callback that logs through the module."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pl_module.log("by_callback", float(trainer.global_step), on_step=True, on_epoch=True, reduce_fx="sum")
@@ -185,7 +185,7 @@ def fit_every_metric(callbacks: list[Callback], directory: Path, **arguments: An
 @pytest.mark.takes_long("four runs of a module with 59 metrics, each logged in each way")
 @pytest.mark.parametrize("kill", [*(pytest.param(kill, marks=pytest.mark.slow) for kill in (2, 4)), 8])
 def test_every_metric(kill: int) -> None:
-    """Every kind of metric, logged in every way, is what it would have been, step by step and at the end."""
+    """Every kind of metric, logged in every way, has the uninterrupted run's values, step by step and at the end."""
     [cost] = assert_resumes_exactly(fit_every_metric, [KillAt(kill)], options=EVERY_STEP)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
@@ -194,7 +194,7 @@ def test_every_metric(kill: int) -> None:
 @pytest.mark.parametrize("hook", ["start", "end"])
 @pytest.mark.parametrize("kill", range(2 * NUM_BATCHES))
 def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
-    """So it is wherever the run is cut."""
+    """The same holds wherever the run is cut."""
     arguments = {"may_begin_anew": kill == 0}
     [cost] = assert_resumes_exactly(fit_every_metric, [KillAt(kill, hook=hook)], options=EVERY_STEP, **arguments)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
@@ -205,7 +205,7 @@ def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
     [(2, signal.SIGKILL), *(pytest.param(kill, signal.SIGTERM, marks=pytest.mark.slow) for kill in (5, 8))],
 )
 def test_every_metric_cut_between_validation_batches(signum: int, kill: int) -> None:
-    """Killed or stopped inside the first or the second validation run of an epoch, it is run whole."""
+    """Killed or stopped inside either validation run of an epoch, the run repeats that validation whole."""
     fault = SecondValidationBatch(kill, hook="validation", signum=signum)
     [cost] = assert_resumes_exactly(fit_every_metric, [fault], options={**ALWAYS, **EVERY_STEP})
     stopped = signum == signal.SIGTERM
@@ -222,7 +222,7 @@ class SecondValidationBatch(KillAt):
 
 @pytest.mark.slow
 def test_logging_under_accumulation() -> None:
-    """With accumulated gradients, values are given to loggers at the steps at which they would have been."""
+    """With accumulated gradients, loggers get values at the same steps as in the uninterrupted run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_every_metric(callbacks, directory, accumulate_grad_batches=2, log_every_n_steps=2)
@@ -235,7 +235,7 @@ def test_logging_under_accumulation() -> None:
     ("hook", "at"), [("on_validation_end", 2), pytest.param("on_train_epoch_end", 0, marks=pytest.mark.slow)]
 )
 def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
-    """A checkpoint that somebody saves in a hook holds them too."""
+    """A checkpoint that other code saves in a hook contains the metrics, too."""
     assert_goes_on_from(
         hook,
         users=lambda: [LogsToo(), saver(hook, at)],
@@ -249,7 +249,7 @@ def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
 
 @pytest.mark.parametrize("hook", ["on_validation_end", pytest.param("on_train_epoch_start", marks=pytest.mark.slow)])
 def test_metrics_behind_an_exception(hook: str) -> None:
-    """A capture that is saved after an exception has the metrics and the logged values of its moment."""
+    """A capture that is saved after an exception has the metrics and logged values of its moment."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_every_metric(callbacks, directory)
@@ -259,7 +259,7 @@ def test_metrics_behind_an_exception(hook: str) -> None:
 
 
 class Persistent(Net):
-    """A tracker whose metrics are in the ``state_dict``, and grow in number."""
+    """Has a tracker with metrics in the ``state_dict`` that grow in number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,12 +280,12 @@ class Persistent(Net):
 
 @pytest.mark.parametrize("kill", [3, 8])
 def test_tracker_in_the_state_dict(kill: int) -> None:
-    """Metrics that a tracker has made, and that are in the ``state_dict``, are there before it is loaded."""
+    """Metrics that a tracker created, and that are in the ``state_dict``, exist before it is loaded."""
     assert_exact(list, KillAt(kill), module=Persistent)
 
 
 class Mask(Net):
-    """Drops inputs by a mask of bytes that is in no ``state_dict``, and changes it."""
+    """Masks its inputs by a byte buffer outside the ``state_dict``, which it changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_buffer_of_bytes() -> None:
 
 
 class Late(Metric):
-    """Makes its states when it sees its first batch."""
+    """Creates its states at its first batch."""
 
     def update(self, values: Tensor) -> None:
         if not hasattr(self, "total"):
@@ -324,7 +324,7 @@ class LateNet(Net):
 
 
 def test_metric_that_makes_its_states_late_is_refused(tmp_path: Path) -> None:
-    """What a fresh metric has no place for is named, and the run is not resumed as if it were exact."""
+    """State that a fresh metric can't hold is named, and the resume is refused as not exact."""
 
     def main(*faults: Callback) -> None:
         fit_net([FaultTolerance(**EVERY_STEP), *faults], tmp_path, module=LateNet())

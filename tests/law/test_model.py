@@ -1,4 +1,4 @@
-"""The law for what a model does: accumulation, manual optimization, metrics, logging, validation, flags, callbacks."""
+"""The law for models: accumulation, manual optimization, metrics, logging, validation, flags, callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.runs import (
 
 @each_short_cut
 def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
-    """Masks, running statistics, moments and learning rates continue."""
+    """Dropout masks, running statistics, moments, and learning rates continue."""
     assert_goes_on(cut)
 
 
@@ -51,7 +51,7 @@ def test_accumulation(kill: int, goes_on_at: tuple[int, int]) -> None:
 
 
 class TwoOptimizers(LightningModule):
-    """Steps one optimizer after each batch, the other after every third, whose gradients live on in between."""
+    """Steps one optimizer after each batch, and one after every third; the latter keeps its gradients in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TwoOptimizers(LightningModule):
 
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(4, (0, 4)), (9, (1, 4))])
 def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
-    """Two optimizers that are stepped by hand continue, with gradients kept across batches."""
+    """Two optimizers with manual steps continue, and so do gradients that are kept across batches."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=TwoOptimizers())
@@ -97,7 +97,7 @@ def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
 
 
 class MetricNet(Net):
-    """One metric is logged, one with a list state is only updated; its own epoch hook logs what it holds."""
+    """Logs one metric and only updates one with a list state; its epoch hook logs the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MetricNet(Net):
 
 @each_short_cut
 def test_metrics(cut: Cut) -> None:
-    """Metrics hold at the end of the epoch what they saw before and after the cut."""
+    """At the end of the epoch, metrics cover the batches before and after the cut."""
     assert_goes_on(cut, module=MetricNet)
 
 
@@ -145,13 +145,13 @@ class LoggingNet(Net):
 
 @each_short_cut
 def test_logging(cut: Cut) -> None:
-    """Sums, means and extremes over the epoch are those of the whole epoch."""
+    """Sums, means, and extremes over the epoch cover the whole epoch."""
     assert_goes_on(cut, module=LoggingNet)
 
 
 @each_short_cut
 def test_logging_at_every_third_step(cut: Cut) -> None:
-    """Loggers get values at the steps at which they would have got them."""
+    """Loggers get values at the same steps as in the uninterrupted run."""
     assert_goes_on(cut, module=LoggingNet, log_every_n_steps=3)
 
 
@@ -190,7 +190,7 @@ def test_two_validation_loaders_twice_an_epoch(kill: int, goes_on_at: tuple[int,
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_killed_in_validation(kill: int) -> None:
-    """A run that is killed inside a validation run does that validation whole, from its start."""
+    """A run that is killed inside a validation run repeats that validation whole, from its start."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_eight(callbacks, directory, val_check_interval=0.5, module=LoggingNet())
@@ -209,7 +209,7 @@ def test_validation_every_second_epoch_and_none_at_the_start() -> None:
     )
 
 
-# What no state_dict holds.
+# State that no state_dict contains.
 
 
 class BufferNet(Net):
@@ -231,7 +231,7 @@ def test_buffers_outside_the_state_dict(cut: Cut) -> None:
 
 
 class TableNet(Net):
-    """Its loss depends on a table that it makes in its first step, and on rows that it gathers; neither is saved."""
+    """Its loss depends on a table that it creates in its first step, and on rows that it collects; neither is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,12 +247,12 @@ class TableNet(Net):
 
 @pytest.mark.slow
 def test_buffers_that_training_makes_and_grows() -> None:
-    """Buffers outside the ``state_dict`` continue that the new process has in another shape still, or not at all."""
+    """Buffers outside the ``state_dict`` continue even if the new process lacks them or has another shape."""
     assert_goes_on(FIRST_EPOCH, module=TableNet)
 
 
 class QueueNet(Net):
-    """Its loss depends on a queue that it makes in its first step and on a growing memory, both in its state."""
+    """Its loss depends on a queue that it creates in its first step and on a growing memory, both in its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,12 +267,12 @@ class QueueNet(Net):
 
 @pytest.mark.parametrize("fault", [KillAt(3), RaiseAt("on_train_epoch_start", 1)], ids=["kill", "exception"])
 def test_buffers_of_the_state_dict_that_training_makes_and_grows(fault: Callback) -> None:
-    """So do those of the ``state_dict``, which the module of the new process could not load."""
+    """Buffers in the ``state_dict`` continue even if the new process could not load them."""
     assert_exact(list, fault, module=QueueNet, options={"overhead_budget": 1.0})
 
 
 class FreezingNet(Net):
-    """Freezes its first layer and puts its batch norm into evaluation mode after two batches, for good."""
+    """Freezes its first layer and switches its batch norm to evaluation mode after two batches, permanently."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 2:
@@ -282,7 +282,7 @@ class FreezingNet(Net):
 
 @each_short_cut
 def test_frozen_parameters_and_modules_in_evaluation_mode(cut: Cut) -> None:
-    """Parameters that were frozen and modules that were put into evaluation mode in training stay so."""
+    """Parameters that training froze and modules that it switched to evaluation mode stay so."""
     assert_goes_on(cut, module=FreezingNet)
 
 
@@ -318,7 +318,7 @@ class EpochSchedulerNet(Net):
 
 @each_short_cut
 def test_scheduler_per_epoch(cut: Cut) -> None:
-    """A scheduler that steps once an epoch steps once an epoch."""
+    """A scheduler that steps once an epoch still does."""
     assert_goes_on(cut, module=EpochSchedulerNet, max_epochs=3)
 
 
@@ -331,12 +331,12 @@ class PlateauNet(Net):
 
 @each_short_cut
 def test_scheduler_on_a_plateau(cut: Cut) -> None:
-    """A scheduler that looks at a validation result steps as often, on the same values."""
+    """A scheduler that depends on a validation result steps as often, on the same values."""
     assert_goes_on(cut, module=PlateauNet, max_epochs=3)
 
 
 class StopsAt(Callback):
-    """Asks the trainer to stop at a batch."""
+    """Requests a stop of the trainer at a batch."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -345,7 +345,7 @@ class StopsAt(Callback):
 
 @pytest.mark.parametrize("kill", [4, 6])
 def test_stop_that_waits_for_min_epochs(kill: int) -> None:
-    """A stop that was asked for before the cut and waits for ``min_epochs`` ends the run where it would have."""
+    """A stop that was requested before the cut and waits for ``min_epochs`` ends the run at the same place."""
     assert_goes_on(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill, 5)),
         users=lambda: [StopsAt()],

@@ -1,4 +1,4 @@
-"""ModelCheckpoints continue after a resume as if nothing had happened: what they know, and which files there are."""
+"""ModelCheckpoints continue after a resume as if uninterrupted: their attributes and their files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KNOWN = (
 
 
 def known(callback: ModelCheckpoint, directory: Path) -> dict[str, Any]:
-    """Return what a ModelCheckpoint knows, its paths without the directory of the run."""
+    """Return a ModelCheckpoint's attributes, with paths relative to the directory of the run."""
     values = {name: getattr(callback, name) for name in _KNOWN}
     values["best_k_models"] = [[path, float(score)] for path, score in values["best_k_models"].items()]
     plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
@@ -57,7 +57,7 @@ def known(callback: ModelCheckpoint, directory: Path) -> dict[str, Any]:
 def fit_saving(
     callbacks: list[Callback], directory: Path, saving: list[ModelCheckpoint], *, logger: Any = False, **arguments: Any
 ) -> None:
-    """Fit, and write down what the ModelCheckpoints know then."""
+    """Fit, and record the ModelCheckpoints' attributes at the end."""
     arguments = {"enable_checkpointing": True, "logger": logger, **arguments}
     trainer = fit_eight([*saving, *callbacks], directory, **arguments)
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -65,7 +65,7 @@ def fit_saving(
 
 
 def assert_same(runs: Runs, num_files: int | None = None) -> None:
-    """Hold the killed run to the whole one: the same files, links to the same, the same knowledge, the same weights."""
+    """Check that both runs have the same files, links, attributes, and weights."""
     names = [name for name in files_below(runs.whole) if "tfevents" not in name]
     assert [name for name in files_below(runs.killed) if "tfevents" not in name] == names
     assert (runs.killed / "known.json").read_text() == (runs.whole / "known.json").read_text()
@@ -81,7 +81,7 @@ def assert_same(runs: Runs, num_files: int | None = None) -> None:
 
 
 def assert_equal_weights(one: Path, other: Path) -> None:
-    """Hold two checkpoints to the same step and the same weights; both load safely."""
+    """Check that two checkpoints have the same step and weights, and that both load safely."""
     first, second = (torch.load(path, map_location="cpu", weights_only=True) for path in (one, other))
     assert first["global_step"] == second["global_step"], one
     assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items()), one
@@ -89,7 +89,7 @@ def assert_equal_weights(one: Path, other: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """ModelCheckpoints, of which each writes so many files; `kills` are right after a save and between two."""
+    """ModelCheckpoints and the number of files they write; `kills` are right after a save and between two."""
 
     make: Callable[[Path], list[ModelCheckpoint]]
     num_files: int
@@ -99,7 +99,7 @@ class Saving:
 
 
 def at(directory: Path, *, name: str = "checkpoints", **arguments: Any) -> ModelCheckpoint:
-    """Return a ModelCheckpoint with a directory of its own."""
+    """Return a ModelCheckpoint with its own directory."""
     return ModelCheckpoint(dirpath=directory / name, **arguments)
 
 
@@ -141,7 +141,7 @@ SAVINGS = {
 
 @pytest.mark.parametrize("saving", SAVINGS)
 def test_model_checkpoint_goes_on(saving: str, tmp_path: Path) -> None:
-    """Killed after a save and killed again, the run has the uninterrupted one's files, and knows the same of them."""
+    """Killed after a save and killed again, the run has the uninterrupted run's files and attributes."""
     case = SAVINGS[saving]
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -153,7 +153,7 @@ def test_model_checkpoint_goes_on(saving: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kill", range(1, 16, 2))
 def test_killed_anywhere(kill: int, tmp_path: Path) -> None:
-    """So it is wherever the run is killed between two autosaves."""
+    """The same holds wherever the run is killed between two autosaves."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         both = [
@@ -175,7 +175,7 @@ def test_killed_anywhere(kill: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [[12, 1], [13, 3, 1]], ids=str)
 def test_killed_before_it_has_written_again(kills: list[int], tmp_path: Path) -> None:
-    """What is left over from the first process is still left over for the third; links count as written too."""
+    """Leftover files of the first process are still known as such in the third; links count as files."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         both = [
@@ -188,7 +188,7 @@ def test_killed_before_it_has_written_again(kills: list[int], tmp_path: Path) ->
 
 
 class OwnState(ModelCheckpoint):
-    """Saves something else than what Lightning's class would."""
+    """Has another state than Lightning's class."""
 
     given: Any = None
 
@@ -201,7 +201,7 @@ class OwnState(ModelCheckpoint):
 
 @pytest.mark.parametrize("given", [{}, None, {"mine": 1}], ids=str)
 def test_subclass_with_a_state_of_its_own(given: Any, tmp_path: Path) -> None:
-    """Whatever a subclass gives as its state, or nothing: what Lightning's part of it knows continues."""
+    """Whatever state a subclass returns, Lightning's part of its attributes continues."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         saving = OwnState(directory / "own", monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=2)
@@ -221,7 +221,7 @@ LOGGERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_directory_of_the_logger(logger: str, tmp_path: Path) -> None:
-    """Without a directory of its own it continues in the logger's version."""
+    """Without a dirpath it continues in the logger's version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         saving = [ModelCheckpoint(monitor="val_loss", save_top_k=2, every_n_train_steps=2, save_last=True)]
@@ -231,7 +231,7 @@ def test_directory_of_the_logger(logger: str, tmp_path: Path) -> None:
 
 
 def test_default_callback_of_the_trainer(tmp_path: Path) -> None:
-    """The ModelCheckpoint that Lightning adds by itself continues in the default logger's version."""
+    """The ModelCheckpoint that Lightning adds itself continues in the default logger's version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_saving(callbacks, directory, [], logger=True)
@@ -241,7 +241,7 @@ def test_default_callback_of_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", ["end", "validation"])
 def test_stopped_by_a_signal(hook: str, tmp_path: Path) -> None:
-    """So it is for a stop, also one in a validation run, of which the state was captured before."""
+    """The same holds for a stop, even in a validation run, where the state was captured earlier."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         saving = [at(directory, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=2)]
@@ -252,7 +252,7 @@ def test_stopped_by_a_signal(hook: str, tmp_path: Path) -> None:
 
 
 def test_files_of_another_run_keep_their_names(tmp_path: Path) -> None:
-    """A name that was taken before the run began is taken after the resume too."""
+    """A name that was taken before the run started is still taken after the resume."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         (directory / "checkpoints").mkdir(exist_ok=True)
@@ -274,7 +274,7 @@ def test_files_of_another_run_keep_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 def test_moved_run_knows_its_best(tmp_path: Path) -> None:
-    """Where the logger's directory is another one, what was best so far is still known, under its old path."""
+    """If the logger's directory has changed, the best files so far are still known, under their old paths."""
 
     def main(directory: Path, *callbacks: Callback) -> None:
         saving = [ModelCheckpoint(monitor="val_loss", save_top_k=-1, every_n_train_steps=2)]
@@ -290,7 +290,7 @@ def test_moved_run_knows_its_best(tmp_path: Path) -> None:
 
 
 class Told(ModelCheckpoint):
-    """Writes down, at each batch, for how long it has not looked at the clock, on which a batch takes a second."""
+    """Records at each batch the time since its last save, on a clock on which a batch takes a second."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         model_checkpoint.time = files.time = Clock()
@@ -304,7 +304,7 @@ class Told(ModelCheckpoint):
 
 
 def test_elapsed_time_goes_on(tmp_path: Path) -> None:
-    """The time since the last save by the clock counts on after a resume."""
+    """The time since the last save continues after a resume."""
 
     def main(*callbacks: Callback) -> None:
         fit_saving([*callbacks], tmp_path, [Told(dirpath=tmp_path, train_time_interval=timedelta(hours=1))])

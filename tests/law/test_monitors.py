@@ -1,4 +1,4 @@
-"""Timer, with it ``Trainer(max_time=...)``, and LearningRateMonitor continue after a resume as if it were none."""
+"""Timer, also as ``Trainer(max_time=...)``, and LearningRateMonitor continue after a resume as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.runs import FIRST_EPOCH, Cut, fit_net
 
 
 class Clock:
-    """Stands in for ``time``: a batch takes 1 second, the start of a training 100, a validation batch 10."""
+    """Replaces ``time``: a batch takes 1 second, the start of a training 100, a validation batch 10."""
 
     def __init__(self) -> None:
-        # Nobody looks here for a state of a run: the time of another process is none.
+        # The package does not look for state here: another process's time is not state.
         self.now = ContextVar("now", default=0.0)
         self.monotonic = self.now.get
 
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Watch(Callback):
-    """Moves the clock, and writes down the time that has passed when a batch begins, and at the end."""
+    """Moves the clock, and records the elapsed time when a batch begins, and at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Watch(Callback):
 @pytest.mark.parametrize(("max_time", "num_batches"), [(None, 10), (8, 6), (28, 8)])
 @pytest.mark.parametrize(("kill", "every"), [(3, 1), (4, 3), (7, 3)])
 def test_elapsed_time_goes_on(kill: int, every: int, max_time: int | None, num_batches: int, tmp_path: Path) -> None:
-    """Each time is the uninterrupted run's, and with ``max_time`` the end; what the resume itself takes is no part."""
+    """Each time equals the uninterrupted run's, and so does the end with ``max_time``; the resume does not count."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         timers = [Timer()] if max_time is None else []
@@ -81,7 +81,7 @@ def _by_batch(lines: list[list[Any]]) -> Iterator[tuple[Any, list[float]]]:
     return ((batch, seconds) for batch, *seconds in lines)
 
 
-# Batch 7 is run twice, at which loggers get values; at batch 8 they get none.
+# Batch 7 runs twice; at batch 7 loggers get values, at batch 8 they don't.
 LATER_EPOCH = Cut(kill=9, every=7, goes_on_at=(1, 2))
 
 
@@ -90,7 +90,7 @@ LATER_EPOCH = Cut(kill=9, every=7, goes_on_at=(1, 2))
     "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_EPOCH, id="later-epoch")]
 )
 def test_learning_rate_monitor_goes_on(cut: Cut, interval: Any, tmp_path: Path) -> None:
-    """What it logs and what it keeps are the uninterrupted run's."""
+    """LearningRateMonitor's logged values and attributes equal the uninterrupted run's."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         monitor = LearningRateMonitor(logging_interval=interval, log_momentum=True, log_weight_decay=True)

@@ -1,4 +1,4 @@
-"""Negative controls: with any one part of the state left out, the law is broken, and the first breach is named."""
+"""Negative controls: without any one part of the state the law is broken, and the first breach is named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LogsItsMetric(Callback):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """A run that needs a part of the state; `event` is the kind of event that differs first without it."""
+    """A run that needs a part of the state; `event` is the kind of event that first differs without it."""
 
     event: str
     module: Callable[[], LightningModule] = Net
@@ -48,7 +48,7 @@ class Needs:
 
 
 class CollectsOutputs(Net):
-    """Logs the mean of what its steps have returned in an epoch."""
+    """Logs the mean of its steps' outputs in an epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ NEEDS = {
 
 
 def assert_goes_on_without(part: str | None, needs: Needs) -> None:
-    """Hold a run to the law, killed in the first epoch at batch 3, resumed without `part`."""
+    """Check a run against the law, killed in the first epoch at batch 3 and resumed without `part`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
@@ -94,7 +94,7 @@ def assert_goes_on_without(part: str | None, needs: Needs) -> None:
 
 
 def test_every_part_has_a_control() -> None:
-    """There is a run for each part of the state, and no other."""
+    """There is exactly one run for each part of the state."""
     assert NEEDS.keys() == PARTS.keys()
 
 
@@ -106,7 +106,7 @@ def test_run_goes_on_with_all_parts(part: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_run_without_a_part_is_not_the_same(part: str) -> None:
-    """Without the part it does not, and the first event that differs is named with both of its contents."""
+    """Without the part the run differs, and the error names the first event that differs, with both contents."""
     needs = NEEDS[part]
     found = rf'Event \d+ (of the interrupted run differs|is (missing|too many) in)[^"]*(.|\n)*"event": "{needs.event}"'
     with pytest.raises(NotTheSame, match=found) as raised:

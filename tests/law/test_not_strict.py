@@ -1,4 +1,4 @@
-"""With ``strict=False`` a run that can't be followed has the right number of steps, and says what is not exact."""
+"""With ``strict=False`` a run that can't be followed has the right number of steps, and reports what is not exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORDER = "order of samples and workers"
 
 
 class FromTheSystem(Sampler[int]):
-    """Shuffles by what the operating system draws, which nobody can restore."""
+    """Shuffles by numbers from the operating system, which can't be restored."""
 
     def __len__(self) -> int:
         return 32
@@ -33,7 +33,7 @@ class FromTheSystem(Sampler[int]):
 
 
 class Lost(Sampler[list[int]]):
-    """Likewise, in batches of an object that a checkpoint can't hold."""
+    """Does the same, in batches of an object that a checkpoint can't contain."""
 
     def __len__(self) -> int:
         return 8
@@ -44,7 +44,7 @@ class Lost(Sampler[list[int]]):
 
 
 class Indices(list[int]):
-    """Is no plain list."""
+    """A list subclass."""
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -61,7 +61,7 @@ FAST = ("refused, and without a length", "a refused replay")
 
 
 class Steps(Callback):
-    """Writes down each step, and each validation, with its place."""
+    """Records each step and each validation, with its place."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +76,7 @@ class Steps(Callback):
 
 
 def steps(directory: Path, make: Callable[[], Any], *kills: int) -> Any:
-    """Return what is written down in a run that is killed at these batches, and the last process's outcome."""
+    """Return the records of a run that is killed at these batches, and the last process's outcome."""
 
     def main(faults: list[Any]) -> None:
         ours = FaultTolerance(directory, run_id="run", every_n_train_steps=1, strict=False)
@@ -99,12 +99,12 @@ def steps(directory: Path, make: Callable[[], Any], *kills: int) -> Any:
     ("name", "kill"),
     [
         *(pytest.param(name, 13, marks=() if name in FAST else pytest.mark.slow) for name in LOADERS),
-        # In its first run over the data the sampler that counts is followed.
+        # In its first iteration the sampler that counts can be followed.
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in LOADERS if "replay" not in name),
     ],
 )
 def test_steps_and_validations_are_as_many(name: str, kill: int, tmp_path: Path) -> None:
-    """The consumed batches are skipped; the report names what is not exact, and not as exact too."""
+    """The consumed batches are skipped; the report lists each inexact part once, and not also as exact."""
     expected, _ = steps(tmp_path / "whole", LOADERS[name])
     found, ended = steps(tmp_path / "killed", LOADERS[name], kill)
     assert found == expected
@@ -117,7 +117,7 @@ def test_steps_and_validations_are_as_many(name: str, kill: int, tmp_path: Path)
 
 
 def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
-    """Under ``strict``, the default, such a resume is refused, and nothing is trained."""
+    """With ``strict``, the default, such a resume is refused, and nothing is trained."""
 
     def main(*faults: Any) -> None:
         ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1)

@@ -1,4 +1,4 @@
-"""What others have written stays: another run's files, the file that a run was started from, a refused run's rows."""
+"""Files of others stay: those of another run, the file that a run started from, and the rows of a refused run."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def fit(
 
 
 def ended_well(ended: Ended) -> None:
-    """Hold a process to an end without an error."""
+    """Check that a process ended without an error."""
     assert ended.exit_code == 0, ended.output
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
-    """Return what is in each file below a directory."""
+    """Return the content of each file below a directory."""
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_run_that_a_killed_one_starts_from_keeps_its_files(tmp_path: Path) -> None:
-    """A killed run that is started again from a file of another run leaves that one's rows and checkpoints alone."""
+    """A killed run that is restarted from another run's file leaves that run's rows and checkpoints alone."""
     first = tmp_path / "lightning_logs" / "version_0"
 
     def main(run_id: str, *faults: Callback, ckpt_path: Any = None) -> None:
@@ -69,7 +69,7 @@ def test_run_that_a_killed_one_starts_from_keeps_its_files(tmp_path: Path) -> No
 
 
 def test_files_of_a_run_in_the_same_directory_are_not_written_over(tmp_path: Path) -> None:
-    """Files that another run has written to the directory between kill and resume stay: the names get a version."""
+    """Files that another run writes to the directory between kill and resume stay: new names get a version."""
 
     def main(run_id: str, *faults: Callback) -> None:
         saving = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1, filename="{epoch}")
@@ -86,7 +86,7 @@ def test_files_of_a_run_in_the_same_directory_are_not_written_over(tmp_path: Pat
 
 
 def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
-    """Rows after the autosave stay where the resume is refused, and go where it is not."""
+    """Rows after the autosave stay if the resume is refused, and are removed if not."""
 
     def main(*faults: Callback, batch_size: int) -> None:
         logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
@@ -107,7 +107,7 @@ def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
 
 
 def test_file_that_a_run_was_started_from_stays(tmp_path: Path) -> None:
-    """ModelCheckpoint does not remove it, across an interruption either: the script names it each time."""
+    """ModelCheckpoint keeps the file that the script names at each start, even across an interruption."""
     start = tmp_path / "files" / "epoch=0.ckpt"
 
     def main(*faults: Callback, is_first: bool = False) -> None:

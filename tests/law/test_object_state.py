@@ -1,4 +1,4 @@
-"""The law for what training changes on a module: nobody has written a ``state_dict`` for it."""
+"""The law for attributes of a module that training changes, and that no ``state_dict`` contains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.runs import Net, fit_net
 
 
 class Outputs(Net):
-    """As Lightning's migration guide says: the outputs are kept, with their graphs, and cleared."""
+    """Keeps outputs with their graphs and clears them, as Lightning's migration guide says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class Outputs(Net):
 
 @each_fault
 def test_outputs_of_an_epoch(fault: Callback) -> None:
-    """What an epoch's steps have given is all there at its end."""
+    """All outputs of an epoch's steps exist at its end."""
     assert_carried(fault, module=Outputs)
 
 
 class NewOutputs(Net):
-    """Begins each epoch with a new list."""
+    """Starts each epoch with a new list."""
 
     def on_train_epoch_start(self) -> None:
         self.outputs: list[Tensor] = []
@@ -86,7 +86,7 @@ class NewOutputs(Net):
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), slowly(IN_VALIDATION)])
 def test_new_list_in_each_epoch(fault: Callback) -> None:
-    """An attribute that only the start of an epoch makes is there in the middle of one."""
+    """An attribute that is only created at an epoch's start exists in the middle of one."""
     assert_carried(fault, module=NewOutputs)
 
 
@@ -115,12 +115,12 @@ class ValidationOutputs(Net):
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), slowly(IN_VALIDATION)])
 def test_validation_losses(fault: Callback) -> None:
-    """Losses of validation runs, the sanity check's among them, are kept; none is counted twice."""
+    """Losses of validation runs, including the sanity check's, are kept; none is counted twice."""
     assert_carried(fault, module=ValidationOutputs)
 
 
 class Appends(Net):
-    """Appends to a list that it was given."""
+    """Appends to a list that was passed to it."""
 
     def __init__(self, losses: list[float]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Appends(Net):
 
 
 class LogsMean(Callback):
-    """Logs the mean of a list that it was given, and clears it."""
+    """Logs the mean of a list that was passed to it, and clears it."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = losses
@@ -145,7 +145,7 @@ class LogsMean(Callback):
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), slowly(IN_VALIDATION)])
 def test_list_of_module_and_callback(fault: Callback) -> None:
-    """A list that a module and a callback share has its elements, and is one list still."""
+    """A list that a module and a callback share keeps its elements, and stays one list."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         losses: list[float] = []
@@ -154,7 +154,7 @@ def test_list_of_module_and_callback(fault: Callback) -> None:
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
 
 
-# Modules: numbers, and what the standard library counts with.
+# Modules: numbers, and counters of the standard library.
 
 
 class WarmUp(Own):
@@ -184,7 +184,7 @@ class FloatAverage(Own):
 
 
 class TensorAverage(Own):
-    """Its running average is a tensor that is no buffer, and a new one each time."""
+    """Its running average is a tensor outside the buffers, and a new one each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class InPlaceAverage(TensorAverage):
 
 
 class Spikes(Own):
-    """Compares a loss with the median of the last ones."""
+    """Compares a loss with the median of the previous ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Spikes(Own):
 
 
 class ClassSums(Net):
-    """Sums up its outputs per class in a ``defaultdict``, and counts them in a ``Counter``."""
+    """Sums its outputs per class in a ``defaultdict``, and counts them in a ``Counter``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class ClassSums(Net):
     def on_train_epoch_end(self) -> None:
         for label, total in sorted(self.sums.items()):
             self.log(f"class_{label}", total / max(self.counts[label], 1))
-        self.log("never_seen", self.sums[7])  # a default, made when it is first asked for
+        self.log("never_seen", self.sums[7])  # a default, created on first access
 
 
 class Nested(Net):
@@ -265,7 +265,7 @@ class Nested(Net):
 
 
 class Seen(Own):
-    """Weighs what it has seen already less."""
+    """Gives samples that it has seen less weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Seen(Own):
 
 
 class Keyed(Own):
-    """Its dicts are keyed by tuples, numbers, and members of enums, and their order counts."""
+    """Has dicts with tuples, numbers, and enum members as keys; their order matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Keyed(Own):
 
 
 class DatesAndPaths(Own):
-    """Keeps a date, a duration, and a path, all of them immutable."""
+    """Keeps a date, a duration, and a path, all immutable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,15 +333,15 @@ VALUES_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in VALUES_OF_A_MODULE])
 def test_values_of_a_module(module: type[LightningModule]) -> None:
-    """Numbers, tensors, and collections continue that a module changes in its step."""
+    """Numbers, tensors, and collections that a module changes in its step continue."""
     assert_carried_and_needed(module)
 
 
-# Modules: tensors and networks that Lightning does not know of.
+# Modules: tensors and networks that Lightning does not know.
 
 
 class Truncated(Net):
-    """Backpropagation through time, truncated at each batch."""
+    """Truncates backpropagation through time at each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Truncated(Net):
 
 
 class HiddenTeacher(Net):
-    """Its teacher hides in a list, so that its weights are not trained, and follows by a moving average."""
+    """Keeps its teacher in a list, so that it is not trained; the teacher follows by a moving average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,14 +376,14 @@ class HiddenTeacher(Net):
 
 
 class Transition(NamedTuple):
-    """What a replay buffer holds."""
+    """An entry of a replay buffer."""
 
     state: Tensor
     value: Tensor
 
 
 class Replay(Net):
-    """Trains on what it draws from a replay buffer, too."""
+    """Also trains on samples from a replay buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ class Replay(Net):
 
 
 class MemoryBank(Net):
-    """Writes its batches into a tensor that is no buffer, at a pointer."""
+    """Writes its batches into a tensor outside the buffers, at a pointer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class MemoryBank(Net):
 
 
 class BankViews(MemoryBank):
-    """Looks at its bank through views of it."""
+    """Reads its bank through views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ class ShuffledArray(Own):
 
 
 class KeyedByParameter(Net):
-    """Adds the last gradients to those of now; they are kept in a dict whose keys are the parameters."""
+    """Adds the last gradients to the current ones; they are in a dict with the parameters as keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ class KeyedByParameter(Net):
 
 
 class WatchesWeights(Own):
-    """Penalizes some of its weights, to which it adds one now and then; they stay the ones that are trained."""
+    """Penalizes some of its weights, a list that grows; they stay the ones that are trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ class WatchesWeights(Own):
 
 
 class SwapsLayers(Own):
-    """Takes the layer whose turn it is from a plain list that it rotates."""
+    """Uses the next layer from a plain list that it rotates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -488,15 +488,15 @@ TENSORS_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in TENSORS_OF_A_MODULE])
 def test_tensors_of_a_module(module: type[LightningModule]) -> None:
-    """Tensors, arrays, and networks continue that are no parameters and no buffers."""
+    """Tensors, arrays, and networks that are neither parameters nor buffers continue."""
     assert_carried_and_needed(module)
 
 
-# Modules: objects of the users' own classes.
+# Modules: objects of user classes.
 
 
 class Phase(Enum):
-    """What a training is at."""
+    """The phase of a training."""
 
     WARM_UP = "warm-up"
     MAIN = "main"
@@ -504,7 +504,7 @@ class Phase(Enum):
 
 
 class Level(IntEnum):
-    """How hard it is."""
+    """A level of difficulty."""
 
     EASY = 1
     HARD = 5
@@ -512,7 +512,7 @@ class Level(IntEnum):
 
 @dataclass
 class Progress:
-    """How far a training is."""
+    """The progress of a training."""
 
     num_steps: int = 0
     best: float = math.inf
@@ -520,7 +520,7 @@ class Progress:
 
 
 class HasProgress(Own):
-    """Keeps a dataclass."""
+    """Has a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,14 +535,14 @@ class HasProgress(Own):
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A state that is replaced, as in JAX."""
+    """State that is replaced, as in JAX."""
 
     num_steps: int = 0
     total: float = 0.0
 
 
 class ReplacesFrozen(Own):
-    """Keeps a frozen dataclass with slots, and replaces it."""
+    """Has a frozen dataclass with slots, and replaces it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,29 +554,29 @@ class ReplacesFrozen(Own):
 
 
 class Meter:
-    """Averages, as in many scripts."""
+    """Computes an average, as in many scripts."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget."""
+        """Reset."""
         self.total = 0.0
         self.count = 0
 
     def update(self, value: float) -> None:
-        """Take a value."""
+        """Add a value."""
         self.total += value
         self.count += 1
 
     @property
     def average(self) -> float:
-        """The mean of all values."""
+        """Return the mean of all values."""
         return self.total / max(self.count, 1)
 
 
 class SlottedMeter(Meter):
-    """Has slots beside the ``__dict__`` of its base."""
+    """Has slots in addition to the ``__dict__`` of its base."""
 
     __slots__ = ("largest",)
 
@@ -590,7 +590,7 @@ class SlottedMeter(Meter):
 
 
 class Slotted:
-    """Has slots only, one of which is filled late."""
+    """Has only slots, one of which is filled late."""
 
     __slots__ = ("first", "total")
 
@@ -598,14 +598,14 @@ class Slotted:
         self.total = 0.0
 
     def update(self, value: float) -> None:
-        """Take a value."""
+        """Add a value."""
         if not hasattr(self, "first"):
             self.first = value
         self.total += value
 
 
 class HasMeters(Own):
-    """Keeps objects of plain classes, and resets one at the end of an epoch."""
+    """Has objects of plain classes, and resets one at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -624,7 +624,7 @@ class HasMeters(Own):
 
 
 class ReplacesMeter(Own):
-    """Takes a new instance every six steps, and keeps the one before."""
+    """Creates a new instance every six steps, and keeps the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -638,7 +638,7 @@ class ReplacesMeter(Own):
 
 
 class Cycle:
-    """Knows its parent, and its parent knows it."""
+    """Knows its parent, which knows it."""
 
     def __init__(self, parent: Cycle | None = None) -> None:
         self.parent = parent
@@ -651,7 +651,7 @@ class Cycle:
 
 
 class Tree(Own):
-    """Grows a tree whose nodes refer to each other, and stands at one of them."""
+    """Grows a tree with nodes that refer to each other, and keeps a reference to one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -669,7 +669,7 @@ class Tree(Own):
 
 
 class Phases(Own):
-    """Changes its phase, and is asked for it by identity."""
+    """Changes its phase, and compares it by identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -689,14 +689,14 @@ class Phases(Own):
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict with attributes, as many scripts have it: an unknown attribute raises a ``KeyError``."""
+    """A dict with attributes, as in many scripts: an unknown attribute raises a ``KeyError``."""
 
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
 
 
 class Namespaces(Own):
-    """Changes what it has in namespaces."""
+    """Changes values in namespaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -729,11 +729,11 @@ OBJECTS_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in OBJECTS_OF_A_MODULE])
 def test_objects_of_a_module(module: type[LightningModule]) -> None:
-    """Objects of the users' own classes continue, with what they refer to."""
+    """Objects of user classes continue, with the objects that they refer to."""
     assert_carried_and_needed(module)
 
 
-# Modules: attributes that come, go, and change what they are.
+# Modules: attributes that appear, disappear, and change their type.
 
 
 class FadingDropout(Net):
@@ -759,7 +759,7 @@ class Temperature(Own):
 
 
 class MadeInEpochStart(Own):
-    """Has its counter from the start of the epoch on."""
+    """Has its counter from the start of the epoch."""
 
     def on_train_epoch_start(self) -> None:
         self.count = 0
@@ -770,7 +770,7 @@ class MadeInEpochStart(Own):
 
 
 class MadeInSetup(Own):
-    """Begins with what `setup` makes, which a process that continues calls, too."""
+    """Starts with an object from `setup`, which a process that continues calls, too."""
 
     def setup(self, stage: str) -> None:
         self.scale = 1.0
@@ -783,7 +783,7 @@ class MadeInSetup(Own):
 
 
 class MadeInFitStart(Own):
-    """Begins a list when a fit begins; a process that continues calls the same hook."""
+    """Starts a list when a fit starts; a process that continues calls the same hook."""
 
     def on_fit_start(self) -> None:
         self.losses: list[float] = []
@@ -794,7 +794,7 @@ class MadeInFitStart(Own):
 
 
 class MadeInTrainStart(Own):
-    """Begins to count when training begins."""
+    """Starts to count when training starts."""
 
     def on_train_start(self) -> None:
         self.count = 0
@@ -805,11 +805,11 @@ class MadeInTrainStart(Own):
 
 
 class MadeWhenUsed(Own):
-    """Draws a number when it is first asked for it."""
+    """Draws a number on first access."""
 
     @cached_property
     def offset(self) -> float:
-        """What was drawn."""
+        """Return the number."""
         return 1 + random.random()
 
     def factor(self, loss: Tensor) -> float:
@@ -817,7 +817,7 @@ class MadeWhenUsed(Own):
 
 
 class Deletes(Own):
-    """Warms up as long as it has an attribute."""
+    """Warms up while it has an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -832,7 +832,7 @@ class Deletes(Own):
 
 
 class PopsKeys(Own):
-    """Takes its stages from a dict and from a list that were full at first."""
+    """Removes stages from a dict and from a list that are full at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -845,7 +845,7 @@ class PopsKeys(Own):
 
 
 class SharesLater(Own):
-    """Two lists of its are one after the second batch."""
+    """Has two lists that become one after the second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -862,7 +862,7 @@ class SharesLater(Own):
 
 
 class PartsLater(Own):
-    """Two lists of its are no longer one after the second batch."""
+    """Has two lists that stop being one after the second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -878,7 +878,7 @@ class PartsLater(Own):
 
 
 class ChangesType(Own):
-    """An attribute is ``None``, a number, a list, and a string after each other."""
+    """Has an attribute that is ``None``, a number, a list, and a string in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -892,7 +892,7 @@ class ChangesType(Own):
 
 
 class ChangesFunction(Own):
-    """Calls another function, and another method of its own, after the second batch."""
+    """Calls another function, and another of its methods, after the second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -900,11 +900,11 @@ class ChangesFunction(Own):
         self.weigh = self.easy
 
     def easy(self) -> float:
-        """Weigh at first."""
+        """Return the first weight."""
         return 1.0
 
     def hard(self) -> float:
-        """Weigh then."""
+        """Return the later weight."""
         return 3.0
 
     def factor(self, loss: Tensor) -> Tensor:
@@ -917,7 +917,7 @@ class ChangesFunction(Own):
 
 
 class KeepsGradients(Net):
-    """Lets gradients stand for two batches, and decay, instead of setting them to zero."""
+    """Keeps gradients for two batches, and lets them decay, instead of setting them to zero."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         if batch_idx % 3 == 0:
@@ -929,7 +929,7 @@ class KeepsGradients(Net):
 
 
 class LogsGradients(Net):
-    """Logs the gradient of the step before, where it is set to zero, and weighs the loss by it."""
+    """Logs the gradient of the previous step where it is set to zero, and weights the loss by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -945,7 +945,7 @@ class LogsGradients(Net):
 
 
 class ReadsOldGradients(torch.optim.SGD):
-    """Takes shorter steps where the gradient of the step before was large."""
+    """Takes shorter steps if the gradient of the previous step was large."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -991,18 +991,18 @@ ATTRIBUTES_THAT_CHANGE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [KeepsGradients, LogsGradients, StepsByOldGradients])
 def test_gradients_that_are_left(module: type[LightningModule]) -> None:
-    """Gradients of the step before are there again where somebody reads them, though no accumulation is under way."""
+    """Gradients of the previous step are restored if user code reads them, even without accumulation."""
     assert_carried(KillAt(8), module=module)
 
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in ATTRIBUTES_THAT_CHANGE])
 def test_attributes_that_change(module: type[LightningModule]) -> None:
-    """Attributes continue that training makes, deletes, replaces, and shares."""
+    """Attributes that training creates, deletes, replaces, and shares continue."""
     assert_carried_and_needed(module)
 
 
 class Uncopied(WarmUp):
-    """Holds what nobody can copy beside its counter."""
+    """Holds objects that can't be copied, next to its counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1022,7 +1022,7 @@ class Uncopied(WarmUp):
 @each_cut
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_beside_what_cannot_be_copied(fault: Callback) -> None:
-    """A lock, an open file, a generator, and a function are left alone; what stands beside them continues."""
+    """A lock, an open file, a generator, and a function are left alone; attributes next to them continue."""
     assert_carried(fault, module=Uncopied)
 
 
@@ -1039,7 +1039,7 @@ various = pytest.mark.parametrize(
 
 @various
 def test_interrupted_again_and_again(module: type[LightningModule]) -> None:
-    """A process that continued saves what it was given, and what it has changed."""
+    """A process that resumed saves its restored state, and its changes."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=module())
@@ -1051,7 +1051,7 @@ def test_interrupted_again_and_again(module: type[LightningModule]) -> None:
 @various
 @pytest.mark.parametrize("kill", [4, 8])
 def test_saved_at_every_third_step(kill: int, module: type[LightningModule]) -> None:
-    """What was saved is what was there at that time, not what was there at the kill."""
+    """A save contains the state at its time, not the state at the kill."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=module())
@@ -1068,7 +1068,7 @@ def test_saved_at_every_third_step(kill: int, module: type[LightningModule]) -> 
     ],
 )
 def test_captured_and_saved_later(fault: Callback, module: type[LightningModule]) -> None:
-    """A capture that an error saves is of before the batch that failed, though that has changed things already."""
+    """A capture that an error saves is from before the failed batch, though that batch has changed the state."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=module())
@@ -1076,11 +1076,11 @@ def test_captured_and_saved_later(fault: Callback, module: type[LightningModule]
     assert_resumes_exactly(fit, [fault], options={"overhead_budget": 1.0, "every_n_train_steps": 100})
 
 
-# All at once.
+# All together.
 
 
 class Together(Own):
-    """Is made of those of these modules that log nothing, and logs what each makes of the loss under its name."""
+    """Combines those of these modules that log nothing, and logs each one's factor of the loss under its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1095,7 +1095,7 @@ class Together(Own):
 
 
 def passed_on(hook: str) -> Callable[..., None]:
-    """Return a hook that calls that of each part."""
+    """Return a hook that calls the same hook of each part."""
 
     def call(self: Together, *arguments: Any, **named: Any) -> None:
         for part in self.parts:
@@ -1118,5 +1118,5 @@ for name in (
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), STOPPED, slowly(RAISED_AT_EDGE)])
 def test_all_at_once(fault: Callback) -> None:
-    """What these modules keep continues where all of them are parts of one."""
+    """The state of these modules continues when all of them are parts of one module."""
     assert_carried(fault, module=Together)

@@ -1,4 +1,4 @@
-"""What only its library can read is carried as bytes where the autosave is trusted, and named where it is not."""
+"""Objects that only their library can read are carried as bytes in a trusted autosave, and named in others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.runs import Cut, assert_goes_on, each_short_cut, fit_net
 
 
 class Tables(Callback):
-    """Notes the losses in a table of its own, in a new one each time, and in one that it changes in place."""
+    """Records the losses in two tables: one that is new each time, and one that changes in place."""
 
     def __init__(self) -> None:
         self.changed = pd.DataFrame({"loss": [0.0] * 10})
@@ -73,13 +73,13 @@ class Fits(Callback):
 
 @each_short_cut
 def test_tables(cut: Cut) -> None:
-    """A table that training replaces continues, for all who hold it; so does one that it changes in place."""
+    """A table that training replaces continues for all its holders, and so does one that changes in place."""
     assert_goes_on(cut, users=lambda: [Tables()])
 
 
 @each_short_cut
 def test_a_fitted_tree_and_a_module(cut: Cut) -> None:
-    """What a library keeps in memory of its own continues, and so does a module that was made in training."""
+    """A library's internal memory continues, and so does a module that training created."""
     assert_goes_on(cut, users=lambda: [Fits()])
 
 
@@ -92,14 +92,14 @@ class Holds(nn.Module):
 
 
 class Wraps(Callback):
-    """Makes a module that refers to a layer of the trained one."""
+    """Creates a module that refers to a layer of the trained one."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.made = Holds(pl_module.layers[0])
 
 
 def fit(directory: Path, *callbacks: Callback, **options: Any) -> Any:
-    """Run a fit that saves into a directory at each step."""
+    """Run a fit that saves to a directory at each step."""
 
     def main() -> None:
         fit_net([FaultTolerance(directory, every_n_train_steps=1, **options), *callbacks], directory, max_epochs=1)
@@ -108,7 +108,7 @@ def fit(directory: Path, *callbacks: Callback, **options: Any) -> Any:
 
 
 def test_what_refers_to_live_objects_is_named(tmp_path: Path) -> None:
-    """A copy of the module's layer would not be trained: it is not made, and the object is named."""
+    """The object is named and not copied, since a copy of the module's layer would not be trained."""
     ended = fit(tmp_path, Wraps(), KillAt(3))
     assert ended.exit_code == -signal.SIGKILL
     assert "Training has changed callbacks['Wraps#0'].made, which a checkpoint can't carry" in ended.output
@@ -116,7 +116,7 @@ def test_what_refers_to_live_objects_is_named(tmp_path: Path) -> None:
 
 
 def test_named_where_it_is_not_trusted(tmp_path: Path) -> None:
-    """As without bytes: a warning when it is saved, and an error when the run is resumed."""
+    """Without trust there is a warning at the save, and an error at the resume."""
     ended = fit(tmp_path, Tables(), KillAt(3), trust_autosaves=False)
     assert ended.exit_code == -signal.SIGKILL
     assert "a pandas.DataFrame, which only its library can read" in ended.output
@@ -127,14 +127,14 @@ def test_named_where_it_is_not_trusted(tmp_path: Path) -> None:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
-    """A directory that others can enter."""
+    """Return a directory that other users can enter."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
 
 
 def plant(path: Path, payload: Path) -> None:
-    """Let the object state of an autosave run something when it is unpickled."""
+    """Make the object state of an autosave run code when it is unpickled."""
     checkpoint = load_file(path)
     part = checkpoint["lightning_faulttolerant"]
     state = unpack_blobs(part["ranks"][0])
@@ -147,7 +147,7 @@ def plant(path: Path, payload: Path) -> None:
 
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_what_others_have_planted_is_never_run(is_trusted: bool, elsewhere: Path) -> None:
-    """Not where the autosave isn't trusted; where it is, it would be."""
+    """Planted code does not run if the autosave is not trusted; in a trusted one it would."""
     assert fit(elsewhere, Tables(), KillAt(3)).exit_code == -signal.SIGKILL
     path, payload = saved(elsewhere)[-1], elsewhere / "run by the payload"
     plant(path, payload)

@@ -1,4 +1,4 @@
-"""The law for what training changes on callbacks, optimizers, globals, and loggers."""
+"""The law for attributes of callbacks, optimizers, globals, and loggers that training changes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.object_states import (
 )
 from tests.runs import Net, each_num_workers, fit_net
 
-# Callbacks that have no ``state_dict``.
+# Callbacks without a ``state_dict``.
 
 
 class AveragedWeights(Callback):
-    """Validates with averaged weights, which it holds in a dict."""
+    """Validates with averaged weights, which are in a dict."""
 
     def __init__(self) -> None:
         self.shadow: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ class AveragedWeights(Callback):
 
     @staticmethod
     def put(pl_module: LightningModule, values: dict[str, Tensor]) -> None:
-        """Let the module have these weights."""
+        """Set the module's weights."""
         with torch.no_grad():
             for name, parameter in pl_module.named_parameters():
                 parameter.copy_(values[name])
@@ -76,7 +76,7 @@ class AveragedWeights(Callback):
 
 @each_fault
 def test_averaged_weights(fault: Callback) -> None:
-    """A moving average that only a callback knows of continues."""
+    """A moving average in a callback continues."""
     assert_carried(fault, users=lambda: [AveragedWeights()])
 
 
@@ -108,7 +108,7 @@ class Dims(Callback):
 
 
 class Patience(Callback):
-    """Keeps the best loss, and reacts when there was none for a while."""
+    """Keeps the best loss, and reacts if there is none for a while."""
 
     def __init__(self) -> None:
         self.best = math.inf
@@ -130,7 +130,7 @@ class Patience(Callback):
 @pytest.mark.parametrize("user", [SlowsDown, Clips, Dims, Patience])
 @each_cut
 def test_callback_without_a_state(fault: Callback, user: type[Callback]) -> None:
-    """What a callback counts, and what it has changed on others, continues."""
+    """A callback's counts, and its changes to other objects, continue."""
     clip = {"gradient_clip_val": 5.0} if user is Clips else {}
     assert_carried(fault, users=lambda: [user()], **clip)
 
@@ -145,12 +145,12 @@ class EndsEarlier(Callback):
 
 @each_cut
 def test_callback_that_lowers_the_number_of_epochs(fault: Callback) -> None:
-    """A training that a callback has shortened is as short when it continues."""
+    """A training that a callback has shortened stays as short when it continues."""
     assert_carried(fault, users=lambda: [EndsEarlier()], max_epochs=3)
 
 
 class HasHistory(Net):
-    """Keeps a list that a callback appends to, and looks at it."""
+    """Has a list that a callback appends to, and reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Watches(Callback):
 
 @each_cut
 def test_callback_that_refers_to_the_module(fault: Callback) -> None:
-    """A callback's module is the one that is trained, and its list the module's."""
+    """A callback's module is the trained one, and its list is the module's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         module = HasHistory()
@@ -186,7 +186,7 @@ def test_callback_that_refers_to_the_module(fault: Callback) -> None:
 
 
 def test_two_callbacks_of_one_class() -> None:
-    """Two callbacks of one class have each its own state."""
+    """Two callbacks of one class each have their own state."""
 
     class Scales(Callback):
         def __init__(self, factor: float) -> None:
@@ -206,7 +206,7 @@ def test_two_callbacks_of_one_class() -> None:
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization around another optimizer, as its best known implementation does it."""
+    """Does sharpness-aware minimization around another optimizer, like its best-known implementation."""
 
     def __init__(self, params: Any, base_optimizer: type[torch.optim.Optimizer], rho: float = 0.05, **kwargs: Any):
         super().__init__(params, {"rho": rho, **kwargs})
@@ -228,7 +228,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def second_step(self) -> None:
-        """Step from where the weights were."""
+        """Step from the original weights."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -237,7 +237,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Do both, with a closure that computes the gradients again."""
+        """Do both steps, with a closure that computes the gradients again."""
         closure = torch.enable_grad()(closure)
         loss = closure()
         self.first_step()
@@ -246,20 +246,20 @@ class SAM(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load, and let the other optimizer have the same groups."""
+        """Load, and let the other optimizer share the groups."""
         super().load_state_dict(state_dict)
         self.base_optimizer.param_groups = self.param_groups
 
 
 class Sharpness(Net):
-    """Is trained with SAM around SGD with momentum."""
+    """Trains with SAM around SGD with momentum."""
 
     def configure_optimizers(self) -> Any:
         return SAM(self.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class ManualSharpness(Sharpness):
-    """Does so by hand."""
+    """Does the same by manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class ManualSharpness(Sharpness):
 
 
 class Lookahead(torch.optim.SGD):
-    """Keeps slow weights and a count beside its ``state``, and goes to the slow weights every sixth step."""
+    """Keeps slow weights and a count outside its ``state``, and returns to the slow weights every sixth step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05, momentum=0.9)
@@ -299,14 +299,14 @@ class Lookahead(torch.optim.SGD):
 
 
 class LooksAhead(Net):
-    """Is trained with Lookahead."""
+    """Trains with Lookahead."""
 
     def configure_optimizers(self) -> Any:
         return Lookahead(self.parameters())
 
 
 class Schedule:
-    """A warm-up and a cosine, called by hand."""
+    """A warm-up and a cosine, with manual calls."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         self.optimizer = optimizer
@@ -339,7 +339,7 @@ class OwnSchedule(Net):
 
 
 class Alternates(Net):
-    """Two optimizers by hand, of which a counter says whose turn it is; losses of both are averaged."""
+    """Alternates manually between two optimizers by a counter, and averages the losses of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,13 +365,13 @@ class Alternates(Net):
 @pytest.mark.parametrize("module", [Sharpness, ManualSharpness, LooksAhead, OwnSchedule, Alternates])
 @each_cut
 def test_optimizer_with_state_of_its_own(fault: Callback, module: type[LightningModule]) -> None:
-    """What an optimizer or a schedule keeps outside its state dict continues."""
+    """State of an optimizer or a schedule outside its state dict continues."""
     assert_carried(fault, module=module)
 
 
 @pytest.mark.parametrize("fault", [STOPPED, RAISED, RAISED_AT_EDGE])
 def test_optimizer_with_state_of_its_own_after_other_faults(fault: Callback) -> None:
-    """So it does after a stop and after an error."""
+    """The same holds after a stop and after an error."""
     assert_carried(fault, module=LooksAhead)
 
 
@@ -396,7 +396,7 @@ class DrawsFromModule(NoisyDataset):
 @each_num_workers
 @each_cut
 def test_generators_of_a_module_in_the_data_set(fault: Callback, num_workers: int) -> None:
-    """Generators at the top of a module continue that a data set draws from."""
+    """Generators at the top of a module that a data set draws from continue."""
     assert_carried(
         fault, train=lambda: DataLoader(DrawsFromModule(20), batch_size=4, shuffle=True, num_workers=num_workers)
     )
@@ -410,7 +410,7 @@ class DrawsInStep(Own):
 
 
 class ClassGenerator(Own):
-    """Its generators are attributes of the class."""
+    """Its generators are class attributes."""
 
     python: ClassVar[random.Random] = random.Random(0)
     others: ClassVar[dict[str, Any]] = {"numpy": np.random.default_rng(0)}
@@ -420,7 +420,7 @@ class ClassGenerator(Own):
 
 
 class ClassCounter(Own):
-    """Counts in an attribute of the class."""
+    """Counts in a class attribute."""
 
     steps = 0
 
@@ -451,7 +451,7 @@ class GlobalHistory(Own):
 
 
 def counted(function: Callable[..., float]) -> Callable[..., float]:
-    """Count the calls of a function in its closure and on itself."""
+    """Count the calls of a function in a closure and on the function."""
     count = 0
 
     def wrapper(*arguments: Any) -> float:
@@ -477,12 +477,12 @@ class ClosureCounter(Own):
 @pytest.mark.parametrize("module", [DrawsInStep, ClassGenerator, ClassCounter, ClassHistory, GlobalHistory])
 @each_cut
 def test_globals_and_class_attributes(fault: Callback, module: type[LightningModule]) -> None:
-    """What training changes at the top of a module or on a class continues."""
+    """State at the top of a module or on a class continues."""
     assert_carried(fault, module=module)
 
 
 class Iterators(Own):
-    """Counts, and takes turns, with iterators of the standard library."""
+    """Counts, and alternates, with iterators of the standard library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +496,7 @@ class Iterators(Own):
 
 @each_cut
 def test_iterators(fault: Callback) -> None:
-    """Iterators that a module holds are named: they can't be copied."""
+    """Iterators in a module are named, since they can't be copied."""
     with pytest.raises(NotTheSame) as raised:
         assert_carried(fault, module=Iterators)
     for name in ("count", "turns", "left"):
@@ -505,25 +505,25 @@ def test_iterators(fault: Callback) -> None:
 
 @each_cut
 def test_closure_that_counts(fault: Callback) -> None:
-    """What a function keeps in its closure continues."""
+    """State in a function's closure continues."""
     assert_carried(fault, module=ClosureCounter)
 
 
 @pytest.mark.parametrize("fault", [STOPPED, RAISED, RAISED_BEHIND])
 def test_globals_after_other_faults(fault: Callback) -> None:
-    """So it does after a stop and after an error."""
+    """The same holds after a stop and after an error."""
     assert_carried(fault, module=GlobalHistory)
 
 
 class Keeper:
-    """Keeps a metric deeper than a module knows of."""
+    """Holds a metric at a depth that a module does not see."""
 
     def __init__(self) -> None:
         self.metrics = {"train": {"mean": MeanMetric()}}
 
 
 class KeepsMetric(Own):
-    """Weighs its loss by a mean that an object of its own keeps."""
+    """Weights its loss by a mean in a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ class KeepsMetric(Own):
 
 @each_cut
 def test_metric_that_an_object_keeps(fault: Callback) -> None:
-    """A metric continues wherever it is."""
+    """A metric in a plain object continues."""
     assert_carried(fault, module=KeepsMetric)
 
 
@@ -545,7 +545,7 @@ def test_metric_that_an_object_keeps(fault: Callback) -> None:
 
 
 class MemoryLogger(Logger):
-    """Keeps all that was logged."""
+    """Keeps everything that is logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,16 +554,16 @@ class MemoryLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Return its name."""
         return "memory"
 
     @property
     def version(self) -> int:
-        """Its version."""
+        """Return its version."""
         return 0
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Keep none of them."""
+        """Ignore them."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Keep them."""
@@ -573,7 +573,7 @@ class MemoryLogger(Logger):
 
 
 class LooksBack(Own):
-    """Looks at what its logger has."""
+    """Reads the values in its logger."""
 
     def factor(self, loss: Tensor) -> float:
         history = self.logger.history
@@ -585,7 +585,7 @@ class LooksBack(Own):
 
 @pytest.mark.parametrize("fault", [FIRST_EPOCH, LATER_EPOCH, EDGE, STOPPED, RAISED])
 def test_logger_in_memory(fault: Callback) -> None:
-    """What a logger keeps in memory continues."""
+    """A logger's values in memory continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=LooksBack(), logger=MemoryLogger())
@@ -593,7 +593,7 @@ def test_logger_in_memory(fault: Callback) -> None:
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
 
 
-# What somebody changes between two starts.
+# Values that the user changes between two starts.
 
 
 @dataclass
@@ -606,7 +606,7 @@ class Settings:
 
 
 class Configured(Net):
-    """Reads its settings from a file, and notes what it was trained with."""
+    """Reads its settings from a file, and records those that it was trained with."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ class Configured(Net):
 
 @pytest.mark.parametrize("kill", [3, 5, 8])
 def test_new_constants_stand(tmp_path: Path, kill: int) -> None:
-    """A constant that was edited between two starts has its new value, and what training counts continues."""
+    """A constant that was edited between two starts has its new value, and counts of training continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Configured(tmp_path))

@@ -1,4 +1,4 @@
-"""The law for state that functions, classes, hooks, and Lightning's own objects hold for their user."""
+"""The law for state of the user in functions, classes, hooks, and Lightning's own objects."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ names = 0
 
 
 def remember(value: float, seen: list[float] = []) -> float:  # noqa: B006 - it is what the test is about
-    """Keep what it was given in a default."""
+    """Keep its arguments in a default."""
     seen.append(value)
     return sum(seen) / len(seen)
 
 
 def count() -> int:
-    """Count on itself."""
+    """Count in an attribute of the function."""
     count.calls = getattr(count, "calls", 0) + 1  # type: ignore[attr-defined]  # mypy: a function has no attributes
     return int(count.calls)  # type: ignore[attr-defined]
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell a function how often it was called."""
+    """Pass a function the number of its calls."""
     num_calls = 0
 
     @functools.wraps(function)
@@ -55,7 +55,7 @@ def scaled(loss: Tensor, num_calls: int) -> Tensor:
 
 
 class UsesGlobals(Own):
-    """Its globals have the names of the package's own."""
+    """Its globals have the same names as the package's."""
 
     def factor(self, loss: Tensor) -> float:
         global names
@@ -80,10 +80,10 @@ class UsesDecorator(Own):
 
 
 class Outer:
-    """Has a class of its own, which counts."""
+    """Has its own class, which counts."""
 
     class Inner:
-        """Counts on itself."""
+        """Counts in an attribute of the class."""
 
         total = 0
 
@@ -114,7 +114,7 @@ class UsesLocalClass(Own):
 
 
 class UsesForwardHook(Own):
-    """A hook on a layer collects the means of its outputs."""
+    """Collects the means of a layer's outputs in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class UsesForwardHook(Own):
 
 
 class UsesTensorHook(Own):
-    """A hook on a weight scales its gradient down, call by call."""
+    """Scales a weight's gradient down in a hook, call by call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class UsesQueue(Own):
 
 
 class UsesScheduler(Net):
-    """The function of its scheduler counts."""
+    """Has a scheduler with a function that counts."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ class UsesTrainer(Own):
 
 
 class ShowsProgress(Own):
-    """Makes a bar at the start of each epoch, and moves it by hand."""
+    """Creates a bar at the start of each epoch, and advances it manually."""
 
     def on_train_epoch_start(self) -> None:
         self.bar = tqdm(total=5)
@@ -200,12 +200,12 @@ MODULES = [UsesGlobals, UsesDefault, UsesFunctionAttribute, UsesDecorator, UsesN
 @pytest.mark.parametrize("module", [MODULES[0], *map(slowly, MODULES[1:])])
 @each_cut
 def test_state_of_functions(fault: Callback, module: type[LightningModule]) -> None:
-    """What functions, classes, and hooks keep continues."""
+    """State in functions, classes, and hooks continues."""
     assert_carried(fault, module=module)
 
 
 class All(Own):
-    """Is made of all of these that only have a factor."""
+    """Combines those of these that only have a factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_all_functions_at_once(without: str | None) -> None:
 
 
 def averages() -> list[Callback]:
-    """Return a callback of Lightning's that was given functions which keep the number of batches."""
+    """Return a Lightning callback with functions that store the number of batches."""
     state = {"batches": 0}
 
     def weigh(trainer: Trainer, module: LightningModule, *_: Any) -> None:
@@ -246,12 +246,12 @@ def averages() -> list[Callback]:
 
 @pytest.mark.parametrize("fault", [LATER_EPOCH])
 def test_functions_of_a_lambda_callback(fault: Callback) -> None:
-    """What the functions of a `LambdaCallback` keep continues."""
+    """State in the functions of a `LambdaCallback` continues."""
     assert_carried(fault, users=averages)
 
 
 class Grows(Own):
-    """Makes a teacher when it has trained for a while."""
+    """Creates a teacher after some training."""
 
     def factor(self, loss: Tensor) -> float:
         if self.trainer.global_step == 3:
@@ -260,7 +260,7 @@ class Grows(Own):
 
 
 class Swaps(Own):
-    """Two layers change places."""
+    """Swaps two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Swaps(Own):
 
 
 class MakesTimer(Own):
-    """Makes a live object in a hook that a resume in the middle of an epoch does not call."""
+    """Creates a live object in a hook that a resume in the middle of an epoch does not call."""
 
     def on_train_epoch_start(self) -> None:
         self.handle = open(__file__)  # noqa: SIM115 - closed at the end of the epoch
@@ -292,13 +292,13 @@ class MakesTimer(Own):
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_what_no_process_makes_again_is_named(module: type[LightningModule], reason: str) -> None:
-    """Structure that training has made, and what a skipped hook has opened, is refused by name."""
+    """Structure that training created, and objects that a skipped hook opened, are refused by name."""
     with pytest.raises(NotTheSame, match=rf"(?s)can't be resumed exactly.*{reason}"):
         assert_carried(KillAt(8), module=module)
 
 
 class KeepsGraph(Own):
-    """Lets the gradient of a batch go back into the batch before it."""
+    """Lets the gradient of a batch flow back into the previous batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,6 +314,6 @@ class KeepsGraph(Own):
 
 
 def test_gradient_into_the_batch_before_is_an_error() -> None:
-    """A tensor that was kept with its graph has none after a resume: going back through it is no silent loss."""
+    """A kept tensor has no graph after a resume: going back through it is an error, not a silent loss."""
     with pytest.raises(NotTheSame, match="computed before the run was interrupted"):
         assert_carried(KillAt(8), module=KeepsGraph)

@@ -1,4 +1,4 @@
-"""The law for what training changes on data sets, samplers, and functions that collate."""
+"""The law for attributes of data sets, samplers, and collate functions that training changes."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from tests.object_states import (
 )
 from tests.runs import Net, each_num_workers, make_trainer
 
-# Data sets, samplers, and functions that collate.
+# Data sets, samplers, and collate functions.
 
 
 class Curriculum(NoisyDataset):
-    """Its samples are as hard as its level, which somebody sets."""
+    """Its samples are as hard as its level, which other code sets."""
 
     def __init__(self) -> None:
         super().__init__(20)
         self.level = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the level of an epoch."""
+        """Set the level for an epoch."""
         self.level = epoch + 1
 
     def __getitem__(self, index: int) -> Tensor:
@@ -53,7 +53,7 @@ class Curriculum(NoisyDataset):
 
 
 class SetsEpoch(Net):
-    """Tells its data set of each epoch."""
+    """Sets the epoch of its data set."""
 
     def on_train_epoch_start(self) -> None:
         self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)
@@ -70,7 +70,7 @@ class RaisesLevel(Callback):
 @each_num_workers
 @each_cut
 def test_level_of_a_data_set(fault: Callback, num_workers: int, by_callback: bool) -> None:
-    """What a hook sets on a data set at the start of an epoch is there in the middle of one."""
+    """A level that a hook sets at the start of an epoch is restored in the middle of one."""
     assert_carried(
         fault,
         train=lambda: DataLoader(Curriculum(), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -80,7 +80,7 @@ def test_level_of_a_data_set(fault: Callback, num_workers: int, by_callback: boo
 
 
 class SharedLevel(Curriculum):
-    """Keeps its level in shared memory, where workers that live on see it."""
+    """Keeps its level in shared memory, where persistent workers see it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class SharedValue(SharedLevel):
 
 
 class RaisesSharedValue(Callback):
-    """Raises it, likewise."""
+    """Raises the shared value."""
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.train_dataloader.dataset.shared.value += 1
@@ -134,7 +134,7 @@ def test_level_in_shared_memory(fault: Callback, dataset: type[SharedLevel], rai
 
 
 class Negatives(NoisyDataset):
-    """Gives each row with a negative, which are drawn again when somebody says so."""
+    """Pairs each row with a negative; the negatives are drawn again on request."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -149,7 +149,7 @@ class Negatives(NoisyDataset):
 
 
 class Redraws(Net):
-    """Lets new negatives be drawn at the end of each epoch."""
+    """Requests new negatives at the end of each epoch."""
 
     def on_train_epoch_end(self) -> None:
         self.trainer.train_dataloader.dataset.redraw()
@@ -158,7 +158,7 @@ class Redraws(Net):
 @each_num_workers
 @each_cut
 def test_negatives_of_a_data_set(fault: Callback, num_workers: int) -> None:
-    """Negatives that were drawn at the end of an epoch stay those of the next one."""
+    """Negatives that were drawn at the end of an epoch remain for the next one."""
     assert_carried(
         fault,
         train=lambda: DataLoader(Negatives(), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -167,7 +167,7 @@ def test_negatives_of_a_data_set(fault: Callback, num_workers: int) -> None:
 
 
 class Growing(NoisyDataset):
-    """Gets further rows."""
+    """Gets more rows."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -183,7 +183,7 @@ class Growing(NoisyDataset):
 
 
 class Grows(Net):
-    """Lets its data set grow at the end of each epoch."""
+    """Makes its data set grow at the end of each epoch."""
 
     def on_train_epoch_end(self) -> None:
         self.trainer.train_dataloader.dataset.grow()
@@ -193,7 +193,7 @@ class Grows(Net):
 @each_num_workers
 @each_cut
 def test_data_set_that_grows(fault: Callback, num_workers: int, is_reloaded: bool) -> None:
-    """Rows that training has added are there in the next process."""
+    """Rows that training has added exist in the next process."""
     assert_carried(
         fault,
         train=lambda: DataLoader(Growing(), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -203,7 +203,7 @@ def test_data_set_that_grows(fault: Callback, num_workers: int, is_reloaded: boo
 
 
 class Leftovers(Sampler[int]):
-    """Gives 20 of 24 indices, and keeps the others for the next epoch."""
+    """Yields 20 of 24 indices, and keeps the others for the next epoch."""
 
     def __init__(self) -> None:
         self.kept: list[int] = []
@@ -218,7 +218,7 @@ class Leftovers(Sampler[int]):
 
 
 class LateLeftovers(Leftovers):
-    """Notes what is left when an epoch is over."""
+    """Stores the leftovers when an epoch is over."""
 
     def __iter__(self) -> Iterator[int]:
         pool = [*self.kept, *torch.randperm(24).tolist()]
@@ -227,7 +227,7 @@ class LateLeftovers(Leftovers):
 
 
 class InPlaceShuffle(Sampler[int]):
-    """Shuffles its own array in place."""
+    """Shuffles its array in place."""
 
     def __init__(self) -> None:
         self.order = np.arange(20)
@@ -241,7 +241,7 @@ class InPlaceShuffle(Sampler[int]):
 
 
 class OwnEpoch(Sampler[int]):
-    """Seeds itself with a count of its own epochs."""
+    """Seeds itself with its own count of epochs."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -259,7 +259,7 @@ class OwnEpoch(Sampler[int]):
 @each_num_workers
 @each_cut
 def test_sampler_with_a_state(fault: Callback, num_workers: int, sampler: type[Sampler[int]]) -> None:
-    """What a sampler keeps from epoch to epoch continues."""
+    """A sampler's state from epoch to epoch continues."""
     assert_carried(
         fault,
         train=lambda: DataLoader(NoisyDataset(24), batch_size=4, sampler=sampler(), num_workers=num_workers),
@@ -268,7 +268,7 @@ def test_sampler_with_a_state(fault: Callback, num_workers: int, sampler: type[S
 
 
 class Buckets:
-    """A batch sampler that weighs its batches by the losses that a module reports."""
+    """A batch sampler that weights its batches by losses from the module."""
 
     def __init__(self) -> None:
         self.losses = np.ones(20)
@@ -293,7 +293,7 @@ class Reports(Net):
 @each_num_workers
 @each_cut
 def test_batch_sampler_that_hears_of_losses(fault: Callback, num_workers: int) -> None:
-    """What a module has told a batch sampler continues."""
+    """Losses that a module has reported to a batch sampler continue."""
     assert_carried(
         fault,
         train=lambda: DataLoader(NoisyDataset(20), batch_sampler=Buckets(), num_workers=num_workers),
@@ -314,14 +314,14 @@ class CountingCollate:
 
 @each_cut
 def test_collate_fn_that_counts(fault: Callback) -> None:
-    """A count that a ``collate_fn`` keeps in this process continues."""
+    """A ``collate_fn``'s count in this process continues."""
     assert_carried(
         fault, train=lambda: DataLoader(NoisyDataset(20), batch_size=4, shuffle=True, collate_fn=CountingCollate())
     )
 
 
 class CountingDataset(NoisyDataset):
-    """Counts the samples that it has given, and caches some."""
+    """Counts the samples that it has returned, and caches some."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -337,14 +337,14 @@ class CountingDataset(NoisyDataset):
 
 @each_fault
 def test_data_set_that_counts(fault: Callback) -> None:
-    """A count and a cache that a data set keeps in this process continue."""
+    """A data set's count and cache in this process continue."""
     assert_carried(fault, train=lambda: DataLoader(CountingDataset(), batch_size=4, shuffle=True))
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @each_cut
 def test_data_set_that_counts_in_workers(fault: Callback, persistent_workers: bool) -> None:
-    """A count and a cache that each worker's copy of a data set keeps continue."""
+    """The count and cache of each worker's copy of a data set continue."""
     assert_carried(
         fault,
         train=lambda: DataLoader(
@@ -354,7 +354,7 @@ def test_data_set_that_counts_in_workers(fault: Callback, persistent_workers: bo
 
 
 class LevelData(LightningDataModule):
-    """Makes a harder data set each time that it is asked for its loader, with what it has heard of the epoch."""
+    """Creates a harder data set for each of its loaders, depending on the epochs reported to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,14 +372,14 @@ class LevelData(LightningDataModule):
         return DataLoader(NoisyDataset(8), batch_size=4)
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        """Notice it."""
+        """Count it."""
         if self.trainer.training:
             self.losses.append(float(batch.mean()) / 10)
         return batch
 
 
 class RaisesDataLevel(Net):
-    """Lets the data module know of the end of an epoch."""
+    """Reports the end of an epoch to the data module."""
 
     def on_train_epoch_end(self) -> None:
         self.trainer.datamodule.level += 1
@@ -387,7 +387,7 @@ class RaisesDataLevel(Net):
 
 @pytest.mark.parametrize("fault", [FIRST_EPOCH, LATER_EPOCH, EDGE, IN_VALIDATION])
 def test_data_module(fault: Callback) -> None:
-    """What a data module keeps continues, and the loaders that it makes are those of the epoch."""
+    """A data module's state continues, and its loaders are those of the epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, reload_dataloaders_every_n_epochs=1, max_epochs=3)
@@ -397,11 +397,11 @@ def test_data_module(fault: Callback) -> None:
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
 
 
-# Data that training makes itself.
+# Data that training generates.
 
 
 class Generated(IterableDataset[Tensor]):
-    """Gives what somebody generates."""
+    """Yields generated samples."""
 
     def __init__(self, generate: Callable[[], Iterator[Tensor]]) -> None:
         self.generate = generate
@@ -411,7 +411,7 @@ class Generated(IterableDataset[Tensor]):
 
 
 class OnPolicy(Net):
-    """Walks with its own layers, then trains on where it was; the next walk begins where this one has ended."""
+    """Walks with its own layers, then trains on the walk; the next walk starts at its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ class OnPolicy(Net):
         self.length = 0.0
 
     def generate(self) -> Iterator[Tensor]:
-        """Walk for 20 steps, and give them."""
+        """Walk for 20 steps, and yield them."""
         for _ in range(20):
             with torch.no_grad():
                 self.place = torch.tanh(self.layers[0](self.place)[:4]) + torch.randn(4)
@@ -434,19 +434,19 @@ class OnPolicy(Net):
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader:
-        """Return a loader of what it walks."""
+        """Return a loader of its walk."""
         return DataLoader(Generated(self.generate), batch_size=4)
 
 
 class OffPolicy(OnPolicy):
-    """Trains on what it draws from a buffer, to which each step adds."""
+    """Trains on samples from a buffer, to which each step adds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.buffer = deque([torch.randn(4) for _ in range(30)], maxlen=40)
 
     def generate(self) -> Iterator[Tensor]:
-        """Draw 20 samples at once."""
+        """Draw 20 samples together."""
         yield from random.sample(list(self.buffer), 20)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -460,7 +460,7 @@ class OffPolicy(OnPolicy):
     "fault", [FIRST_EPOCH, LATER_EPOCH, EDGE, slowly(STOPPED), slowly(RAISED), slowly(RAISED_BEHIND)]
 )
 def test_data_that_training_makes(fault: Callback, module: type[OnPolicy]) -> None:
-    """Samples that follow from the weights are drawn again under the weights of then."""
+    """Samples that depend on the weights are drawn again under the earlier weights."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, max_epochs=3)
@@ -472,7 +472,7 @@ def test_data_that_training_makes(fault: Callback, module: type[OnPolicy]) -> No
 
 
 class Worn(NoisyDataset):
-    """Its samples change with the number that it has given."""
+    """Its samples change with the number of samples it has returned."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -484,7 +484,7 @@ class Worn(NoisyDataset):
 
 
 class Reloaded(LightningDataModule):
-    """Makes a loader for each epoch, of one data set or of a new one."""
+    """Creates a loader for each epoch, of one data set or of a new one."""
 
     def __init__(self, *, is_shared: bool) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ class Reloaded(LightningDataModule):
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("every", [4, 3])
 def test_loader_for_each_epoch(every: int, is_shared: bool) -> None:
-    """A loader that is made for an epoch has its baseline from then on, and what loaders share keeps its own."""
+    """A loader that is created for an epoch has its baseline from then on; shared objects keep their own."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, reload_dataloaders_every_n_epochs=1, max_epochs=3)

@@ -1,4 +1,4 @@
-"""The law for what training changes on the user's own objects where two ranks train: each has its own."""
+"""The law for attributes of user objects that training changes on two ranks: each rank has its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = for_ranks
 
 Fault = Callback | list[Callback]
 
-# Early in a slow run: the ranks agree on a batch to stop at while they train on.
+# Early in a slow run: the ranks agree on a batch for the stop while they keep training.
 STOPPED = pytest.param([Slowly(), KillAt(3, signum=signal.SIGTERM)], id="stopped")
 
 
 class RankOutputs(Outputs):
-    """Each rank keeps the losses of its own batches, and rank 0 counts twice."""
+    """Each rank keeps the losses of its batches, and rank 0 counts twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ each_rank_fault = pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_E
 
 @each_rank_fault
 def test_each_rank_has_its_outputs(fault: Fault) -> None:
-    """A list and a counter that differ from rank to rank are those of the same rank again."""
+    """A list and a counter that differ between ranks are restored on the same rank."""
     assert_ranks_resume(rank_fit(2, module=RankOutputs, train=five_batches), [fault])
 
 
@@ -61,21 +61,21 @@ def test_each_rank_needs_its_outputs() -> None:
 
 @each_rank_fault
 def test_all_at_once(fault: Fault) -> None:
-    """All that these modules keep continues on both ranks."""
+    """The state of all these modules continues on both ranks."""
     strategy = "ddp_find_unused_parameters_true"
     assert_ranks_resume(rank_fit(2, module=Together, train=five_batches, strategy=strategy), [fault])
 
 
 @pytest.mark.parametrize("fault", [slowly(LATER_EPOCH), slowly(EDGE), STOPPED])
 def test_averaged_weights(fault: Fault) -> None:
-    """An average of the weights that a callback keeps continues on both ranks."""
+    """A callback's average of the weights continues on both ranks."""
     assert_ranks_resume(rank_fit(2, module=RankNet, train=five_batches, users=lambda: [AveragedWeights()]), [fault])
 
 
 @each_num_workers
 @pytest.mark.parametrize("fault", [LATER_EPOCH, EDGE])
 def test_data_sets(fault: Fault, num_workers: int) -> None:
-    """What hooks set on a data set, and what its workers count, is there again on both ranks."""
+    """Values that hooks set on a data set, and its workers' counts, are restored on both ranks."""
 
     class Counted(Curriculum, CountingDataset):
         """Has a level, and counts in each process."""

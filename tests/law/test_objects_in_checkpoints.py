@@ -1,4 +1,4 @@
-"""Objects that libraries and hooks put into the checkpoint are resumed as they were."""
+"""Objects that libraries and hooks put into the checkpoint continue unchanged."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ pytestmark = for_ranks
 
 @dataclass
 class Settings:
-    """What a script may describe its data by."""
+    """Settings with which a script may describe its data."""
 
     folder: Path
     seen: list[float] = field(default_factory=list)
 
 
 class WithTable(Net):
-    """Keeps its losses in a table, and what it has been fitted to, as pytorch-forecasting and darts do."""
+    """Saves a table of losses, its settings, and fitted encoders, as pytorch-forecasting and darts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class WithTable(Net):
 
 
 class Keeps(Callback):
-    """Has a metric and a module in its state, as objects."""
+    """Has a metric and a module as objects in its state."""
 
     def __init__(self) -> None:
         self.metric = MeanMetric()
@@ -95,13 +95,13 @@ class Keeps(Callback):
 
 @each_short_cut
 def test_objects_of_a_module(cut: Cut) -> None:
-    """A DataFrame, encoders, and a dataclass that the module's hooks save continue as they were."""
+    """A DataFrame, encoders, and a dataclass that the module's hooks save continue unchanged."""
     assert_goes_on(cut, module=WithTable)
 
 
 @each_short_cut
 def test_objects_of_a_callback(cut: Cut) -> None:
-    """A metric, a module, and a path in the state of a callback continue as they were."""
+    """A metric, a module, and a path in a callback's state continue unchanged."""
     assert_goes_on(cut, users=lambda: [Keeps()])
 
 
@@ -130,7 +130,7 @@ class Encoded(LightningDataModule):
 
 
 def test_encoder_of_a_data_module() -> None:
-    """Its state_dict may hold an encoder."""
+    """A data module's state_dict may contain an encoder."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, max_epochs=1)
@@ -143,7 +143,7 @@ def test_encoder_of_a_data_module() -> None:
 
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_spike_detection_with_a_path(as_path: Callable[[str], Any]) -> None:
-    """Lightning's own callback saves the path that it was given."""
+    """Lightning's callback saves its path object."""
 
     def users() -> list[Callback]:
         return [SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path=as_path("unused.json"))]
@@ -152,7 +152,7 @@ def test_spike_detection_with_a_path(as_path: Callable[[str], Any]) -> None:
 
 
 def test_objects_behind_an_exception() -> None:
-    """A capture keeps the state of a callback, objects too, as it was."""
+    """A capture keeps the state of a callback, including objects, as it was."""
 
     class Fails(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -167,7 +167,7 @@ def test_objects_behind_an_exception() -> None:
 
 
 def test_written_behind_training() -> None:
-    """With async_save the objects are those of the instant of the save."""
+    """With async_save the objects are those at the time of the save."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net([Keeps(), *callbacks], directory, module=WithTable())
@@ -179,7 +179,7 @@ def test_written_behind_training() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_each_rank_has_its_own(strategy: str) -> None:
-    """Each rank continues with the objects of its own callback, in one file and beside shards."""
+    """Each rank continues with its callback's objects, in one file and beside shards."""
     more: dict[str, Any] = {} if strategy == "ddp" else {"module": ShardedNet, "strategy": fsdp2()}
     assert_ranks_go_on(FIRST_EPOCH, users=lambda: [Keeps()], **more)
 
@@ -238,7 +238,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_class_of_the_script_itself(tmp_path: Path) -> None:
-    """A script run by its name finds its own classes again when it is started again, with nothing but the variable."""
+    """A script that runs by its name finds its own classes when it restarts, with only the variable set."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PL_FAULT_TOLERANT_TRAINING": "1", "PYTHONPATH": os.getcwd()}

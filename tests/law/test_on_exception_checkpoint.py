@@ -1,4 +1,4 @@
-"""Beside Lightning's OnExceptionCheckpoint a run continues from its autosave, which is exact, not from that file."""
+"""With Lightning's OnExceptionCheckpoint a run resumes from its autosave, which is exact, not from that file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RaisesAt(Callback):
 )
 @pytest.mark.parametrize("is_first", [False, True])
 def test_goes_on_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int], is_first: bool) -> None:
-    """Whatever ended the run, in either order of the callbacks; and so after a kill after it."""
+    """The run resumes from the autosave after any fault, in either order of the callbacks, and after one more kill."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         own = OnExceptionCheckpoint(directory / "own")

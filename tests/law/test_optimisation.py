@@ -1,4 +1,4 @@
-"""The law for optimisation: schedulers, precision, teachers, limits, several optimizers and groups of parameters."""
+"""The law for optimization: schedulers, precision, teachers, limits, several optimizers, and parameter groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALWAYS = {"overhead_budget": 1.0}
 
 
 class ScheduledNet(Net):
-    """Its optimizer and scheduler are what `make` gives."""
+    """Gets its optimizer and scheduler from `make`."""
 
     def __init__(self, make: Callable[[LightningModule, Any], Any]) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ class ScheduledNet(Net):
 
 
 def cosine(module: LightningModule, optimizer: Any) -> Any:
-    """Return one that steps per epoch."""
+    """Return a scheduler that steps per epoch."""
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
 
 
 def one_cycle(module: LightningModule, optimizer: Any) -> Any:
-    """Return one that steps per step, of which the trainer knows how many there will be."""
+    """Return a scheduler that steps per step; the trainer gives the number of steps."""
     steps = int(module.trainer.estimated_stepping_batches)
     return {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps), "interval": "step"}
 
 
 def chained(module: LightningModule, optimizer: Any) -> Any:
-    """Return two in sequence that step every second step."""
+    """Return two schedulers in sequence that step every second step."""
     kinds = torch.optim.lr_scheduler
     warmup = kinds.LinearLR(optimizer, 0.1, total_iters=4)
     decay = kinds.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -51,7 +51,7 @@ def chained(module: LightningModule, optimizer: Any) -> Any:
 
 
 def plateau(interval: str, frequency: int) -> Callable[[LightningModule, Any], Any]:
-    """Return what makes one that looks at a validation result."""
+    """Return a function that creates a scheduler that depends on a validation result."""
 
     def make(module: LightningModule, optimizer: Any) -> Any:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
@@ -70,7 +70,7 @@ def test_schedulers(make: Any, cut: Cut) -> None:
 @pytest.mark.parametrize("kill", [3, 4, 12])
 @pytest.mark.parametrize(("interval", "frequency"), [("epoch", 1), ("epoch", 2), ("step", 4), ("step", 8)])
 def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
-    """A scheduler that looks at a validation result, per epoch or by steps, steps as often and on the same values."""
+    """A scheduler that depends on a validation result, per epoch or by steps, steps as often and on the same values."""
     assert_goes_on(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)),
         train=eight_batches,
@@ -82,7 +82,7 @@ def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_plateau_scheduler_behind_a_validation_run_that_was_cut(kill: int) -> None:
-    """Killed in the validation run on which a plateau scheduler waits, the restart steps it once, after that run."""
+    """Killed in the validation run that a plateau scheduler waits for, the restart steps it once, after that run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         module = ScheduledNet(plateau("step", 4))
@@ -95,14 +95,14 @@ def test_plateau_scheduler_behind_a_validation_run_that_was_cut(kill: int) -> No
 
 @each_short_cut
 def test_one_cycle_under_accumulation(cut: Cut) -> None:
-    """So does one sized by the trainer where gradients are accumulated, and half a window is left at the end."""
+    """A one-cycle scheduler sized by the trainer continues under accumulation, with half a window at the end."""
     cuts = {3: Cut(kill=3, every=1, goes_on_at=(0, 3)), 9: Cut(kill=8, every=1, goes_on_at=(1, 3))}
     assert_goes_on(cuts[cut.kill], module=lambda: ScheduledNet(one_cycle), accumulate_grad_batches=3)
 
 
 @each_short_cut
 def test_bfloat16(cut: Cut) -> None:
-    """Mixed precision continues in mixed precision."""
+    """Training in mixed precision continues in it."""
     assert_goes_on(cut, precision="bf16-mixed", gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
@@ -116,14 +116,14 @@ def test_max_steps(kill: int) -> None:
 
 @pytest.mark.parametrize("kill", [3, 6])
 def test_max_steps_under_accumulation(kill: int) -> None:
-    """So does one that accumulates."""
+    """A run limited by steps that accumulates also ends at the same step."""
     assert_goes_on(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill - 1, 5)), max_steps=4, max_epochs=-1, accumulate_grad_batches=2
     )
 
 
 class GroupedNet(Net):
-    """Three groups of parameters with arguments of their own; one is frozen and has no gradients."""
+    """Has three parameter groups, each with its own arguments; one is frozen and has no gradients."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -143,7 +143,7 @@ def test_groups_of_parameters(cut: Cut) -> None:
 
 
 class SecondOrderNet(Net):
-    """Its optimizer evaluates the step again and again, and keeps lists of tensors."""
+    """Has an optimizer that evaluates the step repeatedly, and keeps lists of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def fail_once(trainer: Trainer, *, step: int) -> None:
 
 
 class Teacher(Net):
-    """BYOL's way: a teacher without gradients, moved in the middle of ``training_step``; fails where it is told."""
+    """Has a teacher without gradients as in BYOL, updated in ``training_step``; raises once at the place `fails`."""
 
     def __init__(self, fails: str = "") -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Teacher(Net):
 
 
 class Arm(Callback):
-    """Lets a run fail once."""
+    """Arms a run, which then fails once."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         (Path(trainer.default_root_dir) / "armed").touch()
@@ -211,7 +211,7 @@ class Arm(Callback):
 
 @each_short_cut
 def test_teacher(cut: Cut) -> None:
-    """A teacher that is moved by hand continues, its running statistics and its masks too."""
+    """A teacher that the module updates continues, including its running statistics and its masks."""
     assert_goes_on(cut, module=Teacher)
 
 
@@ -227,7 +227,7 @@ def test_teacher(cut: Cut) -> None:
     ],
 )
 def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int, int], accumulate: int) -> None:
-    """Before it has moved, the boundary is saved; after that the last autosave stays: never half a step."""
+    """An exception before the update saves the boundary; after it the last autosave stays: never half a step."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Teacher(fails), accumulate_grad_batches=accumulate)
@@ -236,11 +236,11 @@ def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
 
 
-# Two optimizers by hand.
+# Two optimizers in manual optimization.
 
 
 class Gan(LightningModule):
-    """A generator and a discriminator, each with an optimizer and a scheduler of its own."""
+    """A generator and a discriminator, each with its own optimizer and scheduler."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_two_optimizers_by_hand(kill: int, goes_on_at: tuple[int, int]) -> None:
 
 
 def test_exception_between_the_steps_of_two_optimizers() -> None:
-    """With one of two optimizers stepped nothing can be saved: the last autosave stays."""
+    """After a step of only one of two optimizers nothing can be saved: the last autosave stays."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Gan(fails=True))

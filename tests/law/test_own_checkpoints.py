@@ -1,4 +1,4 @@
-"""A run that continues from a file of its ModelCheckpoint: the rest of the hook that wrote it is done too."""
+"""A run that resumes from a file of its ModelCheckpoint also finishes the rest of the hook that wrote the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class KillBehindSave(Callback):
-    """Ends the process when so many checkpoints were written that are no autosaves, and notes the last one's path."""
+    """Kills the process after `num_saves` checkpoints that are not autosaves, and records the last one's path."""
 
     def __init__(self, num_saves: int, note: Path) -> None:
         self.num_saves = num_saves
@@ -50,7 +50,7 @@ class KillBehindSave(Callback):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run that is killed right after each of these saves, when the rest of that hook is still to be done."""
+    """A run that is killed right after each of these saves, before the rest of that hook."""
 
     make: Callable[[Path], list[ModelCheckpoint]]
     saves: tuple[int, ...] = (3, 4)
@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize(("case", "num_saves"), [(case, num) for case in CASES for num in CASES[case].saves])
 def test_goes_on_from_a_file_of_model_checkpoint(case: str, num_saves: int, tmp_path: Path) -> None:
-    """Its attributes and its files are the uninterrupted run's; of old ones only the file that was named stays."""
+    """ModelCheckpoint's attributes and files equal the uninterrupted run's; of old files only the named one stays."""
     saving = CASES[case]
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
@@ -114,7 +114,7 @@ def test_goes_on_from_a_file_of_model_checkpoint(case: str, num_saves: int, tmp_
     assert "Resumed exactly" in ended.output, ended.output
     assert (killed / "known.json").read_text() == (whole / "known.json").read_text()
     names = files_below(whole)
-    # Lightning never removes the file that it was told to start from.
+    # Lightning never removes the file from which it was told to start.
     assert files_below(killed) == sorted({*names, str(path.relative_to(killed))})
     for same in names:
         if same.endswith(".ckpt"):
@@ -123,7 +123,7 @@ def test_goes_on_from_a_file_of_model_checkpoint(case: str, num_saves: int, tmp_
 
 @pytest.mark.parametrize("name", ["epoch=0-step=6.ckpt", "last.ckpt"])
 def test_copy_of_the_file_is_enough(name: str, tmp_path: Path) -> None:
-    """Where that file is another one's copy, and the others are gone, the run writes all of them again."""
+    """If that file is a copy and the others are gone, the run writes all of them again."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
         fit_saving(callbacks, directory, [at(directory, save_top_k=-1, every_n_train_steps=3, save_last=True)],
@@ -144,7 +144,7 @@ def test_copy_of_the_file_is_enough(name: str, tmp_path: Path) -> None:
 
 
 def test_file_of_the_end_of_the_fit(tmp_path: Path) -> None:
-    """What ModelCheckpoint wrote after the last batch of all is known after a resume that trains no batch more."""
+    """A file that ModelCheckpoint writes after the very last batch is known after a resume that trains no batch."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
         fit_saving(callbacks, directory, [at(directory, every_n_train_steps=100, save_last=True)], ckpt_path=path)
@@ -159,7 +159,7 @@ def test_file_of_the_end_of_the_fit(tmp_path: Path) -> None:
 
 
 class Own(ModelCheckpoint):
-    """Does something of its own when Lightning's part is done."""
+    """Runs its own code after Lightning's part."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
@@ -167,9 +167,9 @@ class Own(ModelCheckpoint):
 
 
 def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
-    """The rest of a user's own hook can't be done again: it is said when the file is saved, and an autosave is taken.
+    """The rest of a user's hook can't be repeated: the save reports it, and a restart resumes from an autosave.
 
-    Without one, or if the user has them set aside, the file is refused.
+    If there is no autosave, or if the user has them set aside, the file is refused.
     """
 
     def main(callbacks: list[Callback], path: Path | None = None) -> None:
@@ -188,7 +188,7 @@ def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 def test_files_of_a_run_that_came_to_its_end_are_left_alone(tmp_path: Path) -> None:
-    """Who begins again from a file of a finished run gets a version of his own, as without us."""
+    """A restart from a file of a finished run gets its own version, as without us."""
 
     def main(callbacks: list[Callback], path: Path | None = None) -> None:
         saving = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=3)]
@@ -206,7 +206,7 @@ def test_files_of_a_run_that_came_to_its_end_are_left_alone(tmp_path: Path) -> N
 
 
 def test_logger_goes_on_where_the_file_was_written(tmp_path: Path) -> None:
-    """A killed run that continues from a file of its own logs to its own version, after the rows of that file."""
+    """A killed run that resumes from its own file logs to its own version, after the rows of that file."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
         saving = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=3)]

@@ -1,4 +1,4 @@
-"""The law for loaders that keep a state of their own: torchdata's, and objects of the user's."""
+"""The law for loaders with their own state: torchdata's loader, and user objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.law.test_iterable import StatefulStream, Stream, UnevenStream
 from tests.runs import Cut, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, fit_net, make_trainer
 
 pytestmark = [
-    # torchdata 0.11 calls what torch 2.13 has deprecated.
+    # torchdata 0.11 calls functions that torch 2.13 has deprecated.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
 ]
@@ -32,14 +32,14 @@ pytestmark = [
 
 
 def stateful(data: Callable[[], Any], num_workers: int, **arguments: Any) -> Callable[[], StatefulDataLoader[Any]]:
-    """Return what makes torchdata's loader."""
+    """Return a function that creates torchdata's loader."""
     return lambda: StatefulDataLoader(data(), **{"batch_size": 4, **arguments}, num_workers=num_workers)
 
 
 @each_num_workers
 @each_cut
 def test_stateful_dataloader(cut: Cut, num_workers: int) -> None:
-    """It continues in its order, with the random draws in its workers, in training and in validation."""
+    """A torchdata loader continues in order, with its workers' draws, in training and in validation."""
     assert_goes_on(
         cut,
         train=stateful(HoldingDataset, num_workers, shuffle=True),
@@ -49,14 +49,14 @@ def test_stateful_dataloader(cut: Cut, num_workers: int) -> None:
 
 @each_cut
 def test_workers_of_stateful_dataloaders_that_live_on(cut: Cut) -> None:
-    """Persistent workers continue with their draws, in later epochs too."""
+    """Persistent workers continue with their draws, also in later epochs."""
     train = stateful(NoisyDataset, 2, shuffle=True, persistent_workers=True, snapshot_every_n_steps=3)
     validation = stateful(lambda: NoisyDataset(8), 2, persistent_workers=True)
     assert_goes_on(cut, train=train, validation=validation, max_epochs=3)
 
 
 class Seen(NoisyDataset):
-    """Counts its samples in a state that torchdata saves: each depends on how many there were before."""
+    """Counts its samples in a state that torchdata saves; each sample depends on the count before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Seen(NoisyDataset):
         return super().__getitem__(index) + self.num_seen / 100
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many."""
+        """Return the count."""
         return {"num_seen": self.num_seen}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -78,7 +78,7 @@ class Seen(NoisyDataset):
 @each_num_workers
 @each_cut
 def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
-    """The state that a map-style data set keeps, which torchdata restores, continues in each worker."""
+    """The state of a map-style data set, which torchdata restores, continues in each worker."""
     is_persistent = num_workers > 0
     assert_goes_on(cut, train=stateful(Seen, num_workers, shuffle=True, persistent_workers=is_persistent), max_epochs=3)
 
@@ -87,12 +87,12 @@ def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
 @each_cut
 @pytest.mark.parametrize("stream", [Stream, StatefulStream])
 def test_iterable_data_sets_in_a_stateful_dataloader(cut: Cut, num_workers: int, stream: Callable[[], Any]) -> None:
-    """Iterable data sets, with a state and without, continue as in torch's own loader."""
+    """Iterable data sets, with and without a state, continue as in torch's own loader."""
     assert_goes_on(cut, train=stateful(stream, num_workers))
 
 
 def test_workers_of_a_stateful_dataloader_that_run_out() -> None:
-    """Where one worker runs out before the other, the batches continue in the same turns."""
+    """If one worker runs out before the other, the batches keep their turns."""
     assert_goes_on(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
 
 
@@ -123,7 +123,7 @@ class UnpackingStateful(StatefulDataLoader[Any]):
 
 @each_num_workers
 def test_subclass_of_a_stateful_dataloader(num_workers: int) -> None:
-    """A class of the user's whose ``__iter__`` is a generator continues."""
+    """A user's subclass with a generator as ``__iter__`` continues."""
 
     def train() -> Any:
         return UnpackingStateful(NoisyDataset(), batch_size=4, collate_fn=NoisyCollate(), num_workers=num_workers)
@@ -132,7 +132,7 @@ def test_subclass_of_a_stateful_dataloader(num_workers: int) -> None:
 
 
 def test_stateful_dataloader_beside_another_loader() -> None:
-    """In a dict with one of torch's, the short one in its second cycle."""
+    """A torchdata loader continues in a dict with a torch loader, as the short one in its second cycle."""
 
     def train() -> dict[str, Any]:
         return {
@@ -144,7 +144,7 @@ def test_stateful_dataloader_beside_another_loader() -> None:
 
 
 class KeepsLoader(LightningDataModule):
-    """Saves and restores the state of its loader, as torchdata's documentation says."""
+    """Saves and restores its loader's state, as torchdata's documentation says."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__()
@@ -161,14 +161,14 @@ class KeepsLoader(LightningDataModule):
         return {"loader": self.loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore it."""
         self.loader.load_state_dict(state_dict["loader"])
 
 
 @each_num_workers
 @each_cut
 def test_data_module_that_keeps_the_state_of_its_loader(cut: Cut, num_workers: int) -> None:
-    """What a data module saves of its loader moves it no second time."""
+    """The loader state that a data module saves does not move the loader a second time."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory)
@@ -189,14 +189,14 @@ def test_nothing_is_left_on_a_stateful_dataloader(tmp_path: Path) -> None:
 
 
 def looked_at() -> StatefulDataLoader[Any]:
-    """Return a loader that was asked for its state before fit."""
+    """Return a loader with a call of its state_dict before fit."""
     loader = stateful(NoisyDataset, 0)()
     loader.state_dict()
     return loader
 
 
 def told_where() -> StatefulDataLoader[Any]:
-    """Return a loader that was given a state before fit."""
+    """Return a loader with a state that was loaded before fit."""
     other, loader = stateful(NoisyDataset, 0)(), stateful(NoisyDataset, 0)()
     next(iter(other))
     loader.load_state_dict(other.state_dict())
@@ -204,7 +204,7 @@ def told_where() -> StatefulDataLoader[Any]:
 
 
 class Persistent(StatefulDataLoader[Any]):
-    """Has a state of its own besides torchdata's."""
+    """Has its own state in addition to torchdata's."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return both."""
@@ -212,7 +212,7 @@ class Persistent(StatefulDataLoader[Any]):
 
 
 class KeepsSet(Seen):
-    """Has a state that a checkpoint can't hold."""
+    """Has a state that a checkpoint can't contain."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a set."""
@@ -220,7 +220,7 @@ class KeepsSet(Seen):
 
 
 class Prefetching:
-    """A loader of the user's that is one batch ahead, but does not say so; or it does."""
+    """A user's loader; its state is `ahead` batches ahead of those that it has yielded."""
 
     def __init__(self, *, ahead: int = 0) -> None:
         self.ahead, self.next, self.order = ahead, 0, list(range(8))
@@ -238,19 +238,19 @@ class Prefetching:
             yield torch.full((4, 4), number / 8) + random.gauss(0, 1) + torch.randn(4, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is."""
+        """Return the position."""
         return {"next": self.next + self.ahead, "order": self.order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there."""
+        """Restore the position."""
         self.next, self.order = state_dict["next"], state_dict["order"]
 
 
 class WorkerState(DataLoader[Any]):
-    """A loader of torch's with workers, and a state that the user has added."""
+    """A torch loader with workers, and a state that the user has added."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return nothing of use."""
+        """Return a useless state."""
         return {"a": 1}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -258,7 +258,7 @@ class WorkerState(DataLoader[Any]):
 
 
 class Numbers(Prefetching):
-    """Has a state that a checkpoint can't hold."""
+    """Has a state that a checkpoint can't contain."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a set."""
@@ -277,14 +277,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_loader_with_a_state_that_cant_be_exact(case: str, tmp_path: Path) -> None:
-    """It is refused before training starts, with the reason."""
+    """A loader with a state that can't be exact is refused before training starts, with the reason."""
     make, reason = REFUSED[case]
     with pytest.raises(NotExactError, match=reason):
         fit_net([FaultTolerance()], tmp_path, train=make())
 
 
 def test_state_loaded_by_the_script_at_a_restart() -> None:
-    """A script that loads a loader's state where it finds one moves a loader that continues no second time."""
+    """If a script loads a state into a loader at a restart, the loader is not moved a second time."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = told_where() if any(directory.rglob("autosave-*.ckpt")) else stateful(NoisyDataset, 0)()
@@ -295,7 +295,7 @@ def test_state_loaded_by_the_script_at_a_restart() -> None:
 
 
 def test_state_loaded_in_the_middle_of_a_fit(tmp_path: Path) -> None:
-    """A state that somebody loads into a followed loader is refused: it would be moved twice."""
+    """Loading a state into a followed loader is refused: it would be moved twice."""
 
     class Loads(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -306,7 +306,7 @@ def test_state_loaded_in_the_middle_of_a_fit(tmp_path: Path) -> None:
 
 
 def test_checkpoint_from_before(tmp_path: Path) -> None:
-    """A checkpoint without our part that has a loader's state is refused, or restored as Lightning does."""
+    """A checkpoint with a loader's state but without our part is refused, or restored as Lightning does."""
     trained: list[int] = []
 
     class Notes(Callback):
@@ -329,23 +329,23 @@ def test_checkpoint_from_before(tmp_path: Path) -> None:
     assert fit(FaultTolerance(strict=False)) == as_lightning
 
 
-# Objects of the user's.
+# User objects.
 
 
 @each_cut
 def test_own_loader(cut: Cut) -> None:
-    """A loader that is no DataLoader continues by its own state, and draws what it would have drawn."""
+    """A loader that is not a DataLoader continues by its own state, and draws as if uninterrupted."""
     assert_goes_on(cut, train=Prefetching, validation=Prefetching, max_epochs=3)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_own_loader_at_the_first_batches(batch: int) -> None:
-    """Cut where an epoch has just begun, its order is not drawn twice."""
+    """If the run is cut at the start of an epoch, its order is not drawn twice."""
     assert_goes_on(Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)), train=Prefetching)
 
 
 def test_own_loader_in_two_places(tmp_path: Path) -> None:
-    """One object that is trained on and validated on has one state for both: it is refused, and leaves its class."""
+    """One object for training and validation has one state for both: it is refused, and keeps its class."""
     loader = Prefetching()
     with pytest.raises(NotExactError, match=r"the same object is (validation|train)/0 too"):
         fit_net([FaultTolerance()], tmp_path, train=loader, validation=loader)
@@ -353,7 +353,7 @@ def test_own_loader_in_two_places(tmp_path: Path) -> None:
 
 
 class Endless(Prefetching):
-    """Does not know its length, and has generators of its own."""
+    """Does not know its length, and has its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,12 +368,12 @@ class Endless(Prefetching):
 
 @each_cut
 def test_own_loader_without_a_length(cut: Cut) -> None:
-    """The batch that Lightning fetches ahead is fetched again, from generators of its own too."""
+    """The batch that Lightning fetches ahead is fetched again, also from the loader's own generator."""
     assert_goes_on(cut, train=Endless)
 
 
 class CountingLoader(DataLoader[Any]):
-    """A loader of torch's without workers whose batches depend on a number that it keeps as its state."""
+    """A torch loader without workers whose batches depend on a number in its state."""
 
     num_given = 0
 
@@ -405,25 +405,25 @@ class Plain(Dataset[Tensor]):
 
 @each_cut
 def test_dataloader_with_a_state_of_the_users(cut: Cut) -> None:
-    """A subclass of torch's loader without workers continues by the state that the user has given it."""
+    """A subclass of torch's loader without workers continues by the user's state."""
     assert_goes_on(cut, train=lambda: CountingLoader(Plain(), batch_size=4))
 
 
 class Forgets(Prefetching):
-    """Its state lacks its order."""
+    """Has a state without its order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position alone."""
+        """Return only the position."""
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go there."""
+        """Restore the position."""
         self.next = state_dict["next"]
 
 
 @pytest.mark.parametrize("make", [lambda: Prefetching(ahead=1), Forgets], ids=["ahead", "forgets"])
 def test_own_state_that_lies(make: Callable[[], Any]) -> None:
-    """A state that leads to another batch is found out at the resume, and named."""
+    """A state that leads to another batch is detected at the resume, and named."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=make())
@@ -433,7 +433,7 @@ def test_own_state_that_lies(make: Callable[[], Any]) -> None:
 
 
 def test_nothing_is_left_on_an_own_loader(tmp_path: Path) -> None:
-    """After fit the user's object is of its own class again."""
+    """After fit the user's object has its own class again."""
     loader = Prefetching()
     fit_net([FaultTolerance()], tmp_path, train=loader)
     assert type(loader) is Prefetching

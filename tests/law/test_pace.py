@@ -1,4 +1,4 @@
-"""However often a run is killed, it advances; a resumed fit does not write what it has just read."""
+"""However often a run is killed, it advances; a resumed fit does not write the state that it has just read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BATCHES = 400
 
 
 class Slow(Net):
-    """Takes 20 ms a batch, and 0.1 s to be saved; the first save of all takes a second."""
+    """Takes 20 ms a batch and 0.1 s for a save; the very first save takes a second."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.02)
@@ -36,7 +36,7 @@ class Slow(Net):
 
 
 class Begins(Callback):
-    """Notes when a process has started, and from which step it continues."""
+    """Records when a process has started, and from which step it continues."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class Begins(Callback):
 
 
 def killed_again_and_again(directory: Path) -> int:
-    """Kill the script whenever it has run three times as long as its last start took; return how often."""
+    """Kill the script whenever it has run three times as long as its last start took; return the number of kills."""
 
     def main() -> None:
         time.sleep(START_SECONDS)  # as long as imports and data would take
@@ -78,7 +78,7 @@ def killed_again_and_again(directory: Path) -> int:
 
 @pytest.mark.slow
 def test_run_that_is_killed_at_three_times_its_start_ends(tmp_path: Path) -> None:
-    """By default, with a first save that takes a second, each process advances, and the run comes to its end."""
+    """By default, with a first save of one second, each process advances, and the run finishes."""
     assert killed_again_and_again(tmp_path) >= 2
     steps = [step for _, step in told(tmp_path, "begun")]
     assert steps == sorted(steps)
@@ -86,7 +86,7 @@ def test_run_that_is_killed_at_three_times_its_start_ends(tmp_path: Path) -> Non
 
 
 def test_resumed_fit_does_not_write_what_it_has_read(tmp_path: Path) -> None:
-    """The autosave that it came from stays the newest until there is something new, and may be resumed from again."""
+    """The autosave that it resumed from stays the newest until there is a new state, and can be resumed from again."""
 
     class Looks(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -103,7 +103,7 @@ def test_resumed_fit_does_not_write_what_it_has_read(tmp_path: Path) -> None:
 
 
 def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path: Path) -> None:
-    """Resumed from a checkpoint of the user's, or not exactly, the first boundary is saved as ever."""
+    """After a resume from a user's checkpoint, or one that is not exact, the first boundary is saved as usual."""
     first = tmp_path / "first"
     run(lambda: fit_eight([protected(), KillAt(3)], first))
     own = tmp_path / "own.ckpt"
@@ -128,7 +128,7 @@ def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path:
 
 
 def test_killed_at_each_start_of_a_resumed_fit() -> None:
-    """Killed before anything new is saved, twice, a run continues from the same autosave, exactly."""
+    """Killed twice before any new save, a run resumes from the same autosave, exactly."""
     faults = [KillAt(5), KillAt(2), KillAt(2)]
     costs = assert_resumes_exactly(fit_eight, [[fault] for fault in faults], options={"every_n_train_steps": 4})
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 4)] * 3

@@ -1,4 +1,4 @@
-"""Optimizers whose groups training changes, in hooks that are not called again: unfreezing by the module itself."""
+"""Optimizers with groups that the module changes in hooks that do not run again, such as unfreezing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_BATCHES = 5
 
 
 class Unfreezes(Net):
-    """Trains its head; from the second epoch its norm, from the third its first layer, each in a group of its own."""
+    """Trains its head, from the second epoch its norm, and from the third its first layer, each in its own group."""
 
     def __init__(self, *, freezes: bool = True) -> None:
         super().__init__()
@@ -40,19 +40,19 @@ class Unfreezes(Net):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 12])
 def test_added_groups(kill: int) -> None:
-    """Killed before, in and after the epochs that add groups, the optimizer has those that it had."""
+    """Killed before, in, or after the epochs that add groups, the optimizer keeps its groups."""
     [cost] = assert_exact(list, KillAt(kill), module=Unfreezes, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
 def test_added_groups_again_and_again() -> None:
-    """A run that continues from one that continued has all groups, too, those of both."""
+    """A run that resumes a second time has all groups, including those of both earlier processes."""
     assert_exact(list, KillAt(6), KillAt(5), KillAt(2), module=Unfreezes, max_epochs=4)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_added_groups_of_two_ranks(rank: int) -> None:
-    """So it is with several ranks, where DDP knows from the start what is trained."""
+    """The same holds with several ranks, where DDP knows the trained parameters from the start."""
     cut = Cut(kill=12, every=1, goes_on_at=(1, 4))
     assert_ranks_go_on(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
 
@@ -80,12 +80,12 @@ def move(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("kill", [7, 12])
 def test_moved_parameters(kill: int) -> None:
-    """Groups that have other parameters, or are gone, are so again."""
+    """Groups that have other parameters, or are gone, stay so."""
     assert_exact(list, KillAt(kill), module=Moves, max_epochs=4)
 
 
 class TwoRates(Net):
-    """Trains its two layers at different rates."""
+    """Trains two layers at different rates."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -96,7 +96,7 @@ class TwoRates(Net):
 
 
 class Swapper(Callback):
-    """Lets the two groups swap what they hold at the start of each epoch but the first."""
+    """Swaps the parameters of the two groups at the start of each epoch but the first."""
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         one, other = trainer.optimizers[0].param_groups
@@ -106,14 +106,14 @@ class Swapper(Callback):
 
 @pytest.mark.parametrize("options", [{"every_n_train_steps": 1}, {"overhead_budget": 1.0}])
 def test_an_exception_beside_a_change(options: dict[str, Any]) -> None:
-    """What is saved never has groups that its moment had not: an earlier autosave stays, the hook is called again."""
+    """A save never has groups that its moment did not have: an earlier autosave stays, and the hook runs again."""
     users = lambda: [Swapper()]  # noqa: E731
     [cost] = assert_exact(users, RaiseAt("on_train_epoch_start", 1), module=TwoRates, max_epochs=3, options=options)
     assert (cost.exit_code, cost.epoch) == (1, 0)
 
 
 class Strange(Net):
-    """Gives its optimizer a tensor of its own, after the first epoch."""
+    """Adds a new tensor to its optimizer after the first epoch."""
 
     def on_train_epoch_end(self) -> None:
         [optimizer] = self.trainer.optimizers
@@ -122,7 +122,7 @@ class Strange(Net):
 
 
 def test_a_tensor_that_is_no_parameter_is_refused() -> None:
-    """What nobody can find again is named, not left to torch's error about numbers of groups."""
+    """A tensor that can't be found again is named, instead of torch's error about the number of groups."""
     with pytest.raises(
         NotTheSame, match=r"Optimizer 0 \(Adam\) can't be restored: while training, it was given a tensor"
     ):
@@ -149,6 +149,6 @@ class Replaces(Net):
     [("optimizer", "optimizer 0 became AdamW, and .* makes Adam"), ("scheduler", "scheduler 0 became ExponentialLR")],
 )
 def test_a_replaced_optimizer_is_refused(what: str, reason: str) -> None:
-    """What training has put in the place of what a fit starts with is named, and not loaded into the other kind."""
+    """An optimizer or scheduler that training has replaced is named, and not loaded into the original kind."""
     with pytest.raises(NotTheSame, match=f"while training, {reason}"):
         assert_exact(list, KillAt(6), module=lambda: Replaces(what))

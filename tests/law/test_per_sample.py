@@ -1,4 +1,4 @@
-"""The law where each sample is seeded: the number of workers may change between the runs, and nothing else changes."""
+"""The law with a seed for each sample: the number of workers may change between runs, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def assert_goes_on_with(
     module: Callable[[], LightningModule] = Net,
     **arguments: Any,
 ) -> Interruption:
-    """Hold a run to the law that has `before` workers until `cut`, and `after` after it.
+    """Check that a run obeys the law if it has `before` workers until `cut`, and `after` workers after it.
 
-    The uninterrupted run has `before`; the one after it, which is compared to it, has `after`.
+    The uninterrupted run has `before`; the run with the callback, which is compared to it, has `after`.
     """
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -66,36 +66,36 @@ def assert_goes_on_with(
 
 
 def shuffled(*, num_workers: int) -> DataLoader:
-    """Return a loader whose data set holds generators of each kind."""
+    """Return a loader of a data set with generators of each kind."""
     return DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
 
 
 def subset(*, num_workers: int) -> DataLoader:
-    """Return a loader of which torch asks all samples of a batch at once."""
+    """Return a loader for which torch fetches all samples of a batch together."""
     chosen = Subset(HoldingDataset(40), range(4, 36))
     return DataLoader(chosen, batch_size=4, shuffle=True, num_workers=num_workers)
 
 
 def unbatched(*, num_workers: int) -> DataLoader:
-    """Return a loader whose samples are whole batches."""
+    """Return a loader with whole batches as samples."""
     return DataLoader(BatchesDataset(), batch_size=None, shuffle=True, num_workers=num_workers)
 
 
 @each_change
 @pytest.mark.parametrize("make", [shuffled, subset])
 def test_other_number_of_workers(make: Callable[..., DataLoader], before: int, after: int) -> None:
-    """Cut in a later epoch and resumed with other workers, a run is the uninterrupted one of either number."""
+    """Cut in a later epoch and resumed with other workers, a run equals the uninterrupted one of either number."""
     assert_goes_on_with(make, LATER_EPOCH, before, after, max_epochs=3)
 
 
 @each_change
 def test_other_number_of_workers_in_the_first_epoch(before: int, after: int) -> None:
-    """So it is where the first epoch is cut, and where a sample is a batch."""
+    """The same holds for a cut in the first epoch, and for samples that are batches."""
     assert_goes_on_with(unbatched, FIRST_EPOCH, before, after)
 
 
 def test_persistent_workers_may_come_and_go() -> None:
-    """Workers that live on from epoch to epoch give the same batches as none at all."""
+    """Persistent workers yield the same batches as no workers at all."""
 
     def make(*, num_workers: int) -> DataLoader:
         return DataLoader(
@@ -106,7 +106,7 @@ def test_persistent_workers_may_come_and_go() -> None:
 
 
 def test_sampler_that_draws_at_its_start() -> None:
-    """A sampler that shuffles with a global generator in ``__iter__`` gives the same order with other workers."""
+    """A sampler that shuffles with a global generator in ``__iter__`` keeps its order with other workers."""
 
     def make(*, num_workers: int) -> DataLoader:
         return DataLoader(BatchesDataset(), batch_size=None, sampler=PythonShuffle(8), num_workers=num_workers)
@@ -115,7 +115,7 @@ def test_sampler_that_draws_at_its_start() -> None:
 
 
 def test_made_when_first_used() -> None:
-    """A generator that is made when a sample is first taken, in each worker for itself, is seeded all the same."""
+    """A generator that each worker creates at its first sample is seeded, too."""
 
     def make(*, num_workers: int) -> DataLoader:
         data, collate = LazyDataset(has_attribute=True), NoisyCollate()
@@ -130,7 +130,7 @@ def test_made_when_first_used() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_of_one_request_are_seeded_one_by_one(num_workers: int) -> None:
-    """A data set that gives a whole batch at once is asked for one sample after the other."""
+    """A data set that returns whole batches is asked for one sample after the other."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(ManyAtOnceDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -140,7 +140,7 @@ def test_samples_of_one_request_are_seeded_one_by_one(num_workers: int) -> None:
 
 
 def test_killed_again_in_validation() -> None:
-    """Killed in a validation run, and again with other workers, every validation batch stays the same too."""
+    """Killed in a validation run, and again with other workers, a run keeps every validation batch, too."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = 2 if list(directory.rglob("autosave-*.ckpt")) else 0
@@ -159,7 +159,7 @@ def test_killed_again_in_validation() -> None:
 
 
 def test_capture_does_not_hide_a_change_of_workers() -> None:
-    """Without it, the same change of the number of workers is refused: the comparison above could fail."""
+    """Without per-sample seeds, the same change of workers is refused, so the comparison above could fail."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = 3 if list(directory.rglob("autosave-*.ckpt")) else 2
@@ -170,7 +170,7 @@ def test_capture_does_not_hide_a_change_of_workers() -> None:
 
 
 def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> None:
-    """A sampler whose order depends on when torch asks it can't continue exactly with other workers: it says so."""
+    """A sampler whose order depends on when torch calls it is refused with other workers, with the reason."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = 2 if list(directory.rglob("autosave-*.ckpt")) else 0
@@ -183,7 +183,7 @@ def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> Non
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int) -> None:
-    """With as many workers such a sampler continues exactly."""
+    """With the same number of workers such a sampler continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
@@ -194,21 +194,21 @@ def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int)
 
 @pytest.mark.parametrize("kills", [(7,), (7, 8)], ids=["once", "twice"])
 def test_refused_in_the_next_epoch_too(kills: tuple[int, ...]) -> None:
-    """So it is where all indices of the epoch had been drawn, and only those of the next one would differ."""
+    """The same holds if all indices of the epoch were drawn, and only those of the next one would differ."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = 0 if list(directory.rglob("autosave-*.ckpt")) else 2
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
         return fit_net(callbacks, directory, train=train)
 
-    # Of three runs, the second leaves an autosave of its own, with as many workers as the third.
+    # Of three runs, the second leaves its own autosave, with as many workers as the third.
     faults = [KillAt(kill) for kill in kills]
     with pytest.raises(NotTheSame, match="draws random numbers in the middle of an epoch, and the number of workers"):
         assert_resumes_exactly(fit, faults, options={**OPTIONS, "every_n_train_steps": 1})
 
 
 def pair(*, num_workers: int) -> dict[str, DataLoader]:
-    """Return a long loader and a short one that is cycled: 8 and 3 batches."""
+    """Return a long loader of 8 batches and a short one of 3 that is cycled."""
     return {
         "long": DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
         "short": DataLoader(NoisyDataset(12), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -217,14 +217,14 @@ def pair(*, num_workers: int) -> dict[str, DataLoader]:
 
 @each_change
 def test_several_loaders(before: int, after: int) -> None:
-    """Of several loaders, one in its second cycle, every batch stays the same with other workers."""
+    """With several loaders, one in its second cycle, every batch stays the same with other workers."""
     assert_goes_on_with(pair, LATER_EPOCH, before, after, module=TwoLoaders)
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
 @pytest.mark.parametrize("mode", ["min_size", "max_size"])
 def test_mode_of_a_combined_loader(mode: str) -> None:
-    """So it is where the short loader ends the epoch, and where it has run out."""
+    """The same holds if the short loader ends the epoch, and if it has run out."""
     cut = Cut(kill=5, every=4, goes_on_at=(1, 1) if mode == "min_size" else (0, 4))
 
     def make(*, num_workers: int) -> CombinedLoader:
@@ -235,7 +235,7 @@ def test_mode_of_a_combined_loader(mode: str) -> None:
 
 @each_change
 def test_loader_without_a_length(before: int, after: int) -> None:
-    """Lightning fetches a batch ahead: it is fetched again, and is the same with other workers."""
+    """A batch that Lightning fetches ahead is fetched again, and is the same with other workers."""
 
     def make(*, num_workers: int) -> DataLoader:
         return Unsized(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -245,7 +245,7 @@ def test_loader_without_a_length(before: int, after: int) -> None:
 
 @pytest.mark.parametrize("kill", [11, 12, 13])
 def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
-    """The batch that is fetched ahead may have begun the short loader's next cycle already: it is counted once."""
+    """If the batch fetched ahead has started the short loader's next cycle, it is counted once."""
 
     def make(*, num_workers: int) -> dict[str, DataLoader]:
         long = Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)
@@ -257,7 +257,7 @@ def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_workers: int) -> None:
-    """With as many workers, such a sampler of a loader without a length continues exactly."""
+    """With as many workers, such a sampler in a loader without a length continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = Unsized(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
@@ -266,11 +266,11 @@ def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_worke
     assert_resumes_exactly(fit, [KillAt(3), KillAt(9)], options={**OPTIONS, "every_n_train_steps": 1})
 
 
-# Iterable data sets say themselves what comes next in each worker: they have no places to seed by.
+# Iterable data sets decide themselves what comes next in each worker: they have no positions for seeds.
 
 
 class NoisySquares(Squares):
-    """Draws as it is iterated; each worker gives 3 batches."""
+    """Draws during iteration; each worker yields 3 batches."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return (square + torch.randn(()) for square in islice(super().__iter__(), 12))
@@ -278,7 +278,7 @@ class NoisySquares(Squares):
 
 @pytest.mark.parametrize("iterable_workers", [0, 2])
 def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
-    """An iterable data set with as many workers continues exactly, while the number of the other loader's changes."""
+    """An iterable data set with as many workers continues exactly, while the other loader's number changes."""
 
     def make(*, num_workers: int) -> dict[str, DataLoader]:
         stream = DataLoader(NoisySquares(), batch_size=4, num_workers=iterable_workers)
@@ -290,7 +290,7 @@ def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
 @each_change
 @pytest.mark.parametrize("place", ["train", "validation"])
 def test_iterable_data_set_is_refused_with_other_workers(place: str, before: int, after: int) -> None:
-    """With another number of workers an iterable data set is refused, in validation too."""
+    """With another number of workers an iterable data set is refused, also in validation."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = after if list(directory.rglob("autosave-*.ckpt")) else before
@@ -302,16 +302,16 @@ def test_iterable_data_set_is_refused_with_other_workers(place: str, before: int
 
 
 class _Seen(NoisyDataset):
-    """Gives what it draws."""
+    """Returns the numbers that it draws."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.randn(4)
 
 
 def test_epochs_and_loaders_draw_different_numbers() -> None:
-    """No two samples of a run draw the same: not in one epoch, not in another, not in validation."""
+    """No two samples of a run draw the same numbers: not in one epoch, not in another, not in validation."""
     seeds, seen = LoaderSeeds(), []
-    for place in ("train/0", "validation/0", "train/0"):  # made again, as Lightning may do every epoch
+    for place in ("train/0", "validation/0", "train/0"):  # created again, as Lightning may do every epoch
         loader = DataLoader(_Seen(), batch_size=4)
         tracked = TrackedLoader(loader, seeds=seeds.of(place)).copy_of(loader)
         seen += [row for _ in range(2) for batch in tracked for row in batch.tolist()]

@@ -1,4 +1,4 @@
-"""Weights of another type than 32 bits are restored to the last bit, or it is said that they are not."""
+"""Weights of another type than 32 bits are restored to the last bit, or the run reports that they are not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = {"every_n_train_steps": 1}
 
 
 class DoubleNet(Net):
-    """Becomes double when its fit starts: after the load of a checkpoint."""
+    """Becomes double when its fit starts, after a checkpoint is loaded."""
 
     def on_fit_start(self) -> None:
         self.double()
@@ -29,7 +29,7 @@ class DoubleNet(Net):
 
 
 class ScriptedNet(Net):
-    """With a batch norm that is scripted: its flags are constants."""
+    """Has a scripted batch norm, whose flags are constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ScriptedNet(Net):
 @pytest.mark.parametrize("kill", [3, 8])
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
 def test_each_precision_goes_on(precision: Any, kill: int) -> None:
-    """Double weights are not loaded through 32 bits, and of half and of mixed ones nothing is lost."""
+    """Double weights are not loaded through 32 bits, and half and mixed ones lose nothing."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, precision=precision)
@@ -49,7 +49,7 @@ def test_each_precision_goes_on(precision: Any, kill: int) -> None:
 
 
 def test_a_module_that_becomes_double_behind_the_load_is_refused(tmp_path: Path) -> None:
-    """Lightning would load its weights rounded: an error with both types, or, if not strict, a note in the report."""
+    """A module that becomes double after the load is refused with both types, or, if not strict, gets a note."""
 
     def fit(*callbacks: Callback, **options: Any) -> FaultTolerance:
         ours = FaultTolerance(tmp_path / "saves", run_id="double", every_n_train_steps=1, **options)
@@ -69,7 +69,7 @@ def test_a_module_that_becomes_double_behind_the_load_is_refused(tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_scripted_norm_goes_on() -> None:
-    """A flag that has the right value is not set: of a scripted module it can't be."""
+    """A flag that already has the right value is not set, since that fails in a scripted module."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=ScriptedNet())

@@ -1,4 +1,4 @@
-"""Progress bars stand, after a resume in the middle of an epoch, where the run stands."""
+"""After a resume in the middle of an epoch, progress bars show the run's position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runs import fit_net
 
 
 class Look(Callback):
-    """Writes down what the bar shows when a batch begins: batches done, of how many, and its text."""
+    """Records the bar when a batch begins: batches done, their total, and its text."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Look(Callback):
 
 
 class OwnText(TQDMProgressBar):
-    """A user's bar, which has a text of its own and speaks when an epoch begins."""
+    """A user's bar with its own text, which prints a line when an epoch begins."""
 
     def init_train_tqdm(self) -> Any:
         bar = super().init_train_tqdm()
@@ -60,7 +60,7 @@ BARS: dict[str, Callable[[], ProgressBar]] = {
 @pytest.mark.parametrize("kill", [3, 8])
 @pytest.mark.parametrize("bar", BARS)
 def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
-    """Position and total are the uninterrupted run's at each batch; in that epoch the text says where it resumed."""
+    """Position and total equal the uninterrupted run's at each batch; in that epoch the text says where it resumed."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         bars: list[Callback] = [BARS[bar](), Look(directory / f"shown-{len(callbacks)}.jsonl")]
@@ -73,7 +73,7 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     )
     assert [line[:4] for line in resumed] == [line[:4] for line in whole[kill:]]
     assert [line[:4] for line in whole[:2]] == [[0, 0, 0, 5], [0, 1, 1, 5]]
-    assert "-00:00" not in runs.outputs[-1]  # nor is a rate below 0
+    assert "-00:00" not in runs.outputs[-1]  # and no rate is below 0
     epoch, batch = divmod(kill, 5)
     for number, _, _, _, text in resumed:
         assert re.match(rf"Epoch {number}\b", text)
@@ -93,7 +93,7 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     ],
 )
 def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_behind: bool) -> None:
-    """A run continues from a checkpoint of any hook, whether the bar's own was called by then or is still to be."""
+    """A run resumes from a checkpoint of any hook, whether or not the bar's own hook has run by then."""
 
     def users() -> list[Callback]:
         both = [saver(hook, 1), BARS[bar]()]
@@ -104,7 +104,7 @@ def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_behi
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
 def test_report_does_not_tear_the_bar(bar: str, tmp_path: Path) -> None:
-    """The report stands once, in lines of its own."""
+    """The report is printed once, in separate lines."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_net([BARS[bar](), *callbacks], directory, enable_progress_bar=True)
@@ -117,7 +117,7 @@ def test_report_does_not_tear_the_bar(bar: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_bar_that_is_switched_off_stays_so(bar: type[Any], tmp_path: Path) -> None:
-    """A bar that shows nothing shows nothing behind a resume either."""
+    """A bar that is switched off shows nothing after a resume either."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_net([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)

@@ -1,4 +1,4 @@
-"""The law for ModelPruning, whose masks are in no checkpoint of Lightning's."""
+"""The law for ModelPruning, whose masks are not in Lightning's checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ALWAYS = {"overhead_budget": 1.0}
 
 
 def pruning(**arguments: Any) -> list[Callback]:
-    """Return one that prunes a quarter of what is left at each end of an epoch."""
+    """Return a callback that prunes a quarter of the rest at each epoch's end."""
     return [ModelPruning("l1_unstructured", amount=0.25, parameter_names=["weight"], **arguments)]
 
 
 class Decays(PlainNet):
-    """Its weight decay changes hidden weights too."""
+    """Has weight decay, which changes hidden weights, too."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -38,7 +38,7 @@ class Decays(PlainNet):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 12])
 def test_pruning(kill: int) -> None:
-    """Killed before and after the first pruning, masks and the first weights, to which it goes back, are there."""
+    """Killed before or after the first pruning, the masks and the original weights, to which it returns, continue."""
     [cost] = assert_exact(pruning, KillAt(kill), module=PlainNet, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, 5)
 
@@ -54,7 +54,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kill", [2, 12])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_ways_to_prune(arguments: dict[str, Any], kill: int) -> None:
-    """Whatever it prunes by and when, what the masks hide continues too."""
+    """For each method and time of pruning, the weights behind the masks continue, too."""
     [cost] = assert_exact(
         lambda: pruning(**arguments), KillAt(kill), module=Decays, max_epochs=4, accumulate_grad_batches=2
     )
@@ -63,7 +63,7 @@ def test_ways_to_prune(arguments: dict[str, Any], kill: int) -> None:
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_end"])
 def test_exception_beside_pruning(hook: str) -> None:
-    """What is saved after an exception is never between two prunings."""
+    """A save after an exception is never between two prunings."""
     [cost] = assert_exact(pruning, RaiseAt(hook, 1), module=PlainNet, max_epochs=3, options=ALWAYS)
     assert cost.exit_code == 1
 
@@ -73,13 +73,13 @@ def test_exception_beside_pruning(hook: str) -> None:
     ("hook", "at"), [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_batch_end", 7)]
 )
 def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
-    """A checkpoint that somebody saves in front of a pruning, or after it, continues exactly."""
+    """A checkpoint that other code saves before or after a pruning continues exactly."""
     both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
 
 
 class ByHand(PlainNet):
-    """Has a layer that was pruned before, and prunes another one by itself, again and again."""
+    """Has a layer that was pruned earlier, and repeatedly prunes another one itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,20 +92,20 @@ class ByHand(PlainNet):
 
 @pytest.mark.parametrize("kill", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_pruning_by_hand(kill: int) -> None:
-    """Masks of a hook's continue, also right before the next pruning, which chooses by what the last pass has seen."""
+    """Masks from a hook continue, even right before the next pruning, which depends on the last pass."""
     [cost] = assert_exact(list, KillAt(kill), module=ByHand, accumulate_grad_batches=2)
     assert (cost.epoch, cost.batch) == divmod(kill, 5)
 
 
 class AtItsStart(PlainNet):
-    """Prunes whenever it starts."""
+    """Prunes at each start."""
 
     def on_train_start(self) -> None:
         prune.l1_unstructured(self.layers[0], "weight", 2)  # type: ignore[no-untyped-call]
 
 
 def test_pruning_at_each_start() -> None:
-    """A mask that the start of the next process draws again is that of the first one all the same."""
+    """The next process prunes again at its start, but its mask is the first one."""
     assert_exact(list, KillAt(3), module=AtItsStart)
 
 

@@ -1,4 +1,4 @@
-"""Several ranks: a checkpoint that somebody else asks for inside a hook holds the state of each of them."""
+"""Several ranks: a checkpoint that other code saves inside a hook has the state of each of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rank_runs import RankNet, for_ranks, shuffled
 from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = for_ranks
-# Which call of the hook saves: in the first epoch, which has 8 batches and 2 of validation.
+# The number of the call that saves, in the first epoch, which has 8 batches and 2 of validation.
 CALLS = {
     "on_train_batch_start": 3,
     "on_train_batch_end": 3,
@@ -32,7 +32,7 @@ CALLS = {
 
 
 def assert_ranks_go_on_from(hook: str, at: int, *, module: type[LightningModule] = RankNet, **arguments: Any) -> None:
-    """Hold two ranks to the law, resumed from a checkpoint that a callback saves in the `at`-th call of `hook`."""
+    """Check that two ranks obey the law when they resume from a save in the `at`-th call of a callback's `hook`."""
     assert_goes_on_from(
         hook,
         users=lambda: [saver(hook, at)],
@@ -55,7 +55,7 @@ def test_saved_in_a_hook(hook: str) -> None:
 
 @pytest.mark.slow
 def test_saved_by_the_module() -> None:
-    """So it does from one that the module asks for in its training step."""
+    """Resumed from a checkpoint that the module saves in its training step, each rank continues exactly."""
     assert_goes_on_from(
         "training_step",
         module=lambda: saving_module("training_step", 3, RankNet),
@@ -67,12 +67,12 @@ def test_saved_by_the_module() -> None:
 
 
 def test_saved_in_a_window() -> None:
-    """So it does from one inside an accumulation window: each rank has gradients of its own."""
+    """The same holds inside an accumulation window, where each rank has its own gradients."""
     assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
 
 
 class Ticks(Callback):
-    """Counts batches, with another step on each rank, and logs how many."""
+    """Counts batches, with another increment on each rank, and logs the count."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -94,7 +94,7 @@ class Ticks(Callback):
 
 
 class SeenNet(RankNet):
-    """Adds up what it has seen, in the state_dict and beside it, and logs it."""
+    """Sums its inputs in buffers inside and outside the state_dict, and logs the sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class SeenNet(RankNet):
 
 
 class SeenInShardsNet(SeenNet, ShardedNet):
-    """The same in shards."""
+    """Does the same in shards."""
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ class SeenInShardsNet(SeenNet, ShardedNet):
     [("on_train_batch_start", "ddp"), ("on_validation_batch_end", "ddp"), ("on_validation_batch_end", fsdp2())],
 )
 def test_what_each_rank_keeps_is_of_the_same_instant(hook: str, strategy: Any) -> None:
-    """Saved in the middle of a batch, what callbacks and buffers of each rank hold is that of the batch's start."""
+    """After a save in the middle of a batch, each rank's callbacks and buffers are those of the batch's start."""
     assert_goes_on_from(
         hook,
         users=lambda: [Ticks(), saver(hook, CALLS[hook])],
@@ -139,7 +139,7 @@ def test_what_each_rank_keeps_is_of_the_same_instant(hook: str, strategy: Any) -
 
 
 class DriftingNet(elastic_runs.Net):
-    """Changes a weight by itself, on one rank only, in the batch of the checkpoint."""
+    """Changes a weight on one rank only, in the batch of the checkpoint."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 1:
@@ -149,7 +149,7 @@ class DriftingNet(elastic_runs.Net):
 
 @pytest.mark.slow
 def test_weights_that_have_drifted_apart_are_refused() -> None:
-    """From a checkpoint of weights that were not the same on all ranks a resume is refused, and they are named."""
+    """A resume from a checkpoint of weights that differed between ranks is refused, and they are named."""
     plan = elastic_runs.Plan(make_module=DriftingNet)
     legs = [elastic_runs.Leg(num_ranks=2, save=(0, 1)), elastic_runs.Leg(num_ranks=2)]
     elastic_runs.run(plan, *legs, error="The ranks hold different values of layers.0.weight")
@@ -157,7 +157,7 @@ def test_weights_that_have_drifted_apart_are_refused() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rank 0's gradients on all ranks it does not."""
+    """With rank 0's gradients on all ranks the run differs."""
     monkeypatch.setattr(resume, "state_of", of_first_rank("gradients"))
     with pytest.raises(NotTheSame, match="the run that continues from"):
         assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)

@@ -1,4 +1,4 @@
-"""Several ranks that are asked to stop do so at one place, saved, and continue from there exactly."""
+"""Several ranks that get a stop signal stop and save at one place, and resume from there exactly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
 class Slowly(Callback):
-    """Takes its time for each batch, so that what is asked for in one is agreed upon in the next ones."""
+    """Is slow, so that the ranks agree on a stop within the next batches."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.03)
@@ -32,7 +32,7 @@ class Slowly(Callback):
 
 
 def stop_ranks(faults: Sequence[Any], *, options: Mapping[str, Any] | None = None, **arguments: Any) -> Interruption:
-    """Hold a run of two ranks to the law that is stopped once, and return what that has cost."""
+    """Check that a run of two ranks that is stopped once obeys the law, and return the cost."""
     fit = rank_fit(2, users=lambda: [Slowly()], **arguments)
     chosen = {"train_time_interval": timedelta(hours=1), **(options or {})}
     [cost] = assert_resumes_exactly(fit, [list(faults)], options=chosen, num_ranks=2, timeout_seconds=SECONDS)
@@ -60,7 +60,7 @@ def stop_ranks(faults: Sequence[Any], *, options: Mapping[str, Any] | None = Non
     ],
 )
 def test_ranks_that_are_asked_to_stop_in_training(faults: list[KillAt], code: int) -> None:
-    """Whichever ranks have the signal, all save at one boundary and end with its code; no batch is done twice."""
+    """Whichever ranks get the signal, all save at one boundary and end with its code; no batch runs twice."""
     cost = stop_ranks(faults)
     assert (cost.exit_code, cost.num_batches_twice) == (code, 0)
 
@@ -79,7 +79,7 @@ def test_rank_that_is_asked_to_stop_in_validation(rank: int) -> None:
 
 @pytest.mark.slow
 def test_stop_in_an_accumulation_window() -> None:
-    """The gradients of a window that is stopped in its middle continue."""
+    """The gradients of a window that is stopped midway continue."""
     cost = stop_ranks([KillAt(4, signum=TERM, rank=1)], accumulate_grad_batches=3)
     assert (cost.exit_code, cost.num_batches_twice) == (143, 0)
 
@@ -103,14 +103,14 @@ class TermIn(Callback):
 
 @pytest.mark.slow
 def test_stop_at_the_end_of_an_epoch() -> None:
-    """A stop that one rank is asked for between two epochs is at the first boundaries of the next."""
+    """A stop that one rank gets between two epochs takes effect at the first boundaries of the next."""
     cost = stop_ranks([TermIn("on_train_epoch_end")])
     assert (cost.exit_code, cost.epoch, cost.num_batches_twice) == (143, 1, 0)
 
 
 @pytest.mark.slow
 def test_saves_by_time_are_at_one_boundary() -> None:
-    """Where time says when to save, rank 0 asks, and all ranks save at the boundary that is appointed."""
+    """If time decides about saves, rank 0 requests them, and all ranks save at the agreed boundary."""
     options = {"train_time_interval": timedelta(seconds=0.05)}
     cost = stop_ranks([KillAt(14, rank=1)], options=options)
     assert cost.exit_code == -signal.SIGKILL

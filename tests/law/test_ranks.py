@@ -1,4 +1,4 @@
-"""Several ranks: each resumes where it was, with its own generators, loaders, metrics, logged values and gradients."""
+"""Several ranks: each resumes with its own generators, loaders, metrics, logged values, and gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = for_ranks
     ids=["no-workers", "workers"],
 )
 def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
-    """With one rank killed, both continue exactly where they were."""
+    """With one rank killed, both resume exactly at their positions."""
     assert_ranks_go_on(cut, rank=rank, train=lambda: shuffled(num_workers))
 
 
@@ -44,13 +44,13 @@ def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
     ids=["one-is-killed", "all-are-killed"],
 )
 def test_three_ranks_go_on(num_workers: int, cut: Cut, rank: int | None) -> None:
-    """So do three, of which one or all are killed."""
+    """Three ranks continue exactly if one or all are killed."""
     assert_ranks_go_on(cut, rank=rank, num_ranks=3, train=lambda: shuffled(num_workers, num_ranks=3))
 
 
 @pytest.mark.slow
 def test_broken_again_and_again() -> None:
-    """So does a run that is killed on one rank after the other, inside a batch, after one and in validation."""
+    """A run continues that is killed on one rank after the other, in a batch, after one, and in validation."""
     faults = [
         KillAt(2, rank=1),
         KillAt(1, hook="end", rank=0),
@@ -61,11 +61,11 @@ def test_broken_again_and_again() -> None:
     assert len(costs) == 4
 
 
-# What each rank has of its own.
+# State that each rank has for itself.
 
 
 def of_first_rank(part: str | None) -> Any:
-    """Return a `state_of` that gives each rank a part of the state, or all of it, of rank 0."""
+    """Return a `state_of` that returns a part of rank 0's state, or all of it, for each rank."""
 
     def state(saved: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         first = unpack_blobs(saved["ranks"][0])
@@ -75,7 +75,7 @@ def of_first_rank(part: str | None) -> Any:
 
 
 class OwnBuffers(RankNet):
-    """Keeps a buffer that no forward pass of DDP's synchronises: its own loss, which its next one depends on."""
+    """Keeps its loss in a buffer that DDP's forward passes do not synchronize; its next loss depends on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ class OwnBuffers(RankNet):
     ],
 )
 def test_state_of_rank_0_is_not_the_same(part: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose ranks are all given what rank 0 had, of one part or of all, is another one."""
+    """A run with a part of rank 0's state, or all of it, on all ranks differs."""
     monkeypatch.setattr(resume, "state_of", of_first_rank(part))
     with pytest.raises(NotTheSame, match=r"of the interrupted run|A restart began"):
         assert_ranks_go_on(FIRST_EPOCH, rank=0, train=lambda: DataLoader(HoldingByRank(), batch_size=4, shuffle=True))
 
 
 class HoldingByRank(HoldingDataset):
-    """Draws from its own generators the more the higher the rank is."""
+    """Draws from its own generators; the higher the rank, the more."""
 
     def __init__(self) -> None:
         super().__init__(64)
@@ -115,18 +115,18 @@ class HoldingByRank(HoldingDataset):
 
 @pytest.mark.slow
 def test_windows_of_three_batches() -> None:
-    """With accumulation and workers, norms of their own and a buffer that nobody synchronises, they resume exactly."""
+    """With accumulation, workers, norms per rank, and an unsynchronized buffer, the ranks resume exactly."""
     cut = Cut(kill=13, every=1, goes_on_at=(1, 3))
     assert_ranks_go_on(
         cut, accumulate_grad_batches=3, train=lambda: shuffled(2), module=OwnBuffers, limit_val_batches=0
     )
 
 
-# Data that differ from rank to rank.
+# Data that differs between ranks.
 
 
 class OwnRows(NoisyDataset):
-    """As many rows as the rank has: 32 on rank 0, 40 on rank 1."""
+    """Has a number of rows that depends on the rank: 32 on rank 0, 40 on rank 1."""
 
     def __init__(self) -> None:
         super().__init__(32 + 8 * torch.distributed.get_rank())
@@ -134,7 +134,7 @@ class OwnRows(NoisyDataset):
 
 
 class OwnOrder(Sampler[list[int]]):
-    """Batches that are larger on rank 1, in an order that Python's generator makes, of which rank 1 has drawn more."""
+    """Yields larger batches on rank 1, in an order from Python's generator, from which rank 1 has drawn more."""
 
     def __init__(self, data: Dataset[Any]) -> None:
         self.length = len(data)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ class OwnOrder(Sampler[list[int]]):
 
 
 class Shards(IterableDataset[Tensor]):
-    """Every rank and each of its workers reads lines of its own."""
+    """Every rank and each of its workers reads its own lines."""
 
     def __iter__(self) -> Iterator[Tensor]:
         info = torch.utils.data.get_worker_info()
@@ -160,7 +160,7 @@ class Shards(IterableDataset[Tensor]):
 
 
 class OwnData(RankNet):
-    """Makes its loader when the ranks are known, on each rank another one."""
+    """Creates its loader when the ranks are known, another one on each rank."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         data = OwnRows()
@@ -184,7 +184,7 @@ class OwnShards(RankNet):
 @pytest.mark.parametrize("module", [OwnData, OwnShards])
 @pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH], ids=["first", "later"])
 def test_each_rank_has_its_own_data(module: type[LightningModule], cut: Cut) -> None:
-    """Data sets, samplers, batch sizes and streams may differ from rank to rank."""
+    """Data sets, samplers, batch sizes, and streams may differ between ranks."""
 
     def fit(callbacks: list[Any], directory: Path) -> Any:
         trainer = make_trainer(
@@ -205,7 +205,7 @@ def test_each_rank_has_its_own_data(module: type[LightningModule], cut: Cut) -> 
 
 @pytest.mark.slow
 def test_callbacks_of_each_rank() -> None:
-    """An EarlyStopping that watches what each rank has for itself knows what it knew."""
+    """An EarlyStopping that monitors a value of each rank keeps its state."""
     assert_ranks_go_on(
         LATER_EPOCH, rank=0, users=lambda: [EarlyStopping("val_loss", patience=5), EarlyStopping("synced_val_loss")]
     )
@@ -213,7 +213,7 @@ def test_callbacks_of_each_rank() -> None:
 
 @pytest.mark.slow
 def test_other_seed_of_the_distributed_sampler_is_refused(tmp_path: Path) -> None:
-    """A restart whose script seeds Lightning with another number would shuffle again from the next epoch on."""
+    """A restart with another Lightning seed, which would shuffle differently from the next epoch, is refused."""
 
     def fit(callbacks: list[Any], directory: Path) -> Any:
         number = len(list(directory.parent.glob("run-*-rank-0.jsonl")))
@@ -228,7 +228,7 @@ def test_other_seed_of_the_distributed_sampler_is_refused(tmp_path: Path) -> Non
 
 
 class DriftingNet(RankNet):
-    """Changes a weight by itself, on one rank only."""
+    """Changes a weight on one rank only."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.layers[0].weight.data[0, 0] += 0.01 * self.global_rank
@@ -237,6 +237,6 @@ class DriftingNet(RankNet):
 
 @pytest.mark.slow
 def test_weights_that_drift_apart_are_refused() -> None:
-    """A checkpoint has weights once: that they differ from rank to rank is an error which names them."""
+    """A checkpoint has one copy of the weights: weights that differ between ranks are an error that names them."""
     with pytest.raises(NotTheSame, match=r"NotExactError: The ranks hold different values of layers\.0\.weight\."):
         assert_ranks_resume(rank_fit(2, module=DriftingNet), [KillAt(3)])

@@ -1,4 +1,4 @@
-"""Buffers that DDP lets each rank keep for itself: a resume must not give all of them rank 0's."""
+"""Buffers that DDP leaves to each rank: a resume must not set all of them to rank 0's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = for_ranks
 
 
 class ManualNet(RankNet):
-    """Is optimized by hand: DDP sends buffers before the first batch only, each rank's batch norm has its own."""
+    """Uses manual optimization: DDP sends buffers only before the first batch, so each rank's batch norm differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ class ManualNet(RankNet):
 
 
 def test_each_rank_keeps_its_buffers() -> None:
-    """A rank whose batch norm has seen other batches than rank 0's continues with its own statistics."""
+    """A rank whose batch norm has processed other batches than rank 0's continues with its own statistics."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=ManualNet)

@@ -1,4 +1,4 @@
-"""What can't be exact is said with the reason: an error under ``strict``, a warning without."""
+"""Anything that can't be exact is reported with the reason: an error under ``strict``, a warning without."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__le
 
 
 def out_of_order() -> DataLoader:
-    """Return a loader whose batches come as they are ready."""
+    """Return a loader that yields batches as they become ready."""
     return DataLoader(NoisyDataset(), batch_size=4, num_workers=2, in_order=False)
 
 
 def already_iterated() -> DataLoader:
-    """Return a loader that holds an iterator, whose workers are there already."""
+    """Return a loader that holds an iterator and its workers."""
     loader = DataLoader(NoisyDataset(), batch_size=4, num_workers=2, persistent_workers=True)
     list(loader)
     return loader
@@ -45,7 +45,7 @@ each_loader = pytest.mark.parametrize(
 
 @each_loader
 def test_refused_with_the_reason(make_loader: Callable[[], DataLoader], reason: str, tmp_path: Path) -> None:
-    """A loader that can't be resumed exactly is refused before training, with its place, the reason and the remedy."""
+    """A loader that can't be resumed exactly is refused before training, with its place, the reason, and the remedy."""
     trained = Steps()
     with pytest.raises(NotExactError, match=rf"Loader train/0 can't be resumed exactly: {reason}.*strict=False"):
         fit_net([FaultTolerance(), trained], tmp_path, train=make_loader(), max_epochs=1)
@@ -56,7 +56,7 @@ def test_refused_with_the_reason(make_loader: Callable[[], DataLoader], reason: 
 def test_trains_with_a_warning_if_not_strict(
     make_loader: Callable[[], DataLoader], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With ``strict=False`` such a loader is trained with, and the same reason is a warning."""
+    """With ``strict=False`` such a loader trains, and the same reason is a warning."""
     trained = Steps()
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
         fit_net([FaultTolerance(strict=False), trained], tmp_path, train=make_loader(), max_epochs=1)
@@ -65,7 +65,7 @@ def test_trains_with_a_warning_if_not_strict(
 
 
 class Steps(KillAt):
-    """Counts the batches that were trained, and kills nobody."""
+    """Counts the batches that were trained, and does not kill."""
 
     def __init__(self) -> None:
         super().__init__(-1)
@@ -76,7 +76,7 @@ class Steps(KillAt):
 
 
 def fit_with_hidden_state(callbacks: list[Any], directory: Path) -> Trainer:
-    """Fit with a sampler that gives another order each time it is started; leave what a resume said of it."""
+    """Fit with a sampler that yields another order at each start; write the resume's report to a file."""
     trainer = fit_net(
         callbacks, directory, train=DataLoader(NoisyDataset(), batch_size=4, sampler=CountingSampler(), num_workers=2)
     )
@@ -87,7 +87,7 @@ def fit_with_hidden_state(callbacks: list[Any], directory: Path) -> Trainer:
 
 
 def test_sampler_with_a_hidden_state_is_refused_on_resume() -> None:
-    """A sampler that does not give the same indices again is found out when the run resumes."""
+    """A sampler that does not yield the same indices again is detected when the run resumes."""
     reason = r"NotExactError: .*CountingSampler gives other indices .* state of its own.* strict=False\.\s*$"
     with pytest.raises(NotTheSame, match=reason):
         assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options={"every_n_train_steps": 1})

@@ -1,7 +1,7 @@
 """Reinforcement learning with gymnasium's CartPole, in the two ways of Lightning's examples.
 
-The data set of each is what the agent does while it is trained: from a replay buffer that every step fills (off
-policy), or from episodes that are played under the weights of now (on policy).
+The data set of each is the agent's play during training: from a replay buffer that every step fills (off policy), or
+from episodes that are played under the current weights (on policy).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class ReplayBuffer:
-    """Keeps the last steps."""
+    """Keeps the latest steps."""
 
     def __init__(self, capacity: int) -> None:
         self.steps: deque[Step] = deque(maxlen=capacity)
@@ -65,7 +65,7 @@ class ReplayBuffer:
 
 
 class Replayed(IterableDataset[Any]):
-    """Gives what one sample of the buffer has."""
+    """Yields the parts of one sample from the buffer."""
 
     def __init__(self, buffer: ReplayBuffer, num: int) -> None:
         self.buffer, self.num = buffer, num
@@ -75,7 +75,7 @@ class Replayed(IterableDataset[Any]):
 
 
 class Agent:
-    """Plays, and puts what it does into a buffer."""
+    """Plays, and puts its steps into a buffer."""
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.environment = gymnasium.make("CartPole-v1")
@@ -85,7 +85,7 @@ class Agent:
 
     @torch.no_grad()
     def play(self, network: nn.Module, epsilon: float) -> tuple[float, bool]:
-        """Do one step: a random one, or the best that is known."""
+        """Take one step: a random one, or the best known one."""
         if np.random.random() < epsilon:
             action = int(self.environment.action_space.sample())
         else:
@@ -103,7 +103,7 @@ def network_of(num_outputs: int) -> nn.Sequential:
 
 
 class DeepQ(LightningModule):
-    """Learns the values of actions from a replay buffer; a target network follows now and then."""
+    """Learns the values of actions from a replay buffer; a target network follows at intervals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class DeepQ(LightningModule):
 
 
 class Played(IterableDataset[Any]):
-    """Gives what a function generates."""
+    """Yields the samples of a function."""
 
     def __init__(self, generate: Callable[[], Iterator[Any]]) -> None:
         self.generate = generate
@@ -148,7 +148,7 @@ class Played(IterableDataset[Any]):
 
 
 class PolicyGradient(LightningModule):
-    """Plays 20 steps under its policy, and trains actor and critic on them, each with an optimizer of its own."""
+    """Plays 20 steps under its policy, and trains actor and critic on them, each with its own optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class PolicyGradient(LightningModule):
 
     @torch.no_grad()
     def generate(self) -> Iterator[Any]:
-        """Play, and give each step with what it brought in the end."""
+        """Play, and yield each step with its advantage."""
         steps = []
         for _ in range(20):
             state = torch.from_numpy(self.state)
@@ -175,7 +175,7 @@ class PolicyGradient(LightningModule):
                 self.rewards.append(sum(self.episode))
                 self.episode.clear()
                 self.state = self.environment.reset()[0]
-        values = [self.critic(state)[0] for state, *_ in steps]  # of now: the critic is trained meanwhile
+        values = [self.critic(state)[0] for state, *_ in steps]  # computed now: the critic is trained during the yields
         for i, (step, value) in enumerate(zip(steps, values, strict=True)):
             yield (*step, len(steps) - i - value)
         self.average = sum(self.rewards) / max(1, len(self.rewards))
@@ -203,7 +203,7 @@ class PolicyGradient(LightningModule):
 
 
 def fit(module: type[LightningModule], callbacks: list[Callback], directory: Path) -> Trainer:
-    """Fit a module on what it plays."""
+    """Fit a module on its play."""
     trainer = make_trainer(callbacks, directory, max_epochs=3)
     trainer.fit(module())
     return trainer
@@ -212,14 +212,14 @@ def fit(module: type[LightningModule], callbacks: list[Callback], directory: Pat
 @pytest.mark.parametrize("module", [DeepQ, PolicyGradient])
 @pytest.mark.parametrize("fault", [LATER_EPOCH, *map(slowly, (FIRST_EPOCH, EDGE, STOPPED, RAISED, RAISED_BEHIND))])
 def test_goes_on_where_it_played(fault: Callback, module: type[LightningModule]) -> None:
-    """The environment, the buffer, and the policy that played are those of then, wherever the run is cut."""
+    """The environment, the buffer, and the policy that played are restored, wherever the run is cut."""
     assert_resumes_exactly(lambda callbacks, directory: fit(module, callbacks, directory), [fault], options=EVERY_STEP)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [DeepQ, PolicyGradient])
 def test_needs_its_objects(module: type[LightningModule]) -> None:
-    """Without the object state the run is another one."""
+    """Without the object state the run differs."""
     with pytest.raises(NotTheSame):
         assert_resumes_exactly(
             lambda callbacks, directory: fit(module, callbacks, directory),

@@ -1,4 +1,4 @@
-"""Loaders that are asked for again each epoch: the old ones go, and a user's CombinedLoader may be given again."""
+"""Loaders that Lightning requests each epoch: old ones are freed, and a CombinedLoader may be returned again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import Net, each_num_workers, make_trainer
 
 
 class Anew(Net):
-    """Makes its data set and its loader again each time, and counts what is there at the end of each epoch."""
+    """Creates its data set and its loader each time, and counts the existing ones at the end of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Anew(Net):
 
 
 def test_loaders_of_before_go(tmp_path: Path) -> None:
-    """Neither the data set nor the workers of a loader that was replaced are kept."""
+    """Neither the data set nor the workers of a replaced loader are kept."""
     module = Anew()
     protected = FaultTolerance(tmp_path / "autosaves", run_id="a")
     trainer = make_trainer([protected], tmp_path, max_epochs=4, reload_dataloaders_every_n_epochs=1)
@@ -58,7 +58,7 @@ class Curriculum(Net):
 
 
 def test_loader_of_another_epoch() -> None:
-    """After a resume, too, loaders that are asked for again may be others than those of the epoch before."""
+    """After a resume, too, requested loaders may differ from those of the previous epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -70,7 +70,7 @@ def test_loader_of_another_epoch() -> None:
 
 
 class Again(Net):
-    """Gives the same CombinedLoader each time."""
+    """Returns the same CombinedLoader each time."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Again(Net):
 
 @each_num_workers
 def test_combined_loader_that_is_given_again(num_workers: int) -> None:
-    """It holds the copies that were followed by then; the run continues exactly, and they are taken out again."""
+    """A CombinedLoader that is returned with the followed copies continues exactly, and gets its loaders back."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         module = Again(num_workers)

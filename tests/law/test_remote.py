@@ -1,4 +1,4 @@
-"""A run whose autosaves lie in an object store, held to the same law as one on a disk."""
+"""A run with its autosaves in an object store obeys the same law as one on a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.runs import each_num_workers, fit_net
 
 @each_num_workers
 def test_killed_run_goes_on_from_s3(s3: str, num_workers: int) -> None:
-    """A run below a URL, killed in its first epoch and again in its second, does what the uninterrupted one does."""
+    """A run below a URL, killed in its first epoch and again in its second, equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -30,7 +30,7 @@ def test_killed_run_goes_on_from_s3(s3: str, num_workers: int) -> None:
 
 
 class FewClients(Callback):
-    """Demands that the store's client is not opened once more for each save."""
+    """Checks that saves do not each open another client of the store."""
 
     def on_train_end(self, trainer: Trainer, module: object) -> None:
         from s3fs import S3FileSystem
@@ -39,7 +39,7 @@ class FewClients(Callback):
 
 
 def test_killed_run_that_saves_behind_training_goes_on_from_s3(s3: str) -> None:
-    """With async_save, too, killed while uploads continue; at most the one in flight is lost."""
+    """With async_save, a run that is killed during uploads resumes, and loses at most the upload in flight."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True)

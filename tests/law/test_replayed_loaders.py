@@ -1,4 +1,4 @@
-"""The law for what loaders that are followed by what they give keep beside their batches, or read elsewhere."""
+"""The law for state that replayed loaders keep beside their batches, or read elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_goes_on, each_
 
 
 class CountsSamples(DataLoader[Any]):
-    """Keeps a count that its batches don't follow from."""
+    """Keeps a count that does not follow from its batches."""
 
     num_samples = 0
 
@@ -29,7 +29,7 @@ class CountsSamples(DataLoader[Any]):
 
 
 class ReadsCount(Net):
-    """Weighs its loss with the count of its loader."""
+    """Weights its loss with the count of its loader."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.trainer.train_dataloader.num_samples
@@ -58,7 +58,7 @@ class Noisier(DataLoader[Any]):
 
 
 class SetsNoise(Callback):
-    """Sets that."""
+    """Sets the noise."""
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         trainer.train_dataloader.noise = 0.5 * (2 + trainer.current_epoch)
@@ -72,7 +72,7 @@ class SetsNoise(Callback):
 def test_numbers_on_a_torch_loader(
     kind: Any, module: Callable[[], Net], users: Callable[[], list[Callback]], cut: Cut
 ) -> None:
-    """Numbers in the attributes of a class of ``DataLoader`` are what they were."""
+    """Numbers in attributes of a ``DataLoader`` subclass are restored."""
 
     def train() -> Any:
         return kind(NoisyDataset(), batch_size=4, shuffle=True)
@@ -96,7 +96,7 @@ class SeededByGlobal:
 
 
 class SetsSeed(Callback):
-    """Sets that when an epoch starts, and again in its middle."""
+    """Sets the global when an epoch starts, and again in its middle."""
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         global seed
@@ -110,12 +110,12 @@ class SetsSeed(Callback):
 
 @each_cut
 def test_global_that_an_iteration_reads(cut: Cut) -> None:
-    """An epoch is drawn again with the globals of then, and training continues with those of now."""
+    """An epoch is drawn again with the globals of its start, and training continues with the current ones."""
     assert_goes_on(cut, train=SeededByGlobal, users=lambda: [SetsSeed()], max_epochs=3)
 
 
 class BeginsAtOnce:
-    """Counts and draws when an iteration is begun."""
+    """Counts and draws when an iteration starts."""
 
     def __init__(self) -> None:
         self.num_begun = 0
@@ -132,7 +132,7 @@ class BeginsAtOnce:
 @pytest.mark.parametrize("kind", [SeededByGlobal, BeginsAtOnce])
 @pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH, Cut(kill=16, every=1, goes_on_at=(2, 0))])
 def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
-    """Lightning asks a loader of validation for an iterator right after it began to train on the same object."""
+    """One object continues although Lightning requests its validation iterator right after training began on it."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = kind()
@@ -143,21 +143,21 @@ def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
 
 
 class Source:
-    """Counts what it has given to all of its loaders, and keeps the last ones."""
+    """Counts the batches that it has returned to all of its loaders, and keeps the last ones."""
 
     def __init__(self) -> None:
         self.num_given = 0
         self.last: list[Tensor] | None = None
 
     def give(self) -> Tensor:
-        """Return a batch that follows from what was given before."""
+        """Return a batch that depends on earlier ones."""
         self.num_given += 1
         self.last = [*(self.last or [torch.zeros(4, 4)])[-2:], torch.randn(4, 4)]
         return sum(self.last, start=torch.full((4, 4), self.num_given / 8))
 
 
 class FromSource:
-    """Gives what a source gives."""
+    """Yields batches from a source."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -172,7 +172,7 @@ class FromSource:
 @each_cut
 @pytest.mark.parametrize("is_one", [False, True])
 def test_what_the_sanity_check_moves(is_one: bool, cut: Cut) -> None:
-    """A resumed run has no sanity check, and begins with what one left on objects that the training shares."""
+    """A resumed run has no sanity check, but starts with that check's changes to objects that training shares."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = FromSource(Source())

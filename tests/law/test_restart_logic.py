@@ -1,4 +1,4 @@
-"""A script with restart logic of its own passes a checkpoint of its run as ``ckpt_path``: the furthest one wins."""
+"""If a script's own restart logic passes a checkpoint of its run as ``ckpt_path``, the furthest one wins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONCE = "pass FaultTolerance(auto_resume=False) once"
 
 
 def saving(directory: Path) -> ModelCheckpoint:
-    """Return what saves at each second step, under names that ``"last"`` doesn't stand for."""
+    """Return a ModelCheckpoint that saves at each second step, under names that ``"last"`` does not find."""
     return ModelCheckpoint(directory / "checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1)
 
 
@@ -36,13 +36,13 @@ def at_step(directory: Path, step: int) -> Path:
 
 
 def newest(directory: Path) -> Path | None:
-    """Return what the restart logic of a script finds."""
+    """Return the file that a script's restart logic finds."""
     found = sorted((directory / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     return found[-1] if found else None
 
 
 def train(directory: Path, path: Path | None, *faults: Callback, **options: Any) -> None:
-    """Fit from a checkpoint, and write down what came of it."""
+    """Fit from a checkpoint, and record the weights."""
     callbacks = [protected(**options), saving(directory), *faults]
     trainer = fit_net(callbacks, directory, enable_checkpointing=True, ckpt_path=path)
     tell(directory, "weights", weights(trainer))
@@ -76,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
      (100, "after the step of batch 1", "step=2.ckpt is further on than the autosave")],
 )  # fmt: skip
 def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, tmp_path: Path) -> None:
-    """Be it the autosave or the file of this run that the script has found: the log says which, and why."""
+    """The autosave or the script's file of this run wins, whichever is further: the log says which, and why."""
     killed(tmp_path, newest(tmp_path), 3, every_n_train_steps=interval)
     assert newest(tmp_path) == at_step(tmp_path, 2)
     ended = restarted(tmp_path, newest(tmp_path), every_n_train_steps=interval)
@@ -87,7 +87,7 @@ def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, 
 
 
 def test_killed_again_and_again(whole: Any, tmp_path: Path) -> None:
-    """It holds for each start: from a file, then from an autosave after it, then from a later file."""
+    """The furthest wins at each start: a file, then an autosave after it, then a later file."""
     killed(tmp_path, newest(tmp_path), 3, every_n_train_steps=100)
     killed(tmp_path, newest(tmp_path), 2, every_n_train_steps=1)
     killed(tmp_path, newest(tmp_path), 1, every_n_train_steps=100)
@@ -97,7 +97,7 @@ def test_killed_again_and_again(whole: Any, tmp_path: Path) -> None:
 
 
 def test_going_back_takes_one_start(whole: Any, tmp_path: Path) -> None:
-    """Who trains again from an earlier file of the run does it as the log says, and a kill leads on from there."""
+    """A restart from an earlier file of the run works as the log says, and a kill then continues from there."""
     killed(tmp_path, None, 8)
     killed(tmp_path, at_step(tmp_path, 4), 1, auto_resume=False)
     ended = restarted(tmp_path, at_step(tmp_path, 4))
@@ -106,7 +106,7 @@ def test_going_back_takes_one_start(whole: Any, tmp_path: Path) -> None:
 
 
 def test_one_of_another_run_wins(tmp_path: Path) -> None:
-    """A file with another run's mark is another run's, however far our autosaves are."""
+    """A file with another run's mark wins, however far our autosaves are."""
     for name in ("one", "other"):
         killed(tmp_path / name, None, 3)
     ended = restarted(tmp_path / "one", at_step(tmp_path / "other", 2))
@@ -116,7 +116,7 @@ def test_one_of_another_run_wins(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning")
 def test_one_without_our_part_wins(tmp_path: Path) -> None:
-    """So are weights from elsewhere, also where they lie among the files of this run."""
+    """A file without our part also wins, even among the files of this run."""
     killed(tmp_path, None, 3)
     path = at_step(tmp_path, 2)
     content = torch.load(path, weights_only=True)
@@ -128,7 +128,7 @@ def test_one_without_our_part_wins(tmp_path: Path) -> None:
 
 
 def test_run_that_was_started_from_a_pretrained_model(tmp_path: Path) -> None:
-    """Its own files are candidates, and the model that it was started from leads to the autosaves, as before."""
+    """The run's own files are candidates, and its pretrained model leads to the autosaves, as before."""
     killed(tmp_path / "pretraining", None, 3)
     pretrained, run_directory = at_step(tmp_path / "pretraining", 2), tmp_path / "run"
     restarted(tmp_path / "whole", pretrained)
@@ -145,7 +145,7 @@ def test_run_that_was_started_from_a_pretrained_model(tmp_path: Path) -> None:
 
 
 def test_damaged_file_of_the_run_leads_to_the_autosave(whole: Any, tmp_path: Path) -> None:
-    """A file that says that it is of this run, but does not verify, does not keep the run from its autosave."""
+    """A file that claims to be of this run but does not verify does not keep the run from its autosave."""
     killed(tmp_path, None, 3, every_n_train_steps=100)
     change_a_weight(at_step(tmp_path, 2))
     ended = restarted(tmp_path, newest(tmp_path))
@@ -155,7 +155,7 @@ def test_damaged_file_of_the_run_leads_to_the_autosave(whole: Any, tmp_path: Pat
 
 
 def test_file_that_nobody_can_read_is_an_error(tmp_path: Path) -> None:
-    """Whose it is can't be told: Lightning says what is wrong with the file that the user has named."""
+    """A file that can't be read is an error from Lightning, since its run is unknown; the autosaves stay."""
     killed(tmp_path, None, 3)
     cut_file(at_step(tmp_path, 2))
     ended = run(lambda: train(tmp_path, at_step(tmp_path, 2)))

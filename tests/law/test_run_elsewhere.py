@@ -1,4 +1,4 @@
-"""A run continues wherever the Trainer's directory is at the next start; what is not the same run never does."""
+"""A run continues in whatever directory the Trainer has at the next start, and another run never does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
     module: type[LightningModule] | None = None,
     **options: Any,
 ) -> None:
-    """Train with a fixed seed in a directory of its own, and tell how many batches, and the final weights."""
+    """Train with a fixed seed in its own directory, and report the number of batches and the final weights."""
     if seed is not None:
         seed_everything(seed)
     count = CountBatches()
@@ -56,12 +56,12 @@ def train(
 
 
 def start(directory: Path, root: str, *faults: Callback, how: dict[str, Any] | None = None, **arguments: Any) -> Ended:
-    """Run it as a script."""
+    """Run `train` as a script."""
     return run(lambda: train(directory, root, *faults, **arguments), **(how or {}))
 
 
 def whole(directory: Path) -> Any:
-    """Return the number of batches and the weights of a run that nobody interrupts."""
+    """Return the number of batches and the weights of an uninterrupted run."""
     (directory / "whole").mkdir()
     assert start(directory / "whole", "runs/0").exit_code == 0
     return told(directory / "whole", "told")[0]
@@ -69,7 +69,7 @@ def whole(directory: Path) -> Any:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_new_directory_at_each_start(signum: signal.Signals, tmp_path: Path, registry: Registry) -> None:
-    """The run continues, saves where it first did, and leaves nothing there or in the registry when it has ended."""
+    """The run continues, saves in its first directory, and leaves nothing there or in the registry at its end."""
     expected = whole(tmp_path)
     start(tmp_path, "runs/1", KillAt(3, signum=signum))
     [entry] = registry.entries()
@@ -87,14 +87,14 @@ def test_new_directory_at_each_start(signum: signal.Signals, tmp_path: Path, reg
 
 
 def test_a_new_run_after_a_normal_end(tmp_path: Path) -> None:
-    """What has ended is not continued in another directory either."""
+    """A finished run is not continued in another directory either."""
     assert start(tmp_path, "runs/1").exit_code == 0
     assert start(tmp_path, "runs/2").exit_code == 0
     assert [count for count, _ in told(tmp_path, "told")] == [10, 10]
 
 
 def test_other_arguments_never_continue(tmp_path: Path) -> None:
-    """The interrupted run is named, with what differs and the line that continues it."""
+    """The interrupted run is named, with the difference and the line that continues it."""
     start(tmp_path, "runs/1", KillAt(3), how={"arguments": ("--lr", "0.1")})
     ended = start(tmp_path, "runs/2", how={"arguments": ("--lr", "0.2")})
     assert [count for count, _ in told(tmp_path, "told")] == [10]
@@ -125,7 +125,7 @@ def test_another_checkout(how: dict[str, Any], continues: bool, tmp_path: Path) 
 
 
 def test_another_checkout_with_other_data_in_a_data_module(tmp_path: Path) -> None:
-    """What is known only after `setup` is refused then, and nothing of the other run is touched."""
+    """A difference that is only known after `setup` is refused then, and the other run stays untouched."""
     start(tmp_path, "runs", KillAt(3), module=Net, how={"path": CHECKOUT})
     ended = start(tmp_path, "runs", rows=24, module=Net, how={"path": "/checkout-2/script.py"})
     assert ended.exit_code == 1
@@ -137,7 +137,7 @@ def test_another_checkout_with_other_data_in_a_data_module(tmp_path: Path) -> No
 def test_another_checkout_with_its_own_registry(
     tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is next to the autosaves of this run is enough."""
+    """The record next to the run's autosaves is enough."""
     start(tmp_path, "runs", KillAt(3), how={"path": CHECKOUT})
     monkeypatch.setenv(VARIABLE, str(tmp_path / "another"))
     assert start(tmp_path, "runs", how={"path": "/checkout-2/script.py"}).exit_code == 0
@@ -188,7 +188,7 @@ UNSEEDED = {"seed": None}
 def test_same_command_in_another_directory(
     first: str, then: str, how: dict[str, Any], continues: bool, tmp_path: Path
 ) -> None:
-    """It is the same run if it starts exactly alike; without a seed, only where the directory is named by the time."""
+    """A command elsewhere is the same run if it starts exactly alike; without a seed, only if the name is a time."""
     start(tmp_path, first, KillAt(3), **{"module": First, **(how if how is UNSEEDED else {})}, how={"seed": 3})
     ended = start(tmp_path, then, **{"module": First, **how}, how={"seed": 4})
     assert ended.exit_code == 0, ended.output
@@ -198,7 +198,7 @@ def test_same_command_in_another_directory(
 
 @pytest.mark.parametrize(("content", "continues"), [("a = 1", True), ("a = 2", False)])
 def test_script_of_the_same_name(content: str, continues: bool, tmp_path: Path) -> None:
-    """Another checkout has the same script; what has other content is another script."""
+    """Another checkout with the same content has the same script; other content is another script."""
     for name, text in (("one", "a = 1"), ("two", content)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "main.py").write_text(text)
@@ -208,7 +208,7 @@ def test_script_of_the_same_name(content: str, continues: bool, tmp_path: Path) 
 
 
 class Lossy(Net):
-    """Has a loss by name."""
+    """Has the name of a loss."""
 
     def __init__(self, loss: str) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Lossy(Net):
 
 
 def test_loop_over_names(tmp_path: Path) -> None:
-    """A fit of another name takes nothing of the finished one, with the same seed and the same data."""
+    """A fit with another name does not continue the finished one, with the same seed and the same data."""
 
     def main(losses: list[str], *faults: Callback) -> None:
         for loss in losses:
@@ -248,7 +248,7 @@ class SetsUp(Net):
 
 
 def test_data_that_cannot_be_asked_yet(tmp_path: Path) -> None:
-    """A data set whose length is not known before `setup` ends nothing."""
+    """A data set without a length before `setup` does not end the run."""
 
     def main() -> None:
         data = Lazy(20)
@@ -263,7 +263,7 @@ def test_data_that_cannot_be_asked_yet(tmp_path: Path) -> None:
 
 
 def test_working_directory_that_is_gone(tmp_path: Path) -> None:
-    """Training needs none."""
+    """Training does not need a working directory."""
     (tmp_path / "here").mkdir()
 
     def main() -> None:
@@ -276,7 +276,7 @@ def test_working_directory_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_threads(tmp_path: Path, registry: Registry) -> None:
-    """Two fits at a time have a number each, and each notes its own end."""
+    """Two fits at a time have their own numbers, and each records its own end."""
 
     def main() -> None:
         run_of = open_run(tmp_path, "run")
@@ -309,7 +309,7 @@ def test_registry_that_others_empty(registry: Registry) -> None:
 
 
 def test_list_and_discard(tmp_path: Path, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
-    """The unfinished run is listed, and starts over once it was discarded; its autosaves are set aside."""
+    """The unfinished run is listed, and starts over after a discard; its autosaves are set aside."""
     start(tmp_path, "runs/1", KillAt(3))
     [entry] = registry.entries()
     assert command_line(["list"]) == 0
@@ -330,7 +330,7 @@ def test_list_and_discard(tmp_path: Path, registry: Registry, capsys: pytest.Cap
 
 
 def test_discard_leaves_a_run_that_is_in_use(tmp_path: Path, registry: Registry) -> None:
-    """Nobody takes the autosaves of a process that trains."""
+    """A discard does not take the autosaves of a process that trains."""
     first = Script(lambda: train(tmp_path, "runs", Waits(tmp_path)))
     wait_for(tmp_path / "started")
     [entry] = registry.entries()
@@ -352,7 +352,7 @@ class Waits(Callback):
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < deadline
@@ -361,7 +361,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.parametrize("root", ["runs/1", "runs/2"])
 def test_second_start_waits_for_the_first_one(root: str, tmp_path: Path) -> None:
-    """One that comes while the first still ends continues it."""
+    """A second start waits while the first one ends, and then continues it."""
     first = Script(lambda: train(tmp_path, "runs/1", Waits(tmp_path)))
     wait_for(tmp_path / "started")
     threading.Timer(1.0, lambda: (os.kill(first.process_id, signal.SIGTERM), (tmp_path / "go").touch())).start()
@@ -374,7 +374,7 @@ def test_second_start_waits_for_the_first_one(root: str, tmp_path: Path) -> None
 
 
 def test_second_copy_in_another_directory(tmp_path: Path) -> None:
-    """A second copy that was started on purpose trains for itself."""
+    """A second copy that is started on purpose trains separately."""
     first = Script(lambda: train(tmp_path, "runs/1", Waits(tmp_path)))
     wait_for(tmp_path / "started")
     second = start(tmp_path, "runs/2", grace_seconds=0.5)
@@ -385,7 +385,7 @@ def test_second_copy_in_another_directory(tmp_path: Path) -> None:
 
 
 def test_named_place_is_that_place(tmp_path: Path) -> None:
-    """With `dirpath` the run is not looked for elsewhere, but named."""
+    """With `dirpath` a run elsewhere is named, but not continued."""
     start(tmp_path, "runs/1", KillAt(3), dirpath=str(tmp_path / "saves-1"))
     ended = start(tmp_path, "runs/1", dirpath=str(tmp_path / "saves-2"))
     assert [count for count, _ in told(tmp_path, "told")] == [10]
@@ -393,7 +393,7 @@ def test_named_place_is_that_place(tmp_path: Path) -> None:
 
 
 def test_several_fits_in_new_directories(tmp_path: Path) -> None:
-    """Each fit of a script continues its own, also where each has a directory of its own."""
+    """Each fit of a script continues its own run, even if each has its own directory."""
 
     def main(number: int, *faults: Callback) -> None:
         for fold in range(2):
@@ -407,7 +407,7 @@ def test_several_fits_in_new_directories(tmp_path: Path) -> None:
 
 
 def test_loop_that_skips_what_is_done(tmp_path: Path) -> None:
-    """The fit that was interrupted is found by how it starts, and the next one is new."""
+    """The interrupted fit is found by its start, and the next one is new."""
 
     def main(seeds: list[int], *faults: Callback) -> None:
         for seed in seeds:
@@ -419,7 +419,7 @@ def test_loop_that_skips_what_is_done(tmp_path: Path) -> None:
 
 
 def test_first_start_is_kept(tmp_path: Path, registry: Registry) -> None:
-    """A run that continues is known by how it started first, also where the weights are others at each start."""
+    """A run keeps the record of its first start, even if the weights differ at each start."""
 
     def train_without_a_seed(*faults: Callback) -> None:
         fit_net([protected(), *faults], tmp_path)
@@ -433,7 +433,7 @@ def test_first_start_is_kept(tmp_path: Path, registry: Registry) -> None:
 
 
 def test_registry_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training continues without, and says so."""
+    """Training continues without a registry, and reports that."""
     (tmp_path / "file").touch()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "registry"))
     ended = start(tmp_path, "runs")
@@ -442,7 +442,7 @@ def test_registry_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_registry_under_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All fits of a test session have one command: none continues another one's."""
+    """All fits of a test session have one command, so none continues another."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.chdir(tmp_path)
     start(tmp_path, "runs/1", KillAt(3))

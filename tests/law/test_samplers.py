@@ -1,4 +1,4 @@
-"""The law for this package's own samplers: nobody calls ``advance``, and a run continues exactly where it was cut."""
+"""The law for this package's samplers: they resume exactly without calls of ``advance``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_MANY = 10**10
 
 
 class Many(Dataset[Tensor]):
-    """More samples than could be permuted in memory; each draws."""
+    """Has too many samples for a permutation in memory; each draws."""
 
     def __len__(self) -> int:
         return NUM_MANY
@@ -36,7 +36,7 @@ class Many(Dataset[Tensor]):
 
 
 class Advances(Callback):
-    """Counts what was consumed in the sampler, which is not needed."""
+    """Counts the consumed batches in the sampler, which is not needed."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -50,7 +50,7 @@ class Advances(Callback):
 @each_cut
 @pytest.mark.parametrize("kind", ["single, torch", "distributed, feistel, 2 workers"])
 def test_a_sampler_goes_on_without_advance(cut: Cut, kind: str) -> None:
-    """In the order of its epoch, which is a new one in each, with the draws of workers and of training."""
+    """A sampler continues in its epoch's order, new in each epoch, with the draws of workers and of training."""
 
     def train() -> DataLoader[Any]:
         if kind.startswith("single"):
@@ -63,7 +63,7 @@ def test_a_sampler_goes_on_without_advance(cut: Cut, kind: str) -> None:
 
 @pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH], ids=["first-epoch", "later-epoch"])
 def test_a_user_who_calls_advance_all_the_same_breaks_nothing(cut: Cut) -> None:
-    """The sampler's own count continues as well, so that its epochs begin and end as in the uninterrupted run."""
+    """The sampler's own count continues, too, so that its epochs start and end as in the uninterrupted run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         sampler = InterruptibleSampler(range(32))
@@ -78,7 +78,7 @@ def test_a_user_who_calls_advance_all_the_same_breaks_nothing(cut: Cut) -> None:
 
 @pytest.mark.parametrize("worker_rng", ["capture", "per_sample"])
 def test_ten_billion_samples_resume_at_once(worker_rng: str) -> None:
-    """A computed order is entered at the position itself: no permutation is drawn, and no index before it is made."""
+    """A computed order starts at the position itself, without a permutation or any earlier index."""
 
     def train() -> DataLoader[Any]:
         sampler = InterruptibleDistributedSampler(NUM_MANY, order="feistel")
@@ -93,7 +93,7 @@ def test_ten_billion_samples_resume_at_once(worker_rng: str) -> None:
 
 
 def test_per_sample_goes_on() -> None:
-    """Samples that are seeded one by one have the same seeds after a resume in the middle of the second epoch."""
+    """With ``per_sample``, samples keep their seeds after a resume in the middle of the second epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = DataLoader(NoisyDataset(), batch_size=4, sampler=InterruptibleSampler(range(32)))
@@ -113,7 +113,7 @@ def two_ranks(callbacks: list[Callback], directory: Path, *, order: str) -> Trai
 
 
 def test_two_ranks_go_on() -> None:
-    """Each rank continues in its own part of the order; the sampler, made before the ranks, finds them."""
+    """Each rank continues in its own part of the order; the sampler, created before the ranks, finds them."""
     fit = functools.partial(two_ranks, order="feistel")
     [cost] = assert_resumes_exactly(fit, [KillAt(11)], options={"every_n_train_steps": 1}, num_ranks=2)
     assert (cost.epoch, cost.batch) == (1, 3)
@@ -121,7 +121,7 @@ def test_two_ranks_go_on() -> None:
 
 @pytest.mark.parametrize("order", ["torch", "feistel"])
 def test_another_number_of_ranks_goes_on(order: str) -> None:
-    """With `elastic=True` one rank gives the rest of what two began: together each sample of the epoch once."""
+    """With `elastic=True` one rank finishes the epoch of two: together they have each sample once."""
     options = {"elastic": True, "worker_rng": "per_sample"}
     plan = Plan(length=24, max_epochs=2, options=options)
     sampler = {"shuffle": False, "sampler": InterruptibleDistributedSampler(24, order=order)}  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_another_number_of_ranks_goes_on(order: str) -> None:
 
 
 def test_a_resumable_loader_is_followed_as_any_other() -> None:
-    """The Trainer's place in a ResumableDataLoader is kept by FaultTolerance, whose rules hold for it."""
+    """FaultTolerance keeps the Trainer's position in a ResumableDataLoader, and its rules apply."""
     assert_goes_on(
         LATER_EPOCH,
         train=lambda: ResumableDataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2),
@@ -144,6 +144,6 @@ def test_a_resumable_loader_is_followed_as_any_other() -> None:
 
 
 def test_a_run_killed_at_the_start_of_an_epoch_and_again_in_it_goes_on_exactly() -> None:
-    """An order that no batch was drawn of yet resumes, and what it was drawn from is known to the next process too."""
+    """An order without drawn batches resumes, and its random state is known to the next process, too."""
     costs = assert_exact(list, KillAt(5), KillAt(3), KillAt(1))
     assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 3), (1, 4)]

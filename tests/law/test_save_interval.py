@@ -1,4 +1,4 @@
-"""With `overhead_budget` training waits for saves no longer than that share of its time, however slow the disk is."""
+"""With `overhead_budget` training waits for saves no longer than that share of its time, on any disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _fsync = os.fsync
 
 
 class Timed(Net):
-    """Takes 2 ms a batch, and notes what lies between two batches: when it began, and how long it took."""
+    """Takes 2 ms a batch, and records when each gap between two batches began, and how long it was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Timed(Net):
         self.others: list[float] = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(0.03)  # what no thread can do in the background
+        time.sleep(0.03)  # work that no thread can do in the background
         self.is_saving = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -52,13 +52,13 @@ class Timed(Net):
 
 
 def slow_fsync(descriptor: int) -> None:
-    """Wait for the disk as long as a slow one would need; a file and its directory are waited for."""
+    """Wait as a slow disk would; a save waits for a file and for its directory."""
     time.sleep(0.03)
     _fsync(descriptor)
 
 
 def saves_of_a_fit(directory: Path, *, async_save: bool) -> list[tuple[float, float]]:
-    """Fit until enough was saved on a slow disk; return when training waited for a save, and how long."""
+    """Fit until enough saves are on a slow disk; return when training waited for each, and how long."""
 
     def main() -> None:
         os.fsync = slow_fsync
@@ -76,13 +76,13 @@ def saves_of_a_fit(directory: Path, *, async_save: bool) -> list[tuple[float, fl
 
 
 def period_of(saves: list[tuple[float, float]]) -> float:
-    """Return the seconds of all periods together, each from the beginning of a save to that of the next."""
+    """Return the total seconds of all periods, each from the start of one save to the start of the next."""
     return saves[-1][0] - saves[0][0]
 
 
 @pytest.mark.slow
 def test_share_of_the_time_that_goes_into_saving(tmp_path: Path) -> None:
-    """The share is kept and made use of; only what training waits for counts: saves after it come more often."""
+    """The share is kept and used; only training's waits count, so background saves come more often."""
     at_once, behind = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))
     for saves in (at_once, behind):
         assert len(saves) == NUM_SAVES

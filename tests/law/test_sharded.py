@@ -1,4 +1,4 @@
-"""Strategies that shard: a run that is killed continues exactly, from a directory that each rank wrote its part of."""
+"""Strategies that shard: a killed run continues exactly, from a directory to which each rank wrote its part."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = for_ranks
 
 
 def same_rows() -> DataLoader[Any]:
-    """Return a loader without noise: ranks that share a model see the same batches."""
+    """Return a loader without noise: ranks that share a model get the same batches."""
     return DataLoader(NoisyDataset().rows, batch_size=4, shuffle=True)
 
 
 def test_fsdp2_goes_on() -> None:
-    """With one rank of FSDP2 killed, both continue exactly where they were, each with its own batch norm."""
+    """With one rank of FSDP2 killed, both resume exactly, each with its own batch norm."""
     cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     assert_ranks_go_on(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
@@ -48,9 +48,9 @@ def test_fsdp2_goes_on_in_a_later_epoch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
-    """An optimizer that waits for its first step, and gathers gradients, is saved and restored as it is.
+    """An optimizer that waits for its first step, and accumulates gradients, is saved and restored unchanged.
 
-    Right after a validation run, where FSDP2 holds the whole module.
+    The save comes right after a validation run, when FSDP2 holds the whole module.
     """
     strategy = fsdp2(save_distributed_checkpoint=is_sharded)
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, val_check_interval=3)
@@ -58,14 +58,14 @@ def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
 
 @pytest.mark.slow
 def test_fsdp2_with_one_file_goes_on() -> None:
-    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all continue exactly."""
+    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all resume exactly."""
     strategy = fsdp2(save_distributed_checkpoint=False)
     assert_ranks_go_on(FIRST_EPOCH, rank=0, module=ShardedNet, strategy=strategy)
 
 
 @pytest.mark.slow
 def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
-    """After a validation run, where FSDP2 holds the whole module, and with accumulation all continue exactly."""
+    """With accumulation, and after a validation run, when FSDP2 holds the whole module, all resume exactly."""
     cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
@@ -73,7 +73,7 @@ def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_goes_on() -> None:
-    """With one rank of a module that is cut over ranks killed, both continue exactly where they were."""
+    """With one rank of a module that is split over ranks killed, both resume exactly."""
     arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0}
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
 
@@ -82,7 +82,7 @@ def test_tensor_parallel_goes_on() -> None:
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
 def test_checkpoints_that_others_ask_for_go_on(hook: str, is_sharded: bool) -> None:
-    """What a callback has saved in a hook, after a batch and before a validation run, is resumed from exactly, too."""
+    """A checkpoint that a callback saves in a hook, after a batch or before a validation run, resumes exactly, too."""
     assert_goes_on_from(
         hook,
         users=lambda: [saver(hook, 1)],
@@ -96,14 +96,14 @@ def test_checkpoints_that_others_ask_for_go_on(hook: str, is_sharded: bool) -> N
 
 @pytest.mark.slow
 def test_replicas_that_differ_are_refused() -> None:
-    """A parameter that no rank has to itself, and that is not the same on all, is an error that names it."""
+    """A parameter that is not sharded, and that differs between ranks, is an error that names it."""
     fit = rank_fit(2, module=PartlyShardedNet, strategy=fsdp2())
     with pytest.raises(NotTheSame, match=r"NotExactError: The ranks hold different values of layers\.3\.weight"):
         assert_ranks_resume(fit, [KillAt(3)])
 
 
 class CutNet(elastic_runs.Net):
-    """Its linear layers are cut over ranks that see the same batches."""
+    """Splits its linear layers over ranks that get the same batches."""
 
     def configure_model(self) -> None:
         plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
@@ -115,16 +115,16 @@ class CutNet(elastic_runs.Net):
     ("size", "error"), [(1, "tensor_parallel_size: 2 when it was saved"), (3, "under tensor parallelism")]
 )
 def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
-    """What ranks with the same batches have added up can't be dealt to others: an error, even between two epochs."""
+    """Results of ranks with the same batches can't be divided among others: an error, even between two epochs."""
     plan = elastic_runs.Plan(options={"elastic": True}, make_module=CutNet, arguments={"limit_val_batches": 0})
     two, other = ({"num_ranks": n, "arguments": {"strategy": tensor_parallel(n)}} for n in (2, size))
     elastic_runs.run(plan, elastic_runs.Leg(**two, save=(1, "start")), elastic_runs.Leg(**other), error=error)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls what torch has deprecated
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 def test_fsdp1_goes_on() -> None:
-    """With one rank of FSDP1 killed, both continue exactly where they were."""
+    """With one rank of FSDP1 killed, both resume exactly."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))

@@ -1,4 +1,4 @@
-"""SpikeDetection finds after a resume the spikes that it would have found, and no others."""
+"""After a resume SpikeDetection finds the same spikes as in an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fi
 pytestmark = for_ranks
 
 SPIKE = 12
-"""The batch whose loss is one: the fifth of the second epoch."""
+"""The batch with a spike in its loss: the fifth of the second epoch."""
 
 
 class Spiky(Net):
-    """Has one batch whose loss is far from those before it."""
+    """Has one batch with a loss far from the previous ones."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -34,7 +34,7 @@ class Spiky(Net):
 
 
 class Shows(Callback):
-    """Logs what a SpikeDetection holds: before a batch its last value, after it its mean."""
+    """Logs the values of a SpikeDetection: before a batch its last value, after it its mean."""
 
     def __init__(self, detection: SpikeDetection) -> None:
         self.detection = detection
@@ -47,14 +47,14 @@ class Shows(Callback):
 
 
 def calm() -> list[Callback]:
-    """Return one that finds nothing, and keeps a window."""
+    """Return a detection that finds nothing, and keeps a window."""
     detection = SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path="unused.json")
     return [detection, Shows(detection)]
 
 
 @each_short_cut
 def test_running_mean_goes_on(cut: Cut) -> None:
-    """Its window, its last value and its batches are those of the uninterrupted run."""
+    """SpikeDetection's window, last value, and batches equal the uninterrupted run's."""
     assert_goes_on(cut, users=calm)
 
 
@@ -65,7 +65,7 @@ def test_each_rank_has_its_own() -> None:
 
 
 def find_spike(directory: Path, *callbacks: Callback) -> None:
-    """Fit a module with a spike; what is found is in ``skip.json``."""
+    """Fit a module with a spike; the result is in ``skip.json``."""
     skip = str(directory / "skip.json")
     detection = SpikeDetection(window=4, warmup=2, rtol=100.0, exclude_batches_path=skip)
     fit_eight([detection, *callbacks], directory, module=Spiky())
@@ -73,7 +73,7 @@ def find_spike(directory: Path, *callbacks: Callback) -> None:
 
 @pytest.mark.parametrize("kill", [SPIKE, SPIKE - 2, 3])
 def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
-    """A spike is found at its batch, even at the first after the resume, though it takes the losses before it."""
+    """A spike is found at its batch, even at the first after the resume, though it depends on earlier losses."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     options: dict[str, Any] = {"every_n_train_steps": 1, "dirpath": tmp_path / "autosaves"}
@@ -88,12 +88,12 @@ def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
 
 
 def test_saved_in_a_hook() -> None:
-    """A checkpoint that somebody saves continues exactly too."""
+    """A checkpoint that other code saves continues exactly, too."""
     assert_goes_on_from("on_validation_end", users=lambda: [saver("on_validation_end", 0), *calm()])
 
 
 def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> None:
-    """One saved in front of its hook for the end of a batch can't continue exactly, and says so instead of failing."""
+    """A checkpoint saved before its batch-end hook can't resume exactly, and the error says so."""
 
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []

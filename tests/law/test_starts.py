@@ -1,4 +1,4 @@
-"""The law for what a fit does at its start, with the weights of a checkpoint that has been loaded by then."""
+"""The law for hooks at the start of a fit that change weights after a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runs import FIRST_EPOCH, Net, assert_exact, assert_goes_on
 
 
 class StartsFromWeights(Net):
-    """Loads weights whenever it starts, and passes a batch through its norm when it makes its optimizer."""
+    """Loads weights at each start, and passes a batch through its norm when it creates its optimizer."""
 
     def configure_optimizers(self) -> Any:
         self.layers(torch.ones(4, 4))
@@ -24,12 +24,12 @@ class StartsFromWeights(Net):
 
 
 def test_hooks_at_the_start_that_change_weights() -> None:
-    """What they do to the weights is done once, as in the uninterrupted run: the restored ones are put back."""
+    """Hooks change the weights once, as in the uninterrupted run: the restored weights are put back."""
     assert_goes_on(FIRST_EPOCH, module=StartsFromWeights)
 
 
 class LoadsAnother(Net):
-    """Loads another weight than the file has, and sets it again at the start."""
+    """Loads another weight than the one in the file, and sets it again at the start."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"]["layers.0.weight"] = checkpoint["state_dict"]["layers.0.weight"] * 2
@@ -39,13 +39,13 @@ class LoadsAnother(Net):
 
 
 def test_weights_that_cant_be_put_back_are_named() -> None:
-    """Where the file has other weights than were loaded, a hook that changes those is refused."""
+    """If the loaded weights differ from the file's, a hook that changes those is refused."""
     with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight after the load of the checkpoint"):
         assert_goes_on(FIRST_EPOCH, module=LoadsAnother)
 
 
 class LazyNet(Net):
-    """Learns its shapes from a first batch, where the optimizer is made."""
+    """Learns its shapes from a first batch, when it creates its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,5 +57,5 @@ class LazyNet(Net):
 
 
 def test_lazy_modules() -> None:
-    """A module whose shapes are not known when it is loaded continues, and once more."""
+    """A module with unknown shapes at its load continues, twice."""
     assert_exact(list, KillAt(3), KillAt(3), module=LazyNet)

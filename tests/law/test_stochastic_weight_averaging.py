@@ -31,7 +31,7 @@ NUM_BATCHES = 5
 
 
 class PlainNet(Net):
-    """No batch norm; a scheduler per epoch."""
+    """Has no batch norm; a scheduler per epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class PlainNet(Net):
 
 
 class NormNet(PlainNet):
-    """With batch norm, of a momentum of its own."""
+    """Has a batch norm with its own momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ def swa(strategy: str = "cos") -> list[Callback]:
     return [StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=3, annealing_strategy=strategy)]
 
 
-# 4 epochs: the second, third and fourth are averaged; with batch norm there is a fifth that only updates it.
+# 4 epochs: the second, third, and fourth are averaged; with batch norm a fifth only updates the norm.
 @pytest.mark.parametrize(
     ("module", "kill"),
     [*((NormNet, kill) for kill in (3, 5, 6, 12, 15, 19)), *((kind, 12) for kind in (PlainNet, UnscheduledNet))],
 )
 def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
-    """Killed before the averaging, in its epochs and between them, averages and schedule continue."""
+    """Killed before, during, or between the averaged epochs, averages and schedule continue."""
     [cost] = assert_exact(swa, KillAt(kill), module=module, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
@@ -75,13 +75,13 @@ def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
 @pytest.mark.parametrize("kill", [21, 22, 24])
 def test_stochastic_weight_averaging_in_the_epoch_that_updates_batch_norm(kill: int, strategy: str) -> None:
     """Killed in the last epoch, which trains nothing, the running statistics continue."""
-    options = {"train_time_interval": timedelta(microseconds=1)}  # it steps no optimizer
+    options = {"train_time_interval": timedelta(microseconds=1)}  # it takes no optimizer step
     [cost] = assert_exact(lambda: swa(strategy), KillAt(kill), module=NormNet, max_epochs=4, options=options)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
 def test_stochastic_weight_averaging_beside_a_rate_that_others_change() -> None:
-    """Making its scheduler again sets no learning rate: somebody else has changed it since."""
+    """Restoring its scheduler does not set a learning rate, since other code has changed the rate since."""
 
     def lower(trainer: Trainer, *_: Any) -> None:
         trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
@@ -94,7 +94,7 @@ def test_stochastic_weight_averaging_beside_a_rate_that_others_change() -> None:
 
 
 def test_stochastic_weight_averaging_beside_accumulation_by_epoch() -> None:
-    """The factor that it puts back at the end is that of the epoch, not the trainer's."""
+    """The factor that it restores at the end is that of the epoch, not the trainer's."""
     users = lambda: [GradientAccumulationScheduler({0: 1, 3: 2}), *swa()]  # noqa: E731
     options = {"train_time_interval": timedelta(microseconds=1)}
     [cost] = assert_exact(users, KillAt(22), module=NormNet, max_epochs=4, options=options)
@@ -104,7 +104,7 @@ def test_stochastic_weight_averaging_beside_accumulation_by_epoch() -> None:
 @pytest.mark.parametrize("kill", [4, 9, 24])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int) -> None:
-    """Killed or stopped in the validation run of an epoch before, in and after the averaging, it continues."""
+    """Killed or stopped in a validation run before, during, or after the averaging, it continues."""
     options = {**ALWAYS, "train_time_interval": timedelta(microseconds=1)}
     fault = KillAt(kill, hook="validation", signum=signum)
     [cost] = assert_exact(swa, fault, module=NormNet, max_epochs=4, options=options)
@@ -114,13 +114,13 @@ def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int)
 @pytest.mark.parametrize("epoch", [1, 2, 4])
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
 def test_exception_beside_stochastic_weight_averaging(hook: str, epoch: int) -> None:
-    """What is saved after an exception at the seams of its epochs is the state from before the seam."""
+    """A save after an exception at the edges of its epochs has the state from before the edge."""
     [cost] = assert_exact(swa, RaiseAt(hook, epoch), module=NormNet, max_epochs=4, options=ALWAYS)
     assert cost.exit_code == 1
 
 
 def end_of(trainer: Trainer) -> list[str]:
-    """Return what a fit with averages has left behind."""
+    """Return the final state of a fit with averages."""
     loop = [trainer.max_epochs, trainer.current_epoch, trainer.accumulate_grad_batches, trainer.should_stop]
     [config] = trainer.lr_scheduler_configs
     average, module = trainer.callbacks[0], trainer.lightning_module
@@ -133,7 +133,7 @@ def end_of(trainer: Trainer) -> list[str]:
 
 
 def test_finished_run_with_averages_runs_again(tmp_path: Path) -> None:
-    """A finished fit with averaged weights, started again, trains nothing and is what it was."""
+    """A finished fit with averaged weights that is started again trains nothing and stays the same."""
 
     def main() -> None:
         trainer = fit_net([*swa(), FaultTolerance()], tmp_path, module=NormNet(), max_epochs=3)
@@ -149,7 +149,7 @@ def test_finished_run_with_averages_runs_again(tmp_path: Path) -> None:
 
 
 def weight_averaging() -> list[Callback]:
-    """Return a WeightAveraging, in a Lightning that has it."""
+    """Return a WeightAveraging, if Lightning has it."""
     return [kind() for kind in WEIGHT_AVERAGING]
 
 

@@ -1,4 +1,4 @@
-"""The law for this package's streaming data sets: order and augmentations continue, and no sample is read again."""
+"""The law for this package's streaming data sets: order and augmentations continue, and no sample is read twice."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def data() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def short_data() -> Iterator[str]:
-    """One of 20 samples: 5 batches, for loaders without workers."""
+    """A data set of 20 samples: 5 batches, for loaders without workers."""
     with tempfile.TemporaryDirectory() as directory:
         write_samples(directory, 20)
         yield directory
 
 
 class Augmented(StreamingDataset):
-    """Makes rows with noise of its samples."""
+    """Returns a row with noise for each sample."""
 
     def __getitem__(self, at: Any) -> Tensor:
         n = super().__getitem__(at)["n"]
@@ -62,7 +62,7 @@ class Augmented(StreamingDataset):
 
 
 class Wrapped(IterableDataset[Tensor]):
-    """Passes the samples of a streaming data set on, with noise."""
+    """Passes on the samples of a streaming data set, with noise."""
 
     def __init__(self, inner: StreamingDataset) -> None:
         self.inner = inner
@@ -81,7 +81,7 @@ def loader(data: str, **arguments: Any) -> StreamingDataLoader:
 @each_num_workers
 @each_cut
 def test_a_streaming_loader_goes_on(data: str, short_data: str, cut: Cut, num_workers: int) -> None:
-    """In its epoch's order, with the augmentations of its workers; its validation loader is in its own epoch again."""
+    """A streaming loader continues in its epoch's order, with its workers' augmentations, also for validation."""
     directory = data if num_workers else short_data
     assert_goes_on(
         cut if num_workers else SHORT_CUTS[cut],
@@ -100,7 +100,7 @@ WAYS: dict[str, Callable[[str], DataLoader[Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_other_loaders_go_on(data: str, short_data: str, way: str) -> None:
-    """So does a data set under any loader, and one that another data set reads."""
+    """A data set continues in any loader, and under another data set that reads it."""
     has_workers = way != "passed on by another data set"
     cut, directory = (LATER_EPOCH, data) if has_workers else (LATER_SHORT_EPOCH, short_data)
     assert_goes_on(cut, train=lambda: WAYS[way](directory))
@@ -115,7 +115,7 @@ def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one loader", "two loaders", "passed on by two data sets"])
 def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> None:
-    """Its epochs are trained and validated in turn, also by a run that continues where one of them begins."""
+    """Training and validation take turns with its epochs, also in a run that resumes at the start of one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         dataset = Augmented(data, shuffle=True, batch_size=4)
@@ -186,7 +186,7 @@ def test_other_numbers_of_ranks_and_workers_go_on(data: str, legs: list[tuple[in
 
 
 def test_another_number_of_workers_goes_on(data: str) -> None:
-    """The same ranks continue with two workers where there were none, if that is allowed."""
+    """The same ranks continue with two workers after none, if that is allowed."""
     plan = Plan(
         options={"elastic": True},
         make_dataset=lambda length: Indexed(data, shuffle=length > 7),
@@ -202,7 +202,7 @@ def test_another_number_of_workers_goes_on(data: str) -> None:
 
 @pytest.mark.slow
 def test_other_ranks_go_on_with_a_data_set_that_is_shared(data: str) -> None:
-    """Where its epoch only starts, too: it is not the one of the validation that comes after it."""
+    """Other ranks continue a shared data set, even at its epoch's start, before a validation with another epoch."""
     made: dict[int, Indexed] = {}
 
     def run(*legs: Leg) -> list[list[list[int]]]:
@@ -219,7 +219,7 @@ def test_other_ranks_go_on_with_a_data_set_that_is_shared(data: str) -> None:
 
 
 class Read(StreamingDataset):
-    """Notes which samples are read."""
+    """Records which samples are read."""
 
     def __getitem__(self, at: Any) -> Tensor:
         self.read = [*getattr(self, "read", []), at]
@@ -227,7 +227,7 @@ class Read(StreamingDataset):
 
 
 def test_a_resume_reads_no_sample_again(data: str) -> None:
-    """In a loop of one's own: the samples of the consumed batches are not read, and the next epochs follow."""
+    """In a custom loop, the samples of the consumed batches are not read, and the next epochs follow."""
 
     def made() -> tuple[Read, ResumableDataLoader[Any]]:
         dataset = Read(data, shuffle=True)

@@ -1,4 +1,4 @@
-"""ThroughputMonitor counts on after a resume, and its time and rates are those of training alone."""
+"""ThroughputMonitor continues to count after a resume, and its time and rates are those of training alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = for_ranks
 
 
 class Clock:
-    """Stands in for ``time``; never the same when two processes come to the same place."""
+    """Replaces ``time``; two processes never have the same time at the same place."""
 
     def __init__(self) -> None:
-        # Nobody looks here for a state of a run: the time of another process is none.
+        # The package does not look for state here: another process's time is not state.
         self.now = ContextVar("now", default=0.0)
         self.perf_counter = self.now.get
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Moves(Callback):
-    """Moves the clock: no two batches take the same time, and the start of a training takes long."""
+    """Moves the clock: each batch takes another time, and the start of a training takes long."""
 
     def __init__(self) -> None:
         self.clock = throughput_monitor.time = adapters.time = Clock()
@@ -52,18 +52,18 @@ class Moves(Callback):
 
 
 class Measured(Net):
-    """Says what a batch costs."""
+    """Knows the cost of a batch."""
 
     flops_per_batch = 64
 
 
 def monitor() -> ThroughputMonitor:
-    """Return one that counts lengths too, of which there are many: Lightning 2.5 wants more of them than of samples."""
+    """Return a monitor that also counts lengths; Lightning 2.5 requires more of them than of samples."""
     return ThroughputMonitor(len, length_fn=lambda batch: 100 * len(batch), window_size=3)
 
 
 def rows(directory: Path) -> list[dict[str, str]]:
-    """Return what was logged, row by row."""
+    """Return the logged values, row by row."""
     with open(directory / "lightning_logs/version_0/metrics.csv") as file:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
@@ -71,7 +71,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
 @each_cut
 def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path) -> None:
-    """Each row is the uninterrupted run's, those of validation runs and the first after the resume included."""
+    """Each row equals the uninterrupted run's, including validation rows and the first row after the resume."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         ordered = [monitor(), *callbacks] if in_front else [*callbacks, monitor()]
@@ -87,19 +87,19 @@ def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path
 
 
 def test_the_clock_is_no_difference() -> None:
-    """What holds a run to the law does not compare the times that it keeps, which are other ones in every run."""
+    """The law does not compare the times in a monitor's state, which differ in every run."""
     assert_goes_on(FIRST_EPOCH, users=lambda: [monitor()], module=Measured, log_every_n_steps=100)
 
 
 @pytest.mark.slow
 def test_only_the_first_rank_counts() -> None:
-    """With two ranks, of which one keeps nothing, both continue."""
+    """With two ranks, one of which keeps no state, both continue."""
     module = type("MeasuredRank", (RankNet,), {"flops_per_batch": 64})
     assert_ranks_go_on(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
 
 
 def test_saved_in_front_of_its_hook() -> None:
-    """A checkpoint saved at the end of a validation run, whose end it has not seen: it adds that time all the same."""
+    """A checkpoint saved at the end of a validation run, before the monitor's hook, still includes that time."""
 
     def users() -> list[Callback]:
         return [Moves(), saver("on_validation_end", 0), monitor()]
@@ -108,7 +108,7 @@ def test_saved_in_front_of_its_hook() -> None:
 
 
 def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> None:
-    """One saved in front of its hook for the end of a batch can't continue exactly, and says so instead of failing."""
+    """A checkpoint saved before its batch-end hook can't resume exactly, and the error says so."""
 
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []

@@ -1,4 +1,4 @@
-"""What a fit leaves behind: nothing of ours on anybody's object, and no effect where no training is."""
+"""A fit leaves nothing of ours on any object, and the package has no effect without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.runs import Net, fit_net, make_trainer
 
 
 def ours(value: Any, seen: set[int] | None = None, depth: int = 0) -> list[str]:
-    """Return the types of this package that can be reached from an object's attributes."""
+    """Return the types of this package that are reachable from an object's attributes."""
     seen = set() if seen is None else seen
     if id(value) in seen or depth > 6:
         return []
@@ -53,7 +53,7 @@ def handlers() -> dict[int, Any]:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -> None:
-    """After a fit, also one that failed, loaders, data set, module, trainer and handlers are as they were."""
+    """After a fit, even a failed one, loaders, data set, module, trainer, and handlers are as before."""
 
     class Fail(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -83,7 +83,7 @@ def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -
 
 
 def test_two_fits_and_a_test_with_one_trainer(tmp_path: Path) -> None:
-    """Fit twice and test, with the callback and without: the same."""
+    """Two fits and a test give the same with the callback and without."""
 
     class Tested(Net):
         def test_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -134,7 +134,7 @@ def test_no_effect_on_trial_runs(argument: dict[str, Any], tmp_path: Path) -> No
 
 
 class TunedNet(Net):
-    """Has what the finders look for."""
+    """Has the attributes that the finders need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class TunedNet(Net):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("finder", ["learning rate", "batch size"])
 def test_finders_find_the_same(finder: str, tmp_path: Path) -> None:
-    """Tuner and finder callbacks give the same results with the callback and without, and resume nothing."""
+    """Tuner and finder callbacks give the same results with the callback and without, and do not resume."""
 
     def main(name: str, *callbacks: Callback) -> None:
         module = TunedNet()
@@ -176,7 +176,7 @@ def test_finders_find_the_same(finder: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("finder", ["learning rate", "batch size"])
 def test_a_run_with_a_finder_among_its_callbacks_resumes(finder: str, tmp_path: Path) -> None:
-    """A run whose callbacks hold a finder, killed and run again, continues from its autosave as if uninterrupted."""
+    """A run with a finder among its callbacks, killed and run again, resumes from its autosave as if uninterrupted."""
 
     def main(name: str, *faults: Callback) -> None:
         finders = {
@@ -196,7 +196,7 @@ def test_a_run_with_a_finder_among_its_callbacks_resumes(finder: str, tmp_path: 
 
 
 def test_environment_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unchanged script continues exactly when the environment switches the package on."""
+    """An unchanged script resumes exactly if the environment switches the package on."""
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
 
     def main(name: str, *callbacks: Callback) -> None:
@@ -225,7 +225,7 @@ def test_second_sigint_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
-    """A stop ends the process: the script does not continue as if training had ended."""
+    """A stop ends the process: the script does not continue as if training were finished."""
 
     def main() -> None:
         fit_net([protected(), KillAt(2, signum=signal.SIGTERM)], tmp_path)

@@ -1,4 +1,4 @@
-"""Several training loaders, loaders without a length, and steps that fetch by themselves resume exactly."""
+"""Several training loaders, loaders without a length, and steps that fetch their batches resume exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.data_sets import DrawingSampler, HoldingDataset, NoisyDataset, Unsize
 from tests.law.test_loaders import assert_loader_goes_on
 from tests.runs import Cut, Fetches, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, each_short_cut
 
-# The long one has 8 batches, the short one 3: it is in its second and third cycle at the cuts.
+# The long one has 8 batches, the short one 3; at the cuts it is in its second and third cycle.
 
 
 def pair(num_workers: int, **arguments: Any) -> dict[str, DataLoader[Any]]:
@@ -27,7 +27,7 @@ def pair(num_workers: int, **arguments: Any) -> dict[str, DataLoader[Any]]:
 @each_cut
 @each_num_workers
 def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
-    """A dict of loaders, the short one cycled: the resumed run is the rest of the uninterrupted one."""
+    """With a dict of loaders, the short one cycled, the resumed run is the rest of the uninterrupted one."""
     assert_goes_on(cut, train=lambda: pair(num_workers), module=TwoLoaders)
 
 
@@ -35,26 +35,26 @@ def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
 @each_num_workers
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
 def test_mode_of_a_combined_loader(mode: str, num_workers: int) -> None:
-    """In the middle of a later epoch, where the short loader has run out or is in its second cycle."""
+    """A run resumes in a later epoch, with the short loader exhausted or in its second cycle."""
     cut = Cut(kill=14, every=13, goes_on_at=(1, 5))
     assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), mode), module=TwoLoaders)
 
 
 @each_num_workers
 def test_shortest_loader_ends_the_epoch(num_workers: int) -> None:
-    """With ``min_size`` an epoch has 3 batches; the long loader is left in its middle each time."""
+    """With ``min_size`` an epoch has 3 batches; the long loader is left midway each time."""
     cut = Cut(kill=5, every=4, goes_on_at=(1, 1))
     assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), "min_size"), module=TwoLoaders, max_epochs=3)
 
 
 def test_persistent_workers_of_several_loaders() -> None:
-    """Workers that live on over cycles and epochs continue with the random states that they had."""
+    """Persistent workers continue over cycles and epochs with their random states."""
     cut = Cut(kill=21, every=20, goes_on_at=(2, 4))
     assert_goes_on(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
 
 
 class Nested(Net):
-    """Is trained on a list that holds a dict."""
+    """Trains on a list that contains a dict."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         first, others = batch
@@ -63,7 +63,7 @@ class Nested(Net):
 
 @each_short_cut
 def test_nested_loaders(cut: Cut) -> None:
-    """A list that holds a dict of loaders resumes like one loader."""
+    """A list that contains a dict of loaders resumes like one loader."""
 
     def loader() -> DataLoader[Any]:
         return DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)
@@ -83,14 +83,14 @@ UNSIZED: dict[str, Callable[[int, int], Any]] = {
 @each_num_workers
 @pytest.mark.parametrize("name", UNSIZED)
 def test_loader_without_a_length(name: str, num_workers: int, cut: Cut) -> None:
-    """Lightning fetches one batch ahead: it is fetched again under the random states of its first fetch."""
+    """The batch that Lightning fetches ahead is fetched again under the random states of its first fetch."""
     assert_loader_goes_on(cut, num_workers, train=lambda num_rows: UNSIZED[name](num_rows, num_workers))
 
 
 @pytest.mark.parametrize(("kill", "batch"), [(11, 2), (12, 3), (13, 4)])
 @each_num_workers
 def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int, batch: int) -> None:
-    """The batch that is fetched ahead may have begun the short loader's next cycle already."""
+    """The run resumes exactly even if the batch fetched ahead has started the short loader's next cycle."""
 
     def loaders() -> dict[str, Any]:
         return {**pair(num_workers), "long": Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)}
@@ -102,7 +102,7 @@ def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int
 @each_cut
 @each_num_workers
 def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut) -> None:
-    """``limit_train_batches`` ends the epoch in the middle of the data."""
+    """A run resumes if ``limit_train_batches`` ends the epoch in the middle of the data."""
 
     def train(num_rows: int) -> Any:
         return Unsized(HoldingDataset(2 * num_rows), batch_size=4, shuffle=True, num_workers=num_workers)
@@ -114,7 +114,7 @@ def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut
 @each_cut
 @each_num_workers
 def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
-    """``training_step(self, dataloader_iter)``: the position counts fetches of finished steps."""
+    """With ``training_step(self, dataloader_iter)``, the position counts fetches of finished steps."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -128,7 +128,7 @@ def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @each_num_workers
 def test_two_fetches_a_step(num_workers: int) -> None:
-    """A step may fetch more than once: an epoch of 8 batches has 4 steps."""
+    """A step may fetch twice: an epoch of 8 batches has 4 steps."""
     cut = Cut(kill=6, every=5, goes_on_at=(1, 1))
     assert_goes_on(
         cut,

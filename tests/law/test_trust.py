@@ -1,4 +1,4 @@
-"""Objects in an autosave are unpickled only where nobody else could have written it, or the user grants it."""
+"""Objects in an autosave are unpickled only if no other user could have written it, or if the user allows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = "lightning_faulttolerant"
 
 
 class Describes(Callback):
-    """Has an encoder and a path in its state, and says what it got back."""
+    """Has an encoder and a path in its state, and prints them after a restore."""
 
     def __init__(self) -> None:
         self.encoder = LabelEncoder().fit(["left", "right"])
@@ -55,7 +55,7 @@ class Payload:
 
 
 def fit(directory: Path, *faults: Callback, before: Callable[[], object] = lambda: None, **options: Any) -> Ended:
-    """Run a fit that saves into a directory at each step, killed where `faults` say so."""
+    """Run a fit that saves to a directory at each step, with `faults`."""
 
     def main() -> None:
         before()
@@ -72,7 +72,7 @@ def saved(directory: Path) -> list[Path]:
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A directory that others can enter: what lies in pytest's own is out of their reach whatever its mode is."""
+    """A directory that other users can enter; they can't reach pytest's own directory, whatever its mode is."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
@@ -88,7 +88,7 @@ def private(outside: Path) -> Path:
 
 @pytest.fixture
 def shared(outside: Path) -> Path:
-    """A directory that everybody can write to."""
+    """A directory that every user can write to."""
     directory = outside / "shared"
     directory.mkdir()
     directory.chmod(0o777)
@@ -96,14 +96,14 @@ def shared(outside: Path) -> Path:
 
 
 def assert_resumed(ended: Ended) -> None:
-    """Hold a fit to have continued, with its objects."""
+    """Check that a fit has resumed, with its objects."""
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly before batch 3 of epoch 0" in ended.output
     assert "got back ['left', 'right'] /data" in ended.output
 
 
 def assert_refused(ended: Ended, reason: str) -> None:
-    """Hold a fit to have ended at its start, with a reason."""
+    """Check that a fit ended at its start, with a reason."""
     assert ended.exit_code == 1
     assert "UnsafeCheckpointError" in ended.output
     assert reason in ended.output
@@ -111,7 +111,7 @@ def assert_refused(ended: Ended, reason: str) -> None:
 
 
 def test_refused_where_others_write(shared: Path) -> None:
-    """Before any batch, with each key and its class, the directory, and what to do."""
+    """The error comes before any batch, with each key and its class, the directory, and the remedy."""
     ended = fit(shared, KillAt(0))
     assert_refused(ended, f"{shared} can be written to by everybody (mode 0777)")
     assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
@@ -121,7 +121,7 @@ def test_refused_where_others_write(shared: Path) -> None:
 
 
 def test_the_lines_of_the_refusal_work(shared: Path) -> None:
-    """Pasted into the script they let it run, and its objects are stored as they are."""
+    """With the error's lines in the script, it runs, and its objects are stored unchanged."""
     refused = fit(shared)
     lines = "\n".join(re.findall(r"^    ((?:import|from) .*|torch\.serialization\..*)$", refused.output, re.MULTILINE))
     assert "add_safe_globals" in lines
@@ -134,7 +134,7 @@ def test_the_lines_of_the_refusal_work(shared: Path) -> None:
 
 
 def test_what_the_user_has_allowed_is_stored_plainly(private: Path) -> None:
-    """Where the classes are allowed nothing is kept as bytes, in a trusted directory either."""
+    """Objects of allowed classes are not stored as bytes, even in a trusted directory."""
 
     def allow() -> None:
         torch.serialization.add_safe_globals([type(Path("/data"))])
@@ -157,7 +157,7 @@ def test_granted(by: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_forbidden(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trust_autosaves=False is stronger than the rule and than the environment."""
+    """trust_autosaves=False overrides the rule and the environment."""
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRUST", "1")
     assert_refused(fit(private, trust_autosaves=False), "trust_autosaves forbids it")
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
@@ -165,7 +165,7 @@ def test_forbidden(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_is_not_trusted_by_itself(private: Path) -> None:
-    """Who may write to a bucket nobody can tell from here."""
+    """A store is not trusted, since the bucket's writers are unknown here."""
 
     def main(**options: Any) -> None:
         fit_net([FaultTolerance("memory://runs", **options), Describes()], private, max_epochs=1)
@@ -175,7 +175,7 @@ def test_a_store_is_not_trusted_by_itself(private: Path) -> None:
 
 
 def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
-    """A warning says that the next start needs the trust, and it does."""
+    """A warning says that the next start needs trust, and it does."""
     ended = fit(shared, KillAt(3), strict=False)
     assert ended.exit_code == -signal.SIGKILL
     assert "As strict is off, the run is saved all the same" in ended.output
@@ -185,7 +185,7 @@ def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
 
 @pytest.mark.parametrize("what", ["directory", "file"])
 def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -> None:
-    """Opened to others between save and resume it is not trusted any more, and no older autosave is taken instead."""
+    """An autosave that is opened to others after its save is not trusted, and no older autosave replaces it."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     newest = saved(private)[-1]
     place = private if what == "directory" else newest
@@ -202,20 +202,20 @@ def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 def test_a_file_of_somebody_else_is_not_trusted(private: Path) -> None:
-    """A directory that belongs to another user is no place to unpickle from."""
+    """A file that belongs to another user is not unpickled."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     os.chown(saved(private)[-1], 12345, 0)
     assert_refused(fit(private), "belongs to the user 12345")
 
 
 def test_nobody_else_may_write_to_a_file_with_objects(private: Path) -> None:
-    """Whatever the umask is."""
+    """Files with objects are writable only for their owner, whatever the umask is."""
     assert fit(private, KillAt(3), before=lambda: os.umask(0), trust_autosaves=True).exit_code == -signal.SIGKILL
     assert {path.stat().st_mode & 0o777 for path in saved(private)} == {0o644}
 
 
 def plant(directory: Path, payload: Path) -> Path:
-    """Let the newest autosave of a directory run something when its objects are unpickled."""
+    """Make the newest autosave of a directory run code when its objects are unpickled."""
     path = saved(directory)[-1]
     checkpoint = load_file(path)
     checkpoint[KEY]["pickled"]["callbacks/Describes/where"]["pickle"] = blob_to_tensor(pickle.dumps(Payload(payload)))
@@ -224,7 +224,7 @@ def plant(directory: Path, payload: Path) -> Path:
 
 
 def test_what_others_have_planted_is_never_run(shared: Path, private: Path, tmp_path: Path) -> None:
-    """Not by a resume from a directory that others can write to. Where only the user can it would be."""
+    """Planted code does not run from a directory that others can write to; in a private one it would."""
     payload = tmp_path / "run by the payload"
     assert fit(shared, KillAt(3), trust_autosaves=True).exit_code == -signal.SIGKILL
     plant(shared, payload)
@@ -243,7 +243,7 @@ def test_what_others_have_planted_is_never_run(shared: Path, private: Path, tmp_
 def test_no_command_runs_anything(
     arguments: list[str], private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a file that a resume would trust either: what is in it is shown by place and class."""
+    """Even for a trusted file, commands unpickle nothing: they show objects by place and class."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     path = plant(private, tmp_path / "run by the payload")
     command_line([*arguments, str(path if arguments[0] in ("inspect", "verify") else private)])
@@ -255,14 +255,14 @@ def test_no_command_runs_anything(
 
 
 def renamed(name: str) -> Any:
-    """Return an object of a class of this name in this module."""
+    """Return an object of a class with this name in this module."""
     kind = type(name, (), {"__module__": __name__, "__qualname__": name})
     globals()[name] = kind
     return kind()
 
 
 def test_a_class_that_is_gone_is_named(private: Path) -> None:
-    """The place and the class are, and no older autosave is taken instead."""
+    """The error names the place and the class, and no older autosave replaces it."""
 
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -302,14 +302,14 @@ def test_what_can_not_be_pickled_is_named(private: Path) -> None:
 
 
 class Fragile:
-    """Can be pickled, and not be made again."""
+    """Pickles, but can't be unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
 
 def test_the_first_autosave_shows_that_it_can_be_unpickled(private: Path) -> None:
-    """What pickles and does not come back is found out before any batch."""
+    """An object that pickles but does not unpickle is detected before any batch."""
 
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def test_the_first_autosave_shows_that_it_can_be_unpickled(private: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
 def test_checkpoints_of_others_hold_what_they_held(private: Path, tmp_path: Path) -> None:
-    """What ModelCheckpoint writes has the objects themselves, as without us."""
+    """ModelCheckpoint's files contain the objects themselves, as without us."""
 
     def main() -> None:
         writes = ModelCheckpoint(dirpath=tmp_path / "own", save_last=True)
@@ -335,7 +335,7 @@ def test_checkpoints_of_others_hold_what_they_held(private: Path, tmp_path: Path
 
 
 def test_an_autosave_that_the_user_names(private: Path, outside: Path, tmp_path: Path) -> None:
-    """As its ckpt_path a fit gets the objects of an autosave, by the same rule."""
+    """A fit with an autosave as its ckpt_path gets its objects, by the same rule."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     own = outside / "own.ckpt"
     own.write_bytes(saved(private)[-1].read_bytes())
@@ -349,7 +349,7 @@ def test_an_autosave_that_the_user_names(private: Path, outside: Path, tmp_path:
 
 
 class Draws:
-    """Draws a random number when it is made again."""
+    """Draws a random number when it is unpickled."""
 
     def __setstate__(self, state: Any) -> None:
         torch.rand(1)
@@ -362,7 +362,7 @@ class Draws:
 
 
 def test_showing_it_draws_nothing(private: Path) -> None:
-    """The random states are what they were, although the first autosave was unpickled."""
+    """The random states do not change, although the first autosave is unpickled."""
 
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
@@ -381,7 +381,7 @@ def test_showing_it_draws_nothing(private: Path) -> None:
 
 
 def test_each_file_of_a_directory_counts(private: Path) -> None:
-    """An autosave that is a directory is trusted if nobody else can write to any file in it; a save sees to that."""
+    """A directory autosave is trusted if only its owner can write to its files; a save sets their modes."""
     directory = private / "autosave"
     directory.mkdir()
     for name in (METADATA_NAME, "__0_0.distcp"):

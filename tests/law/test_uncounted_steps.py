@@ -1,4 +1,4 @@
-"""Where Lightning counts no optimizer steps, ``every_n_train_steps`` counts finished batches."""
+"""If Lightning does not count optimizer steps, ``every_n_train_steps`` counts finished batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runs import Net, fit_net
 
 
 class ByHand(Net):
-    """Steps its optimizer by hand: the raw one, or the one that Lightning counts."""
+    """Steps its optimizer manually: the raw one, or the one that Lightning counts."""
 
     raw = True
 
@@ -41,7 +41,7 @@ class ByHand(Net):
 
 
 class OptimizersWithoutLightning(ByHand):
-    """Asks for the raw optimizer, as Lightning's documentation shows it."""
+    """Gets the raw optimizer, as in Lightning's documentation."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -67,7 +67,7 @@ class CountedLater(ByHand):
 
 
 class Inference(LightningModule):
-    """Pyro's stochastic variational inference, as its documentation writes it: there is no optimizer of Lightning's."""
+    """Pyro's stochastic variational inference, as in its documentation: Lightning has no optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Inference(LightningModule):
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`:UserWarning")
 @pytest.mark.parametrize("module", [ByHand, OptimizersWithoutLightning, Inference])
 def test_finished_batches_are_counted(module: type[LightningModule]) -> None:
-    """Killed in each epoch, the run continues from a save of its own two batches, and is the uninterrupted run."""
+    """Killed in each epoch, the run resumes from a save every two batches, and equals the uninterrupted run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=module(), limit_val_batches=0)
@@ -110,7 +110,7 @@ def test_finished_batches_are_counted(module: type[LightningModule]) -> None:
 
 
 class Saves(Callback):
-    """Notes in how many batches there was a new autosave."""
+    """Records the batches that found a new autosave."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -125,7 +125,7 @@ class Saves(Callback):
 
 
 def saves_of(module: LightningModule, directory: Path, every: int, **arguments: Any) -> list[int]:
-    """Return how many batches were finished when each autosave was written."""
+    """Return the number of finished batches at each autosave."""
     saves = Saves(directory)
     ours = FaultTolerance(directory, run_id="steps", every_n_train_steps=every)
     fit_net([ours, saves], directory, module=module, limit_val_batches=0, **arguments)
@@ -145,12 +145,12 @@ def saves_of(module: LightningModule, directory: Path, every: int, **arguments: 
 def test_steps_count_where_there_are_any(
     make: Callable[[], LightningModule], arguments: dict[str, Any], expected: list[int], tmp_path: Path
 ) -> None:
-    """One step since the last save, or automatic optimization, and only steps count."""
+    """With one step since the last save, or with automatic optimization, only steps count."""
     assert saves_of(make(), tmp_path, 3, **arguments) == expected
 
 
 def test_that_batches_are_counted_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once what the number means in this fit."""
+    """The meaning of the number in this fit is logged once."""
     with caplog.at_level("INFO"):
         saves_of(ByHand(), tmp_path, 3)
     assert caplog.text.count("every_n_train_steps=3 counts finished batches in this fit") == 1

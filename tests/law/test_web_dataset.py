@@ -1,4 +1,4 @@
-"""Pipelines of webdataset: exact where they have a seed, refused at the start where the clock shuffles."""
+"""Pipelines of webdataset: exact with a seed, refused at the start if the clock shuffles."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def decoded(dataset: Any) -> Any:
-    """Return the pipeline with the noise that an augmentation adds."""
+    """Return the pipeline with noise from an augmentation."""
     return dataset.map(lambda sample: torch.load(io.BytesIO(sample["pth"])) + torch.randn(4))
 
 
 def fluid(shards: list[str]) -> Any:
-    """Return a pipeline as webdataset's documentation writes it, with seeds."""
+    """Return a pipeline with seeds, as in webdataset's documentation."""
     return decoded(webdataset.WebDataset(shards, shardshuffle=4, seed=1).shuffle(8, seed=2))
 
 
 def of_stages(shards: list[str]) -> Any:
-    """Return one that is made of its stages."""
+    """Return a pipeline from its stages."""
     return webdataset.DataPipeline(
         webdataset.SimpleShardList(shards),
         webdataset.detshuffle(seed=3),
@@ -65,7 +65,7 @@ def of_stages(shards: list[str]) -> Any:
 
 
 def resampled(shards: list[str]) -> Any:
-    """Return one that draws its shards with replacement."""
+    """Return a pipeline that draws its shards with replacement."""
     return webdataset.DataPipeline(
         webdataset.ResampledShards(shards, nshards=4, seed=4, deterministic=True),
         webdataset.tarfile_to_samples(),
@@ -74,7 +74,7 @@ def resampled(shards: list[str]) -> Any:
 
 
 def fit(callbacks: list[Callback], directory: Path, dataset: Any, num_workers: int = 0) -> Trainer:
-    """Fit `Net` on what a pipeline gives."""
+    """Fit `Net` on the samples of a pipeline."""
     trainer = make_trainer(callbacks, directory)
     trainer.fit(Net(), DataLoader(dataset, 4, num_workers=num_workers), DataLoader(NoisyDataset(4), 4))
     return trainer
@@ -84,7 +84,7 @@ def fit(callbacks: list[Callback], directory: Path, dataset: Any, num_workers: i
 @pytest.mark.parametrize("make", [fluid, slowly(of_stages), slowly(resampled)])
 @pytest.mark.parametrize("fault", [LATER_EPOCH, slowly(EDGE)])
 def test_with_a_seed(fault: Callback, make: Callable[[list[str]], Any], num_workers: int, shards: list[str]) -> None:
-    """A pipeline with a seed continues where it was."""
+    """A pipeline with a seed continues exactly."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(callbacks, directory, make(shards), num_workers), [fault], options=EVERY_STEP
     )
@@ -97,10 +97,10 @@ WITHOUT_SEED: dict[str, Callable[[list[str]], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of a pipeline that is left
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of an abandoned pipeline
 @pytest.mark.parametrize("name", WITHOUT_SEED)
 def test_without_a_seed(name: str, shards: list[str], tmp_path: Path) -> None:
-    """One that the clock shuffles is refused before the first batch; with ``strict=False`` it is said."""
+    """A pipeline that the clock shuffles is refused before the first batch; with ``strict=False`` a warning says so."""
     reason = r"Loader train/0 can't be resumed exactly: its .* (shuffles without a seed|resamples its shards)"
     with pytest.raises(NotExactError, match=reason):
         fit([FaultTolerance(dirpath=tmp_path)], tmp_path, WITHOUT_SEED[name](shards))

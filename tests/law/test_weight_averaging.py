@@ -23,14 +23,14 @@ NUM_BATCHES = 5
 
 
 def ema(**arguments: Any) -> Callable[[], list[Callback]]:
-    """Return what makes an exponential average."""
+    """Return a function that creates an exponential average."""
     return lambda: [averaging.EMAWeightAveraging(decay=0.8, **arguments)]
 
 
 @pytest.mark.parametrize("kill", [1, 5, 9])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_exponential_average(accumulate: int, kill: int) -> None:
-    """The averaged weights and their number continue."""
+    """The averaged weights and their count continue."""
     users = ema(update_every_n_steps=2, update_starting_at_step=1)
     options = {"train_time_interval": timedelta(microseconds=1)}
     [cost] = assert_exact(users, KillAt(kill), accumulate_grad_batches=accumulate, options=options)
@@ -39,7 +39,7 @@ def test_exponential_average(accumulate: int, kill: int) -> None:
 
 @pytest.mark.parametrize("kill", [3, 5, 8])
 def test_average_over_epochs(kill: int) -> None:
-    """So do those of a WeightAveraging that averages at the end of epochs, without buffers."""
+    """A WeightAveraging that averages at the end of epochs, without buffers, continues."""
 
     class OverEpochs(averaging.WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -52,7 +52,7 @@ def test_average_over_epochs(kill: int) -> None:
 @pytest.mark.parametrize("kill", [3, 15])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_exponential_average_in_a_validation_run(signum: int, kill: int) -> None:
-    """Killed or stopped while the weights are swapped, trained and averaged weights are what they were before."""
+    """After a kill or a stop during swapped weights, trained and averaged weights are as before the swap."""
     fault = KillAt(kill, hook="validation", signum=signum)
     train = eight_batches()
     [cost] = assert_exact(ema(), fault, train=train, val_check_interval=4, options={**ALWAYS, **EVERY_STEP})
@@ -69,7 +69,7 @@ def test_exponential_average_in_a_validation_run(signum: int, kill: int) -> None
     ],
 )
 def test_exception_beside_an_exponential_average(hook: str, goes_on_at: tuple[int, int]) -> None:
-    """What is saved is never between two states: neither swapped weights nor averages that are ahead."""
+    """A save never mixes two states: it has neither swapped weights nor averages that are ahead."""
     users = ema(update_starting_at_epoch=0)
     [cost] = assert_exact(users, RaiseAt(hook, 1), options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
@@ -98,7 +98,7 @@ class Counting(Net):
 
 
 def test_extra_state_beside_an_exponential_average() -> None:
-    """What a module adds to its ``state_dict`` is that of the moment that is saved, not that of the stop."""
+    """A module's extra state in its ``state_dict`` is that of the saved moment, not that of the stop."""
     fault = KillAt(4, hook="validation", signum=signal.SIGTERM)
     [cost] = assert_exact(ema(), fault, module=Counting, options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (143, 0, 5)
@@ -109,14 +109,14 @@ def test_extra_state_beside_an_exponential_average() -> None:
     ("hook", "at"), [("on_train_batch_end", 7), ("on_train_epoch_end", 0), ("on_validation_end", 1)]
 )
 def test_saved_beside_an_exponential_average(hook: str, at: int, in_front: bool) -> None:
-    """A checkpoint that somebody saves in a hook, in front of the average's or after it, continues exactly."""
+    """A checkpoint that other code saves in a hook, before the average's or after it, continues exactly."""
     users = ema(update_starting_at_epoch=0)
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, max_epochs=3)
 
 
 def test_saved_with_swapped_weights_is_refused() -> None:
-    """A checkpoint from inside a validation run holds swapped weights: it is refused as a state to continue from."""
+    """A checkpoint from inside a validation run has swapped weights, so resuming from it is refused."""
     hook = "on_validation_batch_end"
     with pytest.raises(AssertionError, match=r"NotExactError.*can't be resumed exactly.*parameters have moved"):
         assert_goes_on_from(hook, users=lambda: [*ema()(), saver(hook, 1)])

@@ -1,4 +1,4 @@
-"""Which run is it: several fits, several commands, several checkpoints, and which of them a restart continues from."""
+"""Which run a restart continues, and from what: several fits, several commands, several checkpoints."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.runs import Net, fit_net
 
 
 def weights(trainer: Any) -> str:
-    """Return a fit's final weights, exactly."""
+    """Return a fit's final weights, bit for bit."""
     return str([p.tolist() for p in trainer.lightning_module.parameters()])
 
 
 def told(directory: Path, name: str) -> list[Any]:
-    """Return what a script has written down under a name."""
+    """Return the values that a script has recorded under a name."""
     path = directory / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def tell(directory: Path, name: str, value: Any) -> None:
-    """Write something down for the test."""
+    """Record a value for the test."""
     with open(directory / f"{name}.jsonl", "a") as file:
         file.write(json.dumps(value) + "\n")
 
@@ -54,7 +54,7 @@ class CountBatches(Callback):
 
     @property
     def num_batches(self) -> int:
-        """How many there were."""
+        """Return how many there were."""
         return self._count()
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -83,7 +83,7 @@ def folds(directory: Path, kill: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("fold", [0, 1, 2])
 def test_killed_in_one_of_several_fits(fold: int, tmp_path: Path) -> None:
-    """Fits that had ended are restored and train no batch again; the one that was killed continues."""
+    """Finished fits are restored and train no batch again; the one that was killed continues."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     assert run(lambda: folds(tmp_path / "whole", None)).exit_code == 0
@@ -109,7 +109,7 @@ def fit_and_test(directory: Path, *, kill_in_test: bool) -> None:
 
 
 def test_killed_in_test_after_fit(tmp_path: Path) -> None:
-    """A fit that came to its end is not trained again, and the script continues from the same random states."""
+    """A finished fit is not trained again, and the script continues from the same random states."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert run(lambda: fit_and_test(tmp_path / "whole", kill_in_test=False)).exit_code == 0
@@ -136,7 +136,7 @@ def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
 
 
 def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
-    """A finished fit that is asked for more epochs trains only those, as one long fit would have."""
+    """A finished fit that gets more epochs trains only those, like one long fit."""
 
     def main(max_epochs: int, kill: bool) -> None:
         count = CountBatches()
@@ -225,7 +225,7 @@ def finetune(directory: Path, path: Path, *faults: Callback) -> None:
 
 
 def test_pretrained_checkpoint_does_not_start_over(pretrained: Path, tmp_path: Path) -> None:
-    """A fit that was started from a checkpoint, killed and run again continues rather than starting from it again."""
+    """A fit that started from a checkpoint and was killed continues, instead of starting from it again."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert run(lambda: finetune(tmp_path / "whole", pretrained)).exit_code == 0
@@ -237,7 +237,7 @@ def test_pretrained_checkpoint_does_not_start_over(pretrained: Path, tmp_path: P
 
 
 def test_another_explicit_checkpoint_wins(pretrained: Path, tmp_path: Path) -> None:
-    """Another explicit checkpoint than before sets the autosaves aside, and says so."""
+    """Another explicit checkpoint than before sets the autosaves aside, and the log says so."""
     other = tmp_path / "other.ckpt"
     other.write_bytes(pretrained.read_bytes())
     (tmp_path / "run").mkdir()
@@ -251,7 +251,7 @@ def test_another_explicit_checkpoint_wins(pretrained: Path, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
 @pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 3"), (100, "after the step of batch 1")])
 def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_path: Path) -> None:
-    """With ckpt_path="last" our autosave is taken where it is further on, ModelCheckpoint's file where that is."""
+    """With ckpt_path="last" the further one of our autosave and ModelCheckpoint's file wins."""
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
@@ -265,7 +265,7 @@ def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_p
 
 
 class ArgsNet(Net):
-    """Has a hyperparameter that is no plain value."""
+    """Has a hyperparameter that is not a plain value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,12 +273,12 @@ class ArgsNet(Net):
 
 
 def cut_file(path: Path) -> None:
-    """Leave the first half of a file."""
+    """Keep only the first half of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def change_a_weight(path: Path) -> None:
-    """Flip a bit of a file's first weight, of which torch.load notices nothing."""
+    """Flip a bit of a file's first weight, which torch.load does not notice."""
     with zipfile.ZipFile(path) as archive:
         first = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
     content = bytearray(path.read_bytes())
@@ -293,7 +293,7 @@ def change_a_weight(path: Path) -> None:
     ids=["refused", "cut", "changed"],
 )
 def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any, reason: str, tmp_path: Path) -> None:
-    """With ckpt_path="last" a file that is damaged, or refused, does not keep the run from its autosave."""
+    """With ckpt_path="last" a damaged or refused file does not keep the run from its autosave."""
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
@@ -311,7 +311,7 @@ def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
 def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
-    """Where our autosave is further on, nobody is told at each start that the other file can't be taken."""
+    """If our autosave is further, starts do not report that the other file can't be used."""
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
@@ -351,7 +351,7 @@ class TunedNet(Net):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) -> None:
-    """What was changed between two starts is named with both values; strict=False continues."""
+    """A change between two starts is named with both values; strict=False continues."""
 
     def main(*callbacks: Callback, learning_rate: float = 0.01, train: Any = None, **arguments: Any) -> None:
         train = train or DataLoader(Subset(NoisyDataset(40), range(20)), batch_size=4, shuffle=True)
@@ -366,7 +366,7 @@ def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) ->
 
 
 class Probe(Callback):
-    """Trains another model at the end of each epoch, and writes down what it has become."""
+    """Trains another model at the end of each epoch, and records its weights."""
 
     def __init__(self, directory: Path, callback: FaultTolerance | None = None) -> None:
         self.directory = directory
@@ -381,7 +381,7 @@ class Probe(Callback):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
-    """A fit in a callback of another is not counted: after a resume it is trained, not taken from an earlier epoch."""
+    """A fit in a callback of another fit is not counted: a resume trains it, and does not restore an earlier one."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def main(directory: Path, *faults: Callback) -> None:
@@ -401,7 +401,7 @@ def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
 
 
 def test_module_whose_log_is_a_function(tmp_path: Path) -> None:
-    """A function that a user has set in the place of ``log`` does not belong to a module; the fit is saved the same."""
+    """A function that a user has assigned to ``log`` does not belong to a module; the fit is still saved."""
 
     def main(*faults: Callback) -> None:
         module = Net()

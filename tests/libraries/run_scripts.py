@@ -1,7 +1,7 @@
-"""Runs starts of one script, each forked from this process, which has imported what the script imports.
+"""Runs starts of one script, each forked from this process, which has imported the script's imports.
 
 ``python run_scripts.py SCRIPT`` reads one start from each line of its input: JSON with the directory, the variables,
-and the file for the output; it answers with the exit code. It runs in the environment of the libraries.
+and the file for the output. It answers with the exit code. It runs in the environment of the libraries.
 """
 
 import ast
@@ -43,7 +43,7 @@ def _run(script: Path, start: dict) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested starts."""
     script = Path(sys.argv[1])
     _import_what(script)
     for line in sys.stdin:

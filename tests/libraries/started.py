@@ -1,6 +1,7 @@
-"""Starts scripts as the documentation of libraries writes them, unchanged, protected by the environment variable alone.
+"""Starts scripts from the documentation of libraries, unchanged, protected by the environment variable alone.
 
-They run in ``.venv-libraries`` (``make libraries``), each start forked from a process that has imported the libraries.
+They run in ``.venv-libraries`` (``make libraries``). Each start is forked from a process that has imported the
+libraries.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _END_SECONDS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What became of one start of a script.
+    """The result of one start of a script.
 
     Args:
-        exit_code: Of the process; minus the signal that killed it.
+        exit_code: The exit code of the process, or minus the signal that killed it.
         weights: A checksum of the weights after each training batch.
-        output: All that was printed.
+        output: The complete output.
     """
 
     exit_code: int
@@ -43,16 +44,16 @@ class Started:
 
     @property
     def results(self) -> list[str]:
-        """What the script prints after its training."""
+        """The lines that the script prints after its training."""
         return [line for line in self.output.splitlines() if line.partition(" ")[0] in _RESULTS]
 
 
 class Script:
-    """A script in a directory of its own, and the process from which its starts are forked.
+    """A script in its own directory, and the process from which its starts are forked.
 
     Args:
         source: The script; each start gets a copy.
-        root: Where the directory is made.
+        root: The parent of the directory.
     """
 
     def __init__(self, source: Path, root: Path) -> None:
@@ -93,7 +94,7 @@ class Script:
         return Started(exit_code=int(code), weights=weights, output=output.read_text())
 
     def forget(self) -> None:
-        """Remove all that the starts have written."""
+        """Remove all files that the starts have written."""
         for path in self.directory.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -108,7 +109,7 @@ class Script:
 
 @contextlib.contextmanager
 def script(source: Path, root: Path) -> Iterator[Script]:
-    """Give a script, and end its process."""
+    """Yield a script, and end its process."""
     assert PYTHON.exists(), "the environment of the libraries is missing: make libraries"
     found = Script(source, root)
     try:
@@ -118,9 +119,9 @@ def script(source: Path, root: Path) -> Iterator[Script]:
 
 
 def assert_continues(name: str, root: Path) -> None:
-    """Assert that a script that is stopped and then killed trains, in all its starts, what one run trains.
+    """Assert that all starts of a script that is stopped and then killed train, together, the same as one run.
 
-    It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then comes to its end.
+    It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then finishes.
     """
     with script(HERE / "scripts" / name, root) as started:
         plain = started.start()

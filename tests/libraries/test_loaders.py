@@ -1,4 +1,4 @@
-"""Libraries with loaders and samplers of their own: their documented scripts continue."""
+"""Libraries with their own loaders and samplers: their documented scripts continue."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 @pytest.mark.parametrize("name", ["lhotse_cuts.py", "monai_thread.py", "timm_loaders.py", "webdataset_loader.py"])
 def test_continues(name: str, tmp_path: Path) -> None:
-    """An unchanged script, under the environment variable."""
+    """An unchanged script continues, with only the environment variable set."""
     assert_continues(name, tmp_path)

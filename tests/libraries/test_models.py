@@ -15,5 +15,5 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
     "name", ["chemprop_train.py", "lightly_simclr.py", "pyro_svi.py", "scvi_model.py", "transformers_glue.py"]
 )
 def test_continues(name: str, tmp_path: Path) -> None:
-    """An unchanged script, under the environment variable."""
+    """An unchanged script continues, with only the environment variable set."""
     assert_continues(name, tmp_path)

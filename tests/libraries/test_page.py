@@ -1,4 +1,4 @@
-"""The page about libraries names what is tested, with its version."""
+"""The page about libraries names the tested ones, with their versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.libraries.started import HERE, ROOT
 
 
 def test_page_about_libraries() -> None:
-    """Each script is in the table of docs/libraries.md once, with the version that is installed for it."""
+    """Each script is in the table of docs/libraries.md once, with the installed version of its library."""
     page = (ROOT / "docs" / "libraries.md").read_text()
     pins = set(re.findall(r"==(\S+)", (ROOT / "requirements" / "libraries.txt").read_text()))
     rows = re.findall(r"^\| \[.*?\| (\S+) \|.*`(\w+\.py)` \|$", page, re.MULTILINE)

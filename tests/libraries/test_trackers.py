@@ -1,4 +1,4 @@
-"""The real wandb and mlflow: a script that their documentation could have is killed, stopped, and started again."""
+"""The real wandb and mlflow: a script as in their documentation is killed, stopped, and started again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAULTS = ["9 3 0", "9 6 16", "15 8 0"]
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    """The process that has imported what the script imports."""
+    """Yield the process that has imported the script's imports."""
     root = tmp_path_factory.mktemp("trackers")
     source = root / "train.py"
     source.write_text(SCRIPT)
@@ -98,7 +98,7 @@ def train(started: Script, logger: str, directory: Path, faults: list[str], **en
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return rows of W&B without when they were logged."""
+    """Return rows of W&B without their times."""
     return [{name: row[name] for name in row if name not in ("_timestamp", "_runtime")} for row in rows]
 
 
@@ -115,7 +115,7 @@ def test_wandb_online(tmp_path: Path, started: Script) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, started: Script) -> None:
-    """Each start has a directory of its own with the same id, and `wandb sync` makes one run of them."""
+    """Each start has its own directory with the same id, and `wandb sync` merges them into one run."""
     train(started, "offline", tmp_path, ["15 3 0", "15 8 0"])
     directories = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({path.name.rpartition("-")[2] for path in directories}) == 1
@@ -130,7 +130,7 @@ def test_wandb_offline(tmp_path: Path, started: Script) -> None:
 
 @pytest.mark.parametrize("uri", ["file:mlruns", "sqlite:///mlflow.db"])
 def test_mlflow(uri: str, tmp_path: Path, started: Script) -> None:
-    """The store has one run, finished, with the points of the uninterrupted one."""
+    """The store has one finished run, with the points of the uninterrupted one."""
     found = []
     for name, faults in (("whole", []), ("killed", ["9 3 0", "9 6 0", "15 8 0"])):
         train(started, uri.partition(":")[0], tmp_path / name, faults)

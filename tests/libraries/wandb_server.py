@@ -1,4 +1,4 @@
-"""A server for the real wandb: it keeps the rows of each run as wandb sends them, and says where a run continues."""
+"""A server for the real wandb: it keeps the rows of each run as wandb sends them, and returns where a run continues."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class WandbServer(ThreadingHTTPServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What lets wandb use it."""
+        """Return the environment variables that make wandb use it."""
         return {"WANDB_BASE_URL": f"http://127.0.0.1:{self.server_port}", "WANDB_API_KEY": "a" * 40}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing where a client was killed."""
+        """Print nothing after a client was killed."""
 
 
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
-    """Give a server that runs."""
+    """Yield a running server."""
     with WandbServer() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server

@@ -1,4 +1,4 @@
-"""A plain training loop without Lightning: what it sees, and its state at each position."""
+"""A plain training loop without Lightning: its events, and its state at each position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = tuple[int, int, Any, float, float]
 
 
 class Drawing(Dataset[Tensor]):
-    """Each sample holds its index and draws from every generator, global and held, cached Gaussians included."""
+    """Each sample holds its index and draws from every generator, global and held, including cached Gaussians."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -71,7 +71,7 @@ def start_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 
 def loop(loader: DataLoader[Any], *, num_epochs: int) -> list[Event]:
-    """Return what a loop without any tracker sees: its batches, and draws of its own after each."""
+    """Return the events of a loop without a tracker: its batches, and the loop's own draws after each."""
     events = []
     for epoch in range(num_epochs):
         start_epoch(loader, epoch)
@@ -86,7 +86,7 @@ def tracked_loop(
     resume: Saved | None = None,
     save: bool = False,
 ) -> tuple[list[Event], list[Saved]]:
-    """Return what a tracked loop sees, and, with `save`, its state at every position."""
+    """Return the events of a tracked loop, and, with `save`, its state at every position."""
     tracker = TrackedLoader(loader)
     tracked = tracker.copy_of(loader)
     events: list[Event] = []
@@ -115,8 +115,8 @@ def tracked_loop(
 
 
 def full_state(tracker: TrackedLoader, consumed: int | None) -> dict[str, Any]:
-    """Return what a checkpoint of the loop holds."""
-    tracker.held.search()  # for what was made since, as the Trainer's autosaves do
+    """Return the content of a checkpoint of the loop."""
+    tracker.held.search()  # for objects created since, as the Trainer's autosaves do
     return {"loader": tracker.state_dict(consumed), "rng": rng_state(), "held": tracker.held.state_dict()}
 
 

@@ -1,4 +1,4 @@
-"""An epoch that other ranks continue with: each sample once, in the order of the permutation, whoever consumes it."""
+"""An epoch that continues on other ranks: each sample once, in the order of the permutation, on whatever rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Batches = list[list[list[float]]]
 
 
 class Ranks:
-    """So many ranks of a loop, each with a loader of its own, as Lightning would make it."""
+    """The ranks of a loop, each with its own loader, as Lightning would create it."""
 
     def __init__(
         self, num_ranks: int, batch_size: int | None, *, length: int = 22, num_workers: int = 0, **more: Any
@@ -62,11 +62,11 @@ class Ranks:
             tracker.load_state_dict(state)
 
     def run(self, num_batches: int | None = None) -> tuple[Batches, list[Any]]:
-        """Return what the ranks consume together, batch by batch, and their states after it."""
+        """Return the samples that the ranks consume together, batch by batch, and the ranks' states afterwards."""
         consumed, states = [], []
         iterators = []
         for loader in self.loaders:
-            seed(1)  # all ranks have the same, and a sole rank draws its permutation from it
+            seed(1)  # the same on all ranks; a sole rank draws its permutation from it
             iterators.append(iter(loader))
         k = self.trackers[0].iteration.num_out if self.trackers[0].iteration else 0
         first = k
@@ -91,7 +91,7 @@ def _as_batch(batch: Tensor) -> Tensor:
 
 
 def indices(batches: Batches) -> list[int]:
-    """Return the indices alone."""
+    """Return only the indices."""
     return [int(sample[0]) for batch in batches for sample in batch]
 
 
@@ -106,7 +106,7 @@ WAYS = [(2, 1), (1, 2), (2, 3), (3, 2), (2, 3, 1), (1, 3, 2)]
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_every_sample_once_in_order(way: tuple[int, ...], batch_size: int | None) -> None:
-    """However often the number of ranks changes in an epoch, the samples are the permutation, few of them twice."""
+    """However often the number of ranks changes in an epoch, the samples are the permutation, with few repeated."""
     for num_before in (1, 2, 3):
         consumed, states = Ranks(way[0], batch_size).run(num_before)
         for place, num_ranks in enumerate(way[1:], 2):
@@ -123,7 +123,7 @@ def test_every_sample_once_in_order(way: tuple[int, ...], batch_size: int | None
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_dealt_epoch_resumes_exactly(num_ranks: int) -> None:
-    """An epoch that came from other ranks is saved and resumed like any other, from each of its batches."""
+    """An epoch that was dealt again is saved and resumed like any other, from each of its batches."""
     _, states = Ranks(2, 2).run(2)
     ranks = Ranks(num_ranks, 2)
     ranks.resume(states)
@@ -141,7 +141,7 @@ def test_a_dealt_epoch_resumes_exactly(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_workers", [(0, 2), (2, 0)])
 @pytest.mark.parametrize("way", [(2, 1), (1, 2), (2, 3), (2, 1, 2)], ids=str)
 def test_augmentation_stays(way: tuple[int, ...], num_workers: tuple[int, int]) -> None:
-    """Where samples are seeded one by one each is the same as if nobody had gone, whoever takes it."""
+    """With samples seeded one by one, each sample is the same as without a change of ranks, whichever rank takes it."""
     expected = [s for batch in Ranks(way[0], 2, seeds=3).run()[0] for s in batch]
     consumed, states = Ranks(way[0], 2, seeds=3, num_workers=num_workers[0]).run(1)
     for place, num_ranks in enumerate(way[1:], 2):
@@ -154,7 +154,7 @@ def test_augmentation_stays(way: tuple[int, ...], num_workers: tuple[int, int]) 
 
 
 def test_larger_batches_of_fewer_ranks_are_the_same() -> None:
-    """With as many samples at once as before, the batches of all ranks together are those of the whole epoch."""
+    """With as many samples per step as before, the batches of all ranks together are those of the whole epoch."""
     expected, _ = Ranks(2, 4, seeds=3).run()
     consumed, states = Ranks(2, 4, seeds=3).run(1)
     ranks = Ranks(1, 8, seeds=3)
@@ -165,7 +165,7 @@ def test_larger_batches_of_fewer_ranks_are_the_same() -> None:
 
 
 def test_new_workers_draw_anew() -> None:
-    """New ranks' workers draw nothing that was drawn in this epoch, on no rank, and at each resume the same."""
+    """The workers of new ranks draw no number that any rank drew in this epoch, and the same numbers at each resume."""
     consumed, states = Ranks(1, 2, num_workers=2).run(3)
     found = []
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_new_workers_draw_anew() -> None:
 
 
 def test_other_workers_go_on_in_the_order() -> None:
-    """With another number of workers the order continues, and what the new ones draw was not drawn before."""
+    """With another number of workers the order continues, and new workers draw no number that was drawn before."""
     for before, after in ((2, 0), (0, 3), (2, 3)):
         expected = permutation(1)
         consumed, states = Ranks(1, 2, num_workers=before).run(3)
@@ -203,7 +203,7 @@ def test_other_workers_go_on_in_the_order() -> None:
 def test_the_ranks_shares_are_the_rest(
     length: int, begin: int, num_ranks: int, batch_size: int, drop_last: bool, cuts: bool
 ) -> None:
-    """All ranks have as many batches; together they are the rest, filled up or cut to a round number as it is said."""
+    """All ranks have equally many batches; together they are the rest, padded or cut to a round number as requested."""
     order = GlobalOrder(length=length, shuffles=True, seed=2)
     begin = min(begin, length)
     deals = [
@@ -230,7 +230,7 @@ def test_the_ranks_shares_are_the_rest(
 
 
 def test_limited_batches_end_where_they_would_have() -> None:
-    """Where the number of batches is limited, the new ranks consume what the old ones would have."""
+    """With a limited number of batches, the new ranks consume the samples that the old ones would have consumed."""
     expected, _ = Ranks(2, 2).run(3)
     consumed, states = Ranks(2, 2).run(1)
     ranks = Ranks(1, 2)
@@ -239,7 +239,7 @@ def test_limited_batches_end_where_they_would_have() -> None:
 
 
 def test_an_unknown_order_is_refused() -> None:
-    """A sampler of the user's own is refused when it saved, and when it is to continue."""
+    """A sampler whose order is unknown is refused, both as the saved one and as the one that would continue."""
     weighted = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 22, 22)}
     _, states = Ranks(1, 2, **weighted).run(1)
     with pytest.raises(NotExactError, match="its sampler is none of torch's"):
@@ -265,12 +265,12 @@ def test_other_data_is_refused() -> None:
     ],
 )
 def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -> None:
-    """A loader that only one rank's state can place is not for another number of ranks."""
+    """A loader whose position is known only to one rank's state can't continue on another number of ranks."""
     with pytest.raises(NotExactError, match=reason):
         state_for_others([state, state], num_left=None)
 
 
 def test_a_seed_and_an_epoch_may_be_more_than_torch_takes() -> None:
-    """They continue from 0, as in the sampler whose order it is."""
+    """Such values continue from 0, as in the sampler whose order it is."""
     beyond = GlobalOrder(length=9, shuffles=True, seed=2**64 + 3)
     assert beyond.indices().tolist() == GlobalOrder(length=9, shuffles=True, seed=3).indices().tolist()

@@ -1,4 +1,4 @@
-"""The digest of index batches tells any two of them apart, and is the same in each process."""
+"""Any two index batches have different digests, and a digest is the same in each process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clip:
 
 
 class Kind(Enum):
-    """Of videos."""
+    """A kind of video."""
 
     LONG = 1
     SHORT = 2
@@ -37,7 +37,7 @@ Pair = namedtuple("Pair", ["a", "b"])
 
 
 def digest(*batches: Any) -> Digest:
-    """Return the digest of some batches, all of which can be compared."""
+    """Return the digest of some comparable batches."""
     found, not_compared = START, set[str]()
     for batch in batches:
         found = updated(found, batch, not_compared)
@@ -56,20 +56,20 @@ DIFFERENT: list[list[Any]] = [
 
 
 def test_no_two_are_the_same() -> None:
-    """Other values, another order, other batches, other kinds: each has another digest."""
+    """Other values, another order, other batches, other types: each has another digest."""
     found = [digest(*batches) for batches in DIFFERENT]
     assert len(set(found)) == len(found)
 
 
 def test_it_depends_on_all_batches() -> None:
-    """A first batch that differs is seen after any number of batches that don't."""
+    """A first batch that differs changes the digest, however many equal batches follow."""
     same = [[i] for i in range(100)]
     assert digest([7], *same) != digest([8], *same)
     assert digest([7], *same) == digest([7], *same)
 
 
 def test_it_is_the_same_in_each_process() -> None:
-    """Neither the hashes of texts nor addresses are in it."""
+    """It does not depend on hashes of texts or on addresses."""
     code = "import tests.loader.test_index_digest as t; print([t.digest(*batches) for batches in t.DIFFERENT])"
     outputs = set()
     for seed in ("1", "2"):
@@ -88,7 +88,7 @@ class Slotted:
 
 
 def test_objects_are_looked_into() -> None:
-    """Slots, objects inside of objects, and objects that hold themselves."""
+    """Slots, nested objects, and objects that hold themselves count."""
     assert digest(Slotted(1)) == digest(Slotted(1)) != digest(Slotted(2))
     one, other = Clip("a", 1), Clip("a", 2)
     one.tags, other.tags = [one], [other]
@@ -99,7 +99,7 @@ def test_objects_are_looked_into() -> None:
     ("value", "name"), [(lambda: 1, "<lambda>"), ((i for i in []), "generator"), ([1] * 60_000 + [None], "parts")]
 )
 def test_what_cant_be_compared_is_named(value: Any, name: str) -> None:
-    """A lambda, a generator, and what is too much."""
+    """A lambda, a generator, and too many values are each named."""
     not_compared = set[str]()
     updated(START, [value], not_compared)
     assert name in str(not_compared)

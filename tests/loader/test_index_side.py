@@ -1,4 +1,4 @@
-"""The index sampler is passed through, and resumed by its random states; a sampler that can't be is found out."""
+"""The index sampler is passed through and resumed by its random states; a sampler that can't be is detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(sampler: Any, *, window: int = 2) -> IndexSide:
 
 
 def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
-    """Begin a fresh iteration, as one of a loader without workers."""
+    """Begin a fresh iteration, as in a loader without workers."""
     side = make(sampler, **arguments)
     side.begin(None, new_workers=True)
     return side, iter(side)
@@ -43,7 +43,7 @@ def resume(sampler: Any, state: Any, position: int, *, strict: bool = True) -> t
 
 
 class ThreadedRandom:
-    """Draws each index only when it is asked for, from all generators."""
+    """Draws each index lazily, from all generators."""
 
     def __init__(self) -> None:
         self.own = random.Random(0)
@@ -57,7 +57,7 @@ class ThreadedRandom:
 
 
 class Counting:
-    """Gives other indices each time it is started, by a counter of its own: nobody can resume that."""
+    """Yields other indices at each start because of an internal counter: it can't be resumed."""
 
     def __init__(self) -> None:
         self.num_iterations = 0
@@ -82,7 +82,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
-    """At each position, with batches handed out ahead or not, the rest is the rest, ahead of the same generators."""
+    """At each position, with or without batches handed out ahead, the rest and the generators after it are the same."""
     length = len(SAMPLERS[sampler]())
     for position in range(length + 1):
         seed(1)
@@ -104,7 +104,7 @@ def _put(rng: Any, held: Any, side: IndexSide) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sampler_is_passed_through(sampler: str) -> None:
-    """The indices, the draws that are made for them, and the length are those of the sampler itself."""
+    """The indices, the draws for them, and the length are those of the sampler itself."""
     seed(1)
     expected, draws = list(SAMPLERS[sampler]()), rng_state()
     seed(1)
@@ -115,7 +115,7 @@ def test_sampler_is_passed_through(sampler: str) -> None:
 
 
 def test_reading_the_state_changes_nothing() -> None:
-    """Wherever the record is read, the indices that follow are the same."""
+    """Reading the record at any position does not change the indices that follow."""
     seed(1)
     expected = list(ThreadedRandom())
     seed(1)
@@ -129,7 +129,7 @@ def test_reading_the_state_changes_nothing() -> None:
 
 
 def test_attributes_are_the_samplers() -> None:
-    """What Lightning and users ask of a sampler is answered by theirs; what it lacks is lacking here."""
+    """The user's sampler answers for every attribute; an attribute that it lacks is lacking here."""
     sampler = BatchSampler(RandomSampler(range(9)), 2, drop_last=True)
     side = make(sampler)
     assert (side.batch_size, side.drop_last, side.sampler) == (2, True, sampler.sampler)
@@ -139,7 +139,7 @@ def test_attributes_are_the_samplers() -> None:
 
 
 def test_epoch_of_the_sampler_is_put_back() -> None:
-    """A sampler that goes by `set_epoch` resumes in its epoch, also as the inner one of a batch sampler."""
+    """A sampler with `set_epoch` resumes in its epoch, even inside a batch sampler."""
 
     def make_sampler() -> BatchSampler:
         return BatchSampler(DistributedSampler(range(20), num_replicas=2, rank=0, seed=3), 2, drop_last=False)
@@ -156,9 +156,9 @@ def test_epoch_of_the_sampler_is_put_back() -> None:
 
 
 def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
-    """Started again it gives other indices: that raises, names it, and says what to do."""
+    """When it is started again, it yields other indices: this raises an error that names it and gives the remedy."""
     sampler = Counting()
-    sampler.num_iterations = 5  # epochs before
+    sampler.num_iterations = 5  # earlier epochs
     side, iterator = begin(sampler)
     next(iterator)
     with pytest.raises(NotExactError, match="Counting gives other indices than it gave before batch 1"):
@@ -166,7 +166,7 @@ def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
 
 
 def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.LogCaptureFixture) -> None:
-    """Without strict it is a warning and a note in the report, and the batches in flight are handed out again."""
+    """Without strict this is a warning and a note in the report, and the batches in flight are handed out again."""
     sampler = Counting()
     sampler.num_iterations = 5
     side, iterator = begin(sampler)
@@ -179,7 +179,7 @@ def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.
 
 
 class Remembering(ThreadedRandom):
-    """Draws as it goes, and remembers what it drew."""
+    """Draws lazily, and remembers its draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Remembering(ThreadedRandom):
 
 
 class BufferShuffle:
-    """Gives indices out of a buffer, from random places of it: what it gives depends on all that it has drawn."""
+    """Yields indices from random places of a buffer: each depends on all earlier draws."""
 
     def __len__(self) -> int:
         return 30
@@ -206,7 +206,7 @@ class BufferShuffle:
 
 
 class ChunkShuffle:
-    """Draws now and then only: a permutation for each chunk."""
+    """Draws only now and then: a permutation for each chunk."""
 
     def __len__(self) -> int:
         return 30
@@ -219,7 +219,7 @@ class ChunkShuffle:
 @pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle])
 @pytest.mark.parametrize("cuts", [(1,), (5,), (13,), (29,), (4, 17)])
 def test_sampler_that_draws_as_it_goes_goes_on_exactly(sampler: type, cuts: tuple[int, ...]) -> None:
-    """Where a sampler draws between batches, remembers it, and others draw too: the rest is what it would have been."""
+    """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
 
     def others_draw() -> None:
         random.random()
@@ -250,7 +250,7 @@ def test_sampler_that_draws_as_it_goes_goes_on_exactly(sampler: type, cuts: tupl
 
 
 def test_sampler_of_torch_is_not_watched() -> None:
-    """Torch's own samplers draw at their start, so that nothing is compared at their batches and nothing kept."""
+    """Torch's own samplers draw at their start, so nothing is compared at their batches, and nothing is kept."""
     for sampler in (RandomSampler(range(9)), BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)):
         side, iterator = begin(sampler)
         for _ in range(4):
@@ -260,7 +260,7 @@ def test_sampler_of_torch_is_not_watched() -> None:
 
 
 def test_generator_that_the_sampler_shares_is_kept() -> None:
-    """A sampler's generator is put back also where it is found as the data set's, which draws from it too."""
+    """A sampler's generator is put back even if it is also found on the data set, which draws from it too."""
     for make_sampler in (
         lambda own: RandomSampler(range(9), generator=own),
         lambda own: BatchSampler(RandomSampler(range(9), generator=own), 2, drop_last=False),
@@ -287,7 +287,7 @@ def test_generator_that_the_sampler_shares_is_kept() -> None:
 
 
 def test_only_what_a_sampler_of_torch_may_draw_from_is_kept() -> None:
-    """For torch's own samplers: torch's generator and their own; the workers' birth is kept with workers only."""
+    """For torch's own samplers these are torch's generator and their own; the workers' birth needs workers."""
     sampler = RandomSampler(range(9), generator=torch.Generator())
     held = HeldGenerators({"dataset": {"rng": random.Random(0)}, "sampler": sampler})
     for has_workers in (False, True):
@@ -313,13 +313,13 @@ def test_window_keeps_the_last_batches_only() -> None:
 
 
 def test_iteration_that_nobody_announced_is_refused() -> None:
-    """Indices that are drawn past the tracker would be counted wrongly: that raises."""
+    """Indices that are drawn past the tracker would be counted wrongly, so this raises."""
     with pytest.raises(NotExactError, match="calls DataLoader"):
         iter(make(SequentialSampler(range(3))))
 
 
 def test_plan_with_workers_alone_starts_a_new_epoch() -> None:
-    """A plan that only holds the workers' birth draws the order of the next epoch from the generators as they are."""
+    """A plan with only the workers' birth draws the order of the next epoch from the current generators."""
     seed(1)
     side, iterator = begin(RandomSampler(range(9)))
     list(iterator)
@@ -332,7 +332,7 @@ def test_plan_with_workers_alone_starts_a_new_epoch() -> None:
 
 
 class Equipped(Counting):
-    """Draws late, from a generator that somebody may have given to it."""
+    """Draws late, from a generator that it may have been given."""
 
     def __init__(self, *parts: random.Random) -> None:
         self.parts = parts
@@ -343,7 +343,7 @@ class Equipped(Counting):
 
 
 def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A sampler that began with a generator that is not there any more can't be begun again: said if not strict."""
+    """A sampler that began with a generator that is gone can't be begun again; without strict this is reported."""
     side, indices = begin(Equipped(random.Random(1)))
     for _ in range(3):
         next(indices)
@@ -359,7 +359,7 @@ def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> 
 
 
 class EndsAlike:
-    """Its order depends on a count that nobody restores, but for the last of ten indices."""
+    """Its order depends on a count that is not restored, except for the later indices."""
 
     starts = 0
 
@@ -376,7 +376,7 @@ class EndsAlike:
 
 
 class Objects(EndsAlike):
-    """Likewise, of objects that are not kept."""
+    """The same with objects that are not kept."""
 
     @staticmethod
     def give(index: int) -> Any:
@@ -385,7 +385,7 @@ class Objects(EndsAlike):
 
 @pytest.mark.parametrize("sampler", [EndsAlike, Objects])
 def test_replay_is_compared_from_its_first_batch_on(sampler: type) -> None:
-    """A replay that differs is refused though the last batches, those in flight among them, happen to be the same."""
+    """A replay that differs is refused even if the last batches, including those in flight, happen to be the same."""
     side, iterator = begin(sampler(), window=3)
     given = [next(iterator) for _ in range(15)]
     state = safe(record_state(side.record))
@@ -396,7 +396,7 @@ def test_replay_is_compared_from_its_first_batch_on(sampler: type) -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 2])
 def test_objects_in_flight_are_drawn_again(num_ahead: int) -> None:
-    """What a checkpoint can't hold comes from the sampler again, and so does the rest; also at a second resume."""
+    """A checkpoint can't hold the objects: the sampler yields them again, and the rest too, also at a second resume."""
 
     class Slices(ThreadedRandom):
         def __iter__(self) -> Iterator[Any]:
@@ -417,7 +417,7 @@ def test_objects_in_flight_are_drawn_again(num_ahead: int) -> None:
 
 
 class OwnIterator:
-    """Is its own iterator, and begins again whenever it is asked for one."""
+    """Is its own iterator, and begins again at each call of `iter`."""
 
     def __len__(self) -> int:
         return 9

@@ -28,7 +28,7 @@ def safe(state: Any) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """Return `value` with the types of all that is in it, for a comparison that tells 1 from True and from 1.0."""
+    """Return `value` with all its types, for a comparison that distinguishes 1, True, and 1.0."""
     if isinstance(value, (list, tuple)):
         return type(value), [typed(item) for item in value]
     return type(value), value
@@ -36,7 +36,7 @@ def typed(value: Any) -> Any:
 
 @given(given_batches=batches)
 def test_plain_indices_come_back(given_batches: list[Any]) -> None:
-    """Integers, strings, flags, tuples and lists of them, in any nesting, are the same with the same types."""
+    """Integers, strings, flags, and any nesting of tuples and lists of them come back with the same types."""
     assert typed(unpack_indices(safe(pack_indices(given_batches)))) == typed(given_batches)
 
 
@@ -51,7 +51,7 @@ def test_tensors_come_back(value: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("value", [np.int64(3), np.array([1, 2], dtype=np.int32), np.array([], dtype=np.uint8)])
 def test_arrays_and_numpy_numbers_come_back(value: Any) -> None:
-    """NumPy's arrays and numbers keep their type."""
+    """NumPy's arrays and numbers keep their types."""
     [found] = unpack_indices(safe(pack_indices([value])))
     assert type(found) is type(value)
     assert found.dtype == value.dtype
@@ -81,7 +81,7 @@ class Clip(NamedTuple):
 
 @pytest.mark.parametrize("index", [{2}, Clip("a.mp4", 3), object(), True.__class__, lambda: 1])
 def test_batch_that_holds_an_object_is_not_kept(index: Any) -> None:
-    """What would come back as something else, or not at all, is left to the sampler; only its size is kept."""
+    """A batch that would come back as something else, or not at all, is left to the sampler; only its size is kept."""
     found = unpack_indices(safe(pack_indices([[1, index, 5], [3]])))
     assert found == [NotKept(3), [3]]
     assert len(found[0]) == 3

@@ -1,4 +1,4 @@
-"""An iterable data set whose iteration can't be begun again as it was says so."""
+"""An iterable data set reports that its iteration can't be begun again as it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_workers = pytest.mark.parametrize("workers", WORKERS)
 
 
 class Equipped(IterableDataset[Tensor]):
-    """Draws late, from a generator that somebody may have given to it."""
+    """Draws late, from a generator that it may have been given."""
 
     def __init__(self, *parts: random.Random) -> None:
         self.parts = parts
@@ -35,7 +35,7 @@ class Equipped(IterableDataset[Tensor]):
 
 
 class Plain(IterableDataset[Tensor]):
-    """Keeps where it is on itself, begins again each time, and was made at another time in each process."""
+    """Keeps its place as an attribute, begins again each time, and has another name in each process."""
 
     num_made = 0
 
@@ -60,7 +60,7 @@ class Counting(Plain):
 
 
 class Holding(Plain):
-    """Holds one that counts."""
+    """Holds a data set that counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Holding(Plain):
 
 
 class Told(Plain):
-    """Is told its epoch."""
+    """Gets its epoch by `set_epoch`."""
 
     epoch = 0
 
@@ -81,7 +81,7 @@ class Told(Plain):
 
 
 def tracked(dataset: IterableDataset[Any], workers: str, *, strict: bool = True) -> tuple[TrackedLoader, Any]:
-    """Return a loader that is followed, and its copy."""
+    """Return a tracker and the tracked copy of its loader."""
     loader = DataLoader(dataset, batch_size=2, **WORKERS[workers])
     tracker = TrackedLoader(loader)
     tracker.index_side.strict = strict
@@ -104,7 +104,7 @@ def state_at(dataset: IterableDataset[Any], workers: str, *, num_iterations: int
     return state
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's iterator, which is not made
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's iterator, which is not created
 @each_workers
 def test_generator_that_is_gone_is_refused(workers: str) -> None:
     """An iteration that began with a generator that a fresh data set does not have can't be begun again."""
@@ -119,7 +119,7 @@ def test_generator_that_is_gone_is_refused(workers: str) -> None:
 
 @each_workers
 def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog: pytest.LogCaptureFixture) -> None:
-    """If not strict it continues, and the main process says so."""
+    """Without strict it continues, and the main process reports this."""
     seed(1)
     state = state_at(Equipped(random.Random(3)), workers, num_iterations=1, consumed=2)
     tracker, loader = tracked(Equipped(), workers, strict=False)
@@ -138,7 +138,7 @@ def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog:
 @pytest.mark.parametrize("kind", [Counting, Holding])
 @each_workers
 def test_count_of_iterations(workers: str, kind: type[Plain], consumed: int | None) -> None:
-    """A data set that counts its iterations in an attribute, and gives other samples in each, continues with them."""
+    """A data set that counts its iterations in an attribute, with other samples in each, continues with its count."""
     state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
     tracker, loader = tracked(kind(), workers)
     tracker.load_state_dict(state)
@@ -151,7 +151,7 @@ def test_count_of_iterations(workers: str, kind: type[Plain], consumed: int | No
 @pytest.mark.parametrize("kind", [Plain, Told])
 @each_workers
 def test_place_that_is_kept_is_no_hidden_state(workers: str, kind: type[Plain], consumed: int | None) -> None:
-    """A data set that keeps its place, or its epoch, on itself and begins again each time continues."""
+    """A data set that keeps its place or its epoch as an attribute, and begins again each time, continues."""
     state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
     tracker, loader = tracked(kind(), workers)
     tracker.load_state_dict(state)

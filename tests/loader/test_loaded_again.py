@@ -1,4 +1,4 @@
-"""A ResumableDataLoader into which one state was loaded, and then another one."""
+"""A ResumableDataLoader into which two states are loaded, one after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.loader.loops import Drawing, own_draws, seed
 
 
 def rest(loader: ResumableDataLoader[Any], states: list[Any] | None = None) -> list[Any]:
-    """Return what a loop sees up to the end of the second epoch; note the state before it, and after each batch."""
+    """Return a loop's events up to the end of the second epoch; note the state before it, and after each batch."""
     events = []
     states = [] if states is None else states
     states.append(loader.state_dict())
@@ -26,7 +26,7 @@ def rest(loader: ResumableDataLoader[Any], states: list[Any] | None = None) -> l
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_state_that_was_loaded_last_is_gone_on_from(num_workers: int) -> None:
-    """Nothing is left of the state that was loaded before it, wherever in their epochs the two are."""
+    """Nothing is left of the state that was loaded first, wherever in their epochs the two are."""
 
     def make() -> ResumableDataLoader[Any]:
         dataset = Drawing(3)

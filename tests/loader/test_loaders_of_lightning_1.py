@@ -1,4 +1,4 @@
-"""What Lightning 1.9.5 accepted the positions of its loaders by, as laws of `ResumableDataLoader`."""
+"""The acceptance tests of Lightning 1.9.5 for the positions of its loaders, as laws of `ResumableDataLoader`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.loader.test_resumable import assert_resumes
 
 
 class SampledRange(IterableDataset[Tensor]):
-    """Is its own iterator, over a sampler that it makes when it is asked for one; workers share the range."""
+    """Is its own iterator, over a sampler that it creates in `__iter__`; workers share the range."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -41,7 +41,7 @@ class SampledRange(IterableDataset[Tensor]):
 
 
 class Tasks(IterableDataset[Tensor]):
-    """Draws classes for each epoch, seeds all generators by its number, and deals the samples to ranks and workers."""
+    """Draws classes for each epoch, seeds all generators by the epoch, and deals the samples to ranks and workers."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -87,7 +87,7 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_loader_goes_on_behind_its_batches(kind: str, num_workers: int) -> None:
-    """Its order and what its data set draws are those of the uninterrupted loop, in later epochs too."""
+    """Its order and its data set's draws are those of the uninterrupted loop, in later epochs too."""
 
     def make() -> ResumableDataLoader[Any]:
         return ResumableDataLoader(**LOADERS[kind](), num_workers=num_workers)

@@ -1,4 +1,4 @@
-"""What of a loader's objects can't be carried, or restored, is said."""
+"""Objects of a loader that can't be carried, or restored, are reported."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Stream(IterableDataset[Any]):
 
 
 def hidden() -> Any:
-    """Return an object whose class nobody finds by its name."""
+    """Return an object whose class can't be found by its name."""
     return type("Hidden", (), {})()
 
 
 def position_of(dataset: Stream) -> Any:
-    """Return where an iteration is after a batch."""
+    """Return the position of an iteration after a batch."""
     side = IterableSide(dataset)
     dataset.seen.append(3)
     dataset.own = hidden()
-    dataset.turns = iter([1, 2])  # whoever begins again makes it again
+    dataset.turns = iter([1, 2])  # a fresh iteration creates it again
     side.begin(None)
     batch = [next(iter(side))]
     side.collate(list, batch)
@@ -48,7 +48,7 @@ def position_of(dataset: Stream) -> Any:
 
 
 def test_what_is_not_there_any_more_is_refused() -> None:
-    """An iteration over a data set that lacks what its samples may follow from is not exact."""
+    """An iteration over a data set without an attribute that its samples may depend on is not exact."""
     position = position_of(Stream())
     side = IterableSide(Stream(has_list=False))
     side.begin(position)
@@ -62,7 +62,7 @@ def test_what_is_not_there_any_more_is_refused() -> None:
 
 
 def test_what_an_iteration_began_with_is_named() -> None:
-    """What can't be carried of a data set is lost, in the main process and in workers."""
+    """An object of a data set that can't be carried is lost, in the main process and in workers."""
     position = position_of(Stream())
     places = {"train/0": {"iterable": {"epoch": None, "position": position}, "workers": [{"iterable": position}]}}
     assert list(lost_in_loaders(places)) == ["train/0.dataset.own"]
@@ -70,7 +70,7 @@ def test_what_an_iteration_began_with_is_named() -> None:
 
 
 def test_what_workers_copied_is_named() -> None:
-    """What can't be carried of what workers copied is lost even where nothing else has changed."""
+    """An object that workers copied and that can't be carried is lost even if nothing else has changed."""
     loader = DataLoader(NoisyDataset(8), batch_size=4)
     objects = LoaderObjects(loader)
     assert objects.of_workers() == {}

@@ -80,7 +80,7 @@ class KeepsLast(DataLoader[Any]):
 
 
 class KeepsInItem(DataLoader[Any]):
-    kept: dict[str, Any] = {}  # noqa: RUF012 - all share it
+    kept: dict[str, Any] = {}  # noqa: RUF012 - all instances share it
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
@@ -94,7 +94,7 @@ class Asks(DataLoader[Any]):
             yield self.changed(batch)
 
     def changed(self, batch: Any) -> Any:
-        """Return it."""
+        """Return the batch."""
         return batch
 
 
@@ -109,7 +109,7 @@ class Derived(Enumerates):
 
 @pytest.mark.parametrize("kind", [DataLoader, Unsized, UnpackingLoader, Passes, PassesFrom, Moves])
 def test_class_that_takes_each_batch_alone(kind: Any) -> None:
-    """Its code shows that nothing follows from the batches before: it may begin in the middle."""
+    """Its code shows that nothing depends on earlier batches: it may begin in the middle."""
     assert takes_each_batch_alone(kind)
 
 
@@ -130,12 +130,12 @@ def test_class_that_takes_each_batch_alone(kind: Any) -> None:
     ],
 )
 def test_class_that_may_remember(kind: Any) -> None:
-    """What counts, repeats, leaves out, or asks what may count is followed by what it gives."""
+    """A class that counts, repeats, leaves out, or calls code that may count is followed by its output."""
     assert not takes_each_batch_alone(kind)
 
 
 def test_class_without_source() -> None:
-    """A class whose code can't be read is followed by what it gives."""
+    """A class whose code can't be read is followed by its output."""
     names: dict[str, Any] = {"DataLoader": DataLoader}
     exec("class Made(DataLoader):\n    def __iter__(self):\n        return super().__iter__()\n", names)
     assert not takes_each_batch_alone(names["Made"])

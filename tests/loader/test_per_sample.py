@@ -1,4 +1,4 @@
-"""Samples that are seeded one by one: by their place alone, and nobody else notices."""
+"""Samples that are seeded one by one depend only on their place, and no other code notices."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def batches(num_workers: int, *, epochs: int = 2) -> list[list[list[float]]]:
 
 
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
-    """Two epochs give the same with no, one and two workers."""
+    """Two epochs yield the same batches with no, one and two workers."""
     assert batches(0) == batches(1) == batches(2)
 
 
 def test_own_generator_moves_on_alike() -> None:
-    """The draw of torch's sampler after its last index is kept, also where workers draw the epoch at once."""
+    """The draw of torch's sampler after its last index is kept, even if workers draw the epoch in one go."""
 
     def drawn(num_workers: int) -> tuple[list[Tensor], Tensor]:
         generator = torch.Generator().manual_seed(5)
@@ -53,7 +53,7 @@ def test_own_generator_moves_on_alike() -> None:
 
 
 def test_a_fetch_in_the_process_leaves_the_generators() -> None:
-    """Without workers, the global and the held generators are after a fetch as before, also after one that fails."""
+    """Without workers, a fetch leaves the global and the held generators as they were, even if it fails."""
     for data in (Drawing(4), Failing(4)):
         loader = DataLoader(data, batch_size=2)
         tracked = TrackedLoader(loader, seeds=SampleSeeds(seed=3)).copy_of(loader)

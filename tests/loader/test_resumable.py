@@ -29,7 +29,7 @@ Make = Callable[[], ResumableDataLoader[Any]]
 
 
 class Stream(IterableDataset[float]):
-    """Says which worker gave which sample, and draws for it; the workers' parts differ in length."""
+    """Records which worker yielded which sample, and draws for it; the workers' parts differ in length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class Stream(IterableDataset[float]):
 
 
 class OwnIterator(IterableDataset[float]):
-    """Is its own iterator, and begins again whenever it is asked for one."""
+    """Is its own iterator, and begins again at each call of `iter`."""
 
     def __iter__(self) -> Iterator[Any]:
         self.place = 0
@@ -75,7 +75,7 @@ def tell(loader: DataLoader[Any], epoch: int) -> None:
 def run(
     loader: ResumableDataLoader[Any], *, num_epochs: int, saved: dict[int, Any] | None = None, tells: bool = True
 ) -> list[Event]:
-    """Return what a loop sees from the loader's epoch on; put its state at each position into `saved`."""
+    """Return a loop's events from the loader's epoch on; put its state at each position into `saved`."""
     events: list[Event] = []
     if saved is not None:
         saved[0] = safe(loader.state_dict())
@@ -90,7 +90,7 @@ def run(
 
 
 def assert_resumes(make: Make, *, num_epochs: int = 3, every: int = 1) -> None:
-    """Assert that from each position of a run, all of it is continued with exactly, by a loader that is made again."""
+    """Assert that a newly created loader continues exactly with the rest of a run from each position."""
     seed(1)
     reference = [(epoch, batch, *draws) for epoch, _, batch, *draws in loop(_plain(make()), num_epochs=num_epochs)]
     saved: dict[int, Any] = {}
@@ -148,7 +148,7 @@ MAPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_every_position_resumes_exactly(kind: str) -> None:
-    """In each of three epochs, before the first iteration and after each batch, the last ones included."""
+    """This holds in each of three epochs, before the first iteration and after each batch, including the last ones."""
     assert_resumes(lambda: ResumableDataLoader(**MAPS[kind]()))
 
 
@@ -161,7 +161,7 @@ WORKERS = {
 @pytest.mark.parametrize("kind", ["shuffled", "iterable"])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_every_position_resumes_exactly_with_workers(kind: str, workers: str) -> None:
-    """The draws of the workers continue too, whether they live for an epoch or for all of them."""
+    """The draws of the workers continue too, whether they live for one epoch or for all."""
     assert_resumes(lambda: ResumableDataLoader(**MAPS[kind](), **WORKERS[workers]), num_epochs=2, every=2)
 
 
@@ -212,7 +212,7 @@ def small(**arguments: Any) -> ResumableDataLoader[Any]:
 
 
 def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() -> None:
-    """A state that is taken between ``iter`` and the first ``next``, here or after a resume, begins with batch 0."""
+    """A state taken between ``iter`` and the first ``next``, here or after a resume, begins with batch 0."""
     seed(1)
     loader = small()
     batches = iter(loader)
@@ -229,7 +229,7 @@ def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() ->
 
 
 def test_a_loop_left_by_break_goes_on_behind_its_last_batch() -> None:
-    """A state that is taken after the loop, as for a stop, has the rest of the epoch."""
+    """A state taken after the loop, as for a stop, has the rest of the epoch."""
     seed(1)
     whole = [listed(batch) for batch in small()]
     seed(1)
@@ -244,7 +244,7 @@ def test_a_loop_left_by_break_goes_on_behind_its_last_batch() -> None:
 
 
 def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
-    """After `end_epoch` the loop ends by itself, and a state begins the next epoch; without it, that is refused."""
+    """After `end_epoch` the loop ends, and a state begins the next epoch; a cut epoch without it is refused."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:
         events = []
@@ -274,7 +274,7 @@ def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
 
 
 def test_a_loop_that_asks_for_so_many_batches_resumes_exactly() -> None:
-    """An iterator that is asked for as many batches as there are, and never for its end, leaves no epoch unfinished."""
+    """An iterator that yields all its batches, but is never asked for its end, leaves no epoch unfinished."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any], first: int = 0) -> list[Event]:
         events: list[Event] = []
@@ -307,7 +307,7 @@ def test_epochs_that_are_left_and_not_saved_there_are_as_with_any_loader() -> No
 
 
 def test_what_cant_be_exact_is_refused() -> None:
-    """A state is not told for two iterations under way; what can't be followed isn't made."""
+    """A state of two concurrent iterations is refused, and a loader that can't be followed isn't created."""
     loader = small()
     state = loader.state_dict()
     batches = iter(loader)
@@ -353,7 +353,7 @@ def test_the_state_of_another_loader_is_refused(other: Make, message: str) -> No
 
 
 def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
-    """States from before it was compared continue."""
+    """States from before samplers were compared continue."""
     seed(1)
     loader = small()
     next(batches := iter(loader))
@@ -367,7 +367,7 @@ def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
     ("state", "message"), [({}, r"it has \[\]"), ({"dataloader": 1}, r"it has \['dataloader'\]"), (None, "it is None")]
 )
 def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
-    """An empty state, one of something else and none at all are called so."""
+    """An empty state, one of another kind, and None are each refused by what they are."""
     with pytest.raises(ValueError, match=f"This is no state of a ResumableDataLoader: {message}"):
         small().load_state_dict(state)
 
@@ -388,7 +388,7 @@ def test_a_copy_has_the_state_that_was_loaded() -> None:
 
 
 def test_a_sampler_whose_loader_was_given_a_state_can_be_pickled() -> None:
-    """It is told its epochs itself then, and the sampler that it was copied from is not."""
+    """It then receives its epochs itself, and the original sampler doesn't."""
     sampler = DistributedSampler(range(6), num_replicas=1, rank=0)
     loader = ResumableDataLoader(list(range(6)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     loader.load_state_dict(loader.state_dict())
@@ -398,7 +398,7 @@ def test_a_sampler_whose_loader_was_given_a_state_can_be_pickled() -> None:
 
 
 def test_what_is_set_behind_a_load_takes_effect() -> None:
-    """A ``worker_init_fn`` that a framework sets before the first iteration is called, and the place stays loaded."""
+    """An attribute that is set between a load and the first iteration takes effect, and the place stays loaded."""
     seed(1)
     loader = small()
     next(batches := iter(loader))
@@ -411,7 +411,7 @@ def test_what_is_set_behind_a_load_takes_effect() -> None:
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_sampler_that_is_told_by_in_epoch_goes_on(counts: bool) -> None:
-    """Also where the loop counts in the sampler, its own epochs and the loader's continue together."""
+    """The sampler's own epochs and the loader's continue together, even if the loop counts in the sampler."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:
         events: list[Event] = []
@@ -447,7 +447,7 @@ class Doubling(ResumableDataLoader[Any]):
 
 
 def test_subclasses_resume() -> None:
-    """A subclass that changes the batches in its ``__iter__`` gets the right ones after a resume."""
+    """A subclass that changes the batches in its ``__iter__`` yields the right ones after a resume."""
     seed(1)
     loader = Doubling(Drawing(5), batch_size=2, shuffle=True)
     next(batches := iter(loader))

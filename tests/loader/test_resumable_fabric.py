@@ -1,4 +1,4 @@
-"""ResumableDataLoader under Fabric, which wraps loaders, makes them again for a sampler, and counts epochs from 0."""
+"""ResumableDataLoader under Fabric, which wraps loaders, rebuilds them for a sampler, and counts epochs from 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(**arguments: Any) -> ResumableDataLoader[Any]:
 
 
 def epochs(loader: Any, *, num_epochs: int, saved: list[Any] | None = None, first: int = 0) -> list[Any]:
-    """Return what a loop sees that tells nobody its epoch, and put the state after each batch into `saved`."""
+    """Return the events of a loop that sets no epochs, and put the state after each batch into `saved`."""
     events = []
     for epoch in range(first, num_epochs):
         for batch in loader:
@@ -36,7 +36,7 @@ def epochs(loader: Any, *, num_epochs: int, saved: list[Any] | None = None, firs
 
 @pytest.mark.parametrize("kind", ["shuffled", "distributed sampler"])
 def test_every_position_resumes_exactly_under_fabric(kind: str) -> None:
-    """The state is reached through the wrapper; the epochs that Fabric tells the sampler continue too."""
+    """The state is available through the wrapper; the epochs that Fabric sets on the sampler continue too."""
 
     def wrapped() -> Any:
         if kind == "shuffled":
@@ -60,7 +60,7 @@ def test_every_position_resumes_exactly_under_fabric(kind: str) -> None:
 
 
 def test_fabric_saves_and_loads_it(tmp_path: Path) -> None:
-    """`fabric.save` and `fabric.load` take it for an object with a state."""
+    """`fabric.save` and `fabric.load` treat it as an object with a state."""
     fabric = Fabric(accelerator="cpu", devices=1)
     seed(1)
     loader = fabric.setup_dataloaders(make())
@@ -90,12 +90,12 @@ def on_two_ranks(directory: Path, rank: int) -> None:
             resumed = fabric.setup_dataloaders(make(**arguments))
             resumed.load_state_dict(state)
             assert epochs(resumed, num_epochs=3, first=epoch) == reference[done:], number
-            # Loaded before Fabric makes the loader again, it is not lost.
+            # A state that is loaded before Fabric rebuilds the loader is not lost.
             seed(51)
             early = make(**arguments)
             early.load_state_dict(state)
             assert epochs(fabric.setup_dataloaders(early), num_epochs=3, first=epoch) == reference[done:], number
-    # A sampler that Fabric does not put in after all is told when the iteration begins.
+    # If Fabric does not put in its sampler after all, the beginning of the iteration reports it.
     early = make(**arguments)
     early.load_state_dict(state)
     with pytest.raises(FingerprintMismatchError, match=r"over DistributedSampler' then, '.* over RandomSampler' now"):
@@ -108,7 +108,7 @@ def on_two_ranks(directory: Path, rank: int) -> None:
 
 
 def test_each_of_two_ranks_resumes_from_its_own_state(tmp_path: Path) -> None:
-    """With the sampler that Fabric puts in, loaded before or after that; the state of the other rank is refused."""
+    """With Fabric's sampler, loaded before or after it is put in; the state of the other rank is refused."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     codes, output = run_group(lambda rank: on_two_ranks(tmp_path, rank), num_ranks=2, directory=tmp_path)
     assert codes == [0, 0], output

@@ -1,4 +1,4 @@
-"""What code written for torchdata's StatefulDataLoader does with a ResumableDataLoader."""
+"""Code written for torchdata's StatefulDataLoader works with a ResumableDataLoader."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def small(**arguments: Any) -> ResumableDataLoader[Any]:
 
 
 def epoch_of(loader: ResumableDataLoader[Any]) -> list[Any]:
-    """Return what a loop over one epoch sees."""
+    """Return the events of a loop over one epoch."""
     return [(listed(batch), *own_draws()) for batch in loader]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"worker_rng": "per_sample", "seed": 3}])
 def test_a_first_state_begins_anew_with_living_workers(arguments: dict[str, Any]) -> None:
-    """A state from before the first iteration is continued by other workers than those that have drawn since."""
+    """A state from before the first iteration continues with other workers than those that have drawn since."""
     seed(1)
     loader = small(num_workers=2, persistent_workers=True, **arguments)
     state = loader.state_dict()
@@ -44,7 +44,7 @@ def test_a_first_state_begins_anew_with_living_workers(arguments: dict[str, Any]
 
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_an_iterator_that_was_left_is_not_in_the_way_of_a_state(arguments: dict[str, Any]) -> None:
-    """A state is loaded while somebody holds an iterator of before, whose next raises, and the loop is exact."""
+    """A state is loaded while an old iterator exists; the old iterator's next raises, and the loop is exact."""
     seed(1)
     loader = small(**arguments)
     left = iter(loader)
@@ -66,7 +66,7 @@ def test_an_iterator_that_was_left_is_not_in_the_way_of_a_state(arguments: dict[
 
 
 def test_the_iterator_has_what_torchs_has() -> None:
-    """Workers are found where torch has them, and what torch's iterator lacks is lacking."""
+    """Workers are found where torch has them, and an attribute that torch's iterator lacks is lacking."""
     batches = iter(small(num_workers=2))
     assert [worker.is_alive() for worker in batches._workers] == [True, True]
     assert not hasattr(batches, "nothing_of_that_name")
@@ -85,7 +85,7 @@ class TooLong(IterableDataset[int]):
 
 @pytest.mark.parametrize("is_asked_late", [False, True])
 def test_torch_warns_of_more_samples_than_the_length(is_asked_late: bool) -> None:
-    """As with torch's loader, once somebody has asked for the length, before the first iteration or after it."""
+    """As with torch's loader, the warning comes once the length was used, before the first iteration or after it."""
     loader = ResumableDataLoader(TooLong(), batch_size=1)
     if is_asked_late:
         with warnings.catch_warnings():
@@ -93,13 +93,13 @@ def test_torch_warns_of_more_samples_than_the_length(is_asked_late: bool) -> Non
             assert len(list(iter(loader))) == 4
     assert len(loader) == 2
     with pytest.warns(UserWarning, match="Length of IterableDataset"):
-        assert len([batch for batch in loader]) == 4  # noqa: C416 - list() would ask for the length
+        assert len([batch for batch in loader]) == 4  # noqa: C416 - list() would use the length
 
 
 def test_a_number_of_steps_between_snapshots_is_taken_and_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The argument of torchdata's changes nothing, which is said for the first loader that has it."""
+    """The argument of torchdata's changes nothing; the first loader that has it reports this."""
     resumable._say_no_snapshots.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lightning_faulttolerant"):
         small()
@@ -129,7 +129,7 @@ class Counting(IterableDataset[Any]):
         return {"n": {self.place: (torch.tensor([[self.place]], dtype=torch.int16), b"x", None)}, "blob": float("inf")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the place from its tensor."""
+        """Restore the place from its tensor."""
         [(number, (tensor, text, nothing))] = state["n"].items()
         assert (tensor.dtype, tensor.tolist(), text, nothing) == (torch.int16, [[number]], b"x", None)
         self.place = number
@@ -145,7 +145,7 @@ MADE = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_state_is_written_as_json_and_read_back(kind: str) -> None:
-    """Before, in, and after an epoch, what is read back continues exactly."""
+    """A state from before, in, or after an epoch continues exactly after it is read back."""
     seed(1)
     loader = MADE[kind]()
     states = [json.dumps(loader.state_dict())]
@@ -177,7 +177,7 @@ def test_a_state_is_written_as_json_and_read_back(kind: str) -> None:
     ],
 )
 def test_what_json_lacks_comes_back(value: Any) -> None:
-    """Tensors, tuples, bytes, numbers as keys, and dicts that look like what stands for them."""
+    """Tensors, tuples, bytes, numbers as keys, and dicts that look like their replacements come back."""
     [back] = from_json(json.loads(json.dumps(to_json({"value": value})))).values()
     assert type(back) is type(value)
     assert str(back) == str(value)
@@ -213,7 +213,7 @@ assert [[value.tolist() for value in batch] for batch in resumed] == [last]
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_state_in_a_global_of_the_script_is_no_part_of_the_next(num_workers: int, tmp_path: Path) -> None:
-    """A loop at the top of a script keeps its states where the data set's other globals are; they do not grow."""
+    """A loop at the top of a script keeps its states beside the data set's other globals; they do not grow."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(num_workers=num_workers))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -224,7 +224,7 @@ def test_a_state_in_a_global_of_the_script_is_no_part_of_the_next(num_workers: i
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stateful_stream_continues_from_its_state(num_workers: int) -> None:
-    """Also after its first batch, in this process and in a worker."""
+    """It continues even after its first batch, in this process and in a worker."""
     loader = ResumableDataLoader(Counting(), batch_size=1, num_workers=num_workers)
     batches = iter(loader)
     next(batches)

@@ -1,4 +1,4 @@
-"""The ring gives the state that belongs to a position, or says why it can't; never another one."""
+"""The ring yields the state of a position, or the reason why it can't, but never another state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for states that never come only shortly."""
+    """Wait only briefly for states that never come."""
     monkeypatch.setattr(ring_module, "_WAIT_SECONDS", 0.02)
 
 
@@ -29,7 +29,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     length=st.integers(0, 64),
 )
 def test_last_states_of_each_worker_are_there(num_workers: int, num_slots: int, num_batches: int, length: int) -> None:
-    """The last states of each worker, as many as there are slots, are what it left; older ones are refused."""
+    """The last states of each worker, one per slot, are as it left them; older ones are refused."""
     ring = WorkerRing(num_workers=num_workers, num_slots=num_slots, slot_bytes=64)
 
     def state(worker: int, count: int) -> bytes:
@@ -55,7 +55,7 @@ def test_state_that_was_never_left_is_refused() -> None:
 
 
 def test_state_that_is_too_long_is_refused_and_touches_nobody() -> None:
-    """A state longer than its slot is not cut short: it is refused with both lengths, and its neighbours stay whole."""
+    """A state longer than its slot is not cut: it is refused with both lengths, and its neighbors stay whole."""
     ring = WorkerRing(num_workers=2, num_slots=2, slot_bytes=8)
     for worker in range(2):
         for count in range(2):
@@ -67,7 +67,7 @@ def test_state_that_is_too_long_is_refused_and_touches_nobody() -> None:
 
 
 def test_state_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that was handed out, and is not fetched yet, is waited for."""
+    """A batch that was handed out, but is not fetched yet, is waited for."""
     monkeypatch.setattr(ring_module, "_WAIT_SECONDS", 5.0)
     ring = WorkerRing(num_workers=1, num_slots=2, slot_bytes=8)
     ring.put(0, 0, b"first")
@@ -76,7 +76,7 @@ def test_state_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_half_written_state_is_never_given() -> None:
-    """A worker that is killed while it writes leaves a slot that is refused: neither the old nor a torn state."""
+    """A worker that is killed while it writes leaves a slot that is refused: no old and no torn state is read."""
 
     class Torn(WorkerRing):
         def _write(self, offset: int, data: bytes) -> None:
@@ -102,9 +102,9 @@ def _work(ring: WorkerRing) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_memory_is_shared_with_a_worker(method: str) -> None:
-    """What a forked or spawned worker writes is read here, and it sees that it is to end."""
+    """The main process reads what a forked or spawned worker writes, and the worker sees that it must end."""
     ring = WorkerRing(num_workers=2, num_slots=4, slot_bytes=8)
-    ring.put(0, 0, b"mine")  # so that an address is kept here, which is of no use in another process
+    ring.put(0, 0, b"mine")  # so that this process keeps an address, which is useless in another process
     worker = multiprocessing.get_context(method).Process(target=_work, args=(ring,))
     worker.start()
     deadline = time.monotonic() + 120
@@ -123,7 +123,7 @@ def test_memory_is_shared_with_a_worker(method: str) -> None:
 
 
 def test_what_workers_say_arrives() -> None:
-    """Sentences of any worker arrive once each, as much of them as there is room for; states stay whole."""
+    """Each message arrives once, whichever workers send it, as long as there is room; states stay whole."""
     ring = WorkerRing(num_workers=3, num_slots=1, slot_bytes=8)
     for worker in range(3):
         ring.put(worker, 0, b"state %d" % worker)
@@ -139,7 +139,7 @@ def test_what_workers_say_arrives() -> None:
 
 
 def test_close_tells_every_worker() -> None:
-    """Each worker, started or not, sees that it is to end."""
+    """Each worker, started or not, sees that it must end."""
     ring = WorkerRing(num_workers=3, num_slots=1, slot_bytes=8)
     ring.register(0, 11)
     ring.register(2, 12)
@@ -149,7 +149,7 @@ def test_close_tells_every_worker() -> None:
 
 
 def test_address_does_not_travel() -> None:
-    """The pickled ring of another process starts without an address of this one."""
+    """The pickled ring starts in another process without an address of this one."""
     ring = WorkerRing(num_workers=1, num_slots=1, slot_bytes=8)
     ring.put(0, 0, b"x")
     assert ring.__getstate__()["_bytes"] is None

@@ -12,7 +12,7 @@ from lightning_faulttolerant.loader.sample_digest import sample_digest
 
 @dataclass(slots=True)
 class Graph:
-    """A batch of a class of its own."""
+    """A batch of a custom class."""
 
     nodes: torch.Tensor
 
@@ -45,7 +45,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_digest_tells_samples_apart(name: str) -> None:
-    """The same sample has the same digest each time, another one another."""
+    """The same sample always has the same digest, and another sample has another one."""
     sample, other = SAMPLES[name]
     assert sample_digest(sample) == sample_digest(sample)
     assert sample_digest(sample) != sample_digest(other)
@@ -53,30 +53,30 @@ def test_digest_tells_samples_apart(name: str) -> None:
 
 @pytest.mark.parametrize("sample", [torch.empty(0), torch.empty(2, device="meta"), object()])
 def test_samples_without_numbers_have_a_digest(sample: object) -> None:
-    """Of a sample that has none, or none that can be read, only its kind counts."""
+    """For a sample without numbers, or without readable ones, only its kind counts."""
     assert sample_digest(sample) == sample_digest(sample)
 
 
 def test_digest_of_a_copy_is_that_of_the_sample() -> None:
-    """Where the numbers lie in memory does not matter: a slice of every second one has the digest of its copy."""
+    """The memory layout does not matter: a slice of every second number has the digest of its copy."""
     numbers = torch.arange(20.0)[::2]
     assert sample_digest(numbers) == sample_digest(numbers.clone())
 
 
 def test_digest_of_an_object_that_holds_itself_ends() -> None:
-    """An object that can be reached from itself is looked at once."""
+    """An object that can be reached from itself is read once."""
     ring: list[object] = [1]
     ring.append(ring)
     assert sample_digest(ring) == sample_digest(ring)
 
 
 def test_digest_goes_on_from_the_one_before() -> None:
-    """A running digest tells the same samples in another order apart."""
+    """A running digest distinguishes the same samples in another order."""
     assert sample_digest("b", sample_digest("a")) != sample_digest("a", sample_digest("b"))
 
 
 def test_which_object_comes_again() -> None:
-    """Of objects that come twice it tells which one does."""
+    """If objects occur twice, the digest shows which one does."""
     one, other = [1], [2]
     assert sample_digest([one, other, one]) != sample_digest([one, other, other])
     assert sample_digest([one, other, one]) == sample_digest([third := [1], [2], third])

@@ -1,4 +1,4 @@
-"""The rest of an epoch without a walk over its beginning is the rest that the sampler itself gives."""
+"""The rest of an epoch, computed without a walk over its beginning, is the rest that the sampler itself yields."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ UNKNOWN: dict[str, Callable[[int], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _own_states() -> Iterator[None]:
-    """Give others their generators back."""
+    """Restore the generators for other tests."""
     before = rng_state()
     yield
     set_rng_state(before)
 
 
 def outcome(sampler: Any, rest: Iterator[Any]) -> tuple[Any, ...]:
-    """Return what comes, of which types, and in which states it leaves the generators."""
+    """Return the items, with their types, and the states of the generators afterwards."""
     items = list(rest)
     inner = getattr(sampler, "sampler", sampler)
     own = getattr(inner, "generator", None)
@@ -79,7 +79,7 @@ def test_rest_is_what_the_sampler_gives(name: str, data: st.DataObject) -> None:
         sampler = KNOWN[name](length)
         return sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
 
-    # What is looked at to see whether the rest is right is never empty.
+    # The rest that is checked is never empty.
     position = data.draw(st.integers(0, max(0, len(make()) - 1)), "position")
     torch.manual_seed(1)
     slow = make()
@@ -93,7 +93,7 @@ def test_rest_is_what_the_sampler_gives(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_others_are_left_alone(name: str) -> None:
-    """Nothing is drawn for a sampler that has to be run through, and nothing is given."""
+    """For a sampler that must be run through, nothing is drawn and nothing is returned."""
     for sampler in (UNKNOWN[name](9), BatchSampler(UNKNOWN[name](9), 2, drop_last=False)):
         before = rng_state()
         assert rest_of(sampler, 3) is None
@@ -101,12 +101,12 @@ def test_others_are_left_alone(name: str) -> None:
 
 
 def test_position_behind_the_end_is_left_alone() -> None:
-    """A position that the sampler does not have, as with a data set that has shrunk, is not skipped to."""
+    """A position after the sampler's end, as with a data set that has shrunk, is not skipped to."""
     assert rest_of(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False), 5) is None
 
 
 def cut(sampler: Any) -> tuple[Any, list[Any]]:
-    """Begin an epoch; return its state after the fourth batch, of which two are kept, and the rest."""
+    """Begin an epoch; return its state after the fourth batch, which keeps two batches, and the rest."""
     seed(1)
     side, iterator = begin(sampler, window=2)
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_resume_skips_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rest_that_is_not_the_samplers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch should draw otherwise than we know, the sampler itself is run through, from the right states."""
+    """If torch draws in another way than we know, the sampler itself is run through, from the right states."""
     own = generator()
     state, rest = cut(BatchSampler(RandomSampler(range(20), generator=own), 2, drop_last=False))
     end = own.get_state()

@@ -1,4 +1,4 @@
-"""The law of the loader, in a plain loop: wherever it is cut, what follows is what the uninterrupted run does there."""
+"""The law of the loader, in a plain loop: wherever it is cut, the rest is that of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import Drawing, behind, full_state, listed, loop, safe, seed, tracked_loop
 
-# Three workers on a machine with two cores, which is what a small test machine has.
+# Three workers on a machine with two cores, as on a small test machine.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 
 WORKERS = {
@@ -53,9 +53,9 @@ WORKERS = {
     "workers", [pytest.param(name, marks=[pytest.mark.slow] if name[0] == "3" else []) for name in WORKERS]
 )
 def test_every_cut_resumes_exactly(workers: str) -> None:
-    """Before each batch of two epochs, and at their ends: resumed there, the rest is that of the uninterrupted run.
+    """Before each batch of two epochs, and at their ends, a resume there continues as the uninterrupted run.
 
-    The next epochs and the main process's own draws are included, and reading the state at every position changes
+    The next epochs and the main process's own draws are included. Reading the state at every position changes
     nothing.
     """
     make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
@@ -141,7 +141,7 @@ def test_every_sampler_resumes_exactly(sampler: str, length: int, batch_size: in
 
 @pytest.mark.parametrize("sampler", ["generator of the loader", "with replacement", "no batching", "distributed"])
 def test_samplers_resume_with_workers(sampler: str) -> None:
-    """The same with workers, which fetch ahead of what is consumed."""
+    """The same holds with workers, which fetch ahead of the consumed batches."""
 
     def make() -> DataLoader[Any]:
         data = Drawing(9)
@@ -160,7 +160,7 @@ def test_samplers_resume_with_workers(sampler: str) -> None:
 
 @pytest.mark.parametrize("workers", ["no workers", "2 workers", "2 persistent workers"])
 def test_resumes_between_two_epochs(workers: str) -> None:
-    """Saved when no iteration is under way, as a validation loader is, the next iteration is the one that was due."""
+    """If a loader is saved between iterations, as a validation loader is, it resumes with the iteration that is due."""
     make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
     seed(1)
     reference = loop(make(Drawing(6)), num_epochs=3)
@@ -188,7 +188,7 @@ def _loop_from_epoch_1(tracker: TrackedLoader, tracked: DataLoader[Any], state: 
 
 @pytest.mark.parametrize("workers", ["2 workers", "2 persistent workers"])
 def test_epoch_that_was_left_early_is_no_obstacle(workers: str) -> None:
-    """After an epoch that was broken off, with batches in flight, the next one is saved and resumed exactly."""
+    """After an epoch that was broken off with batches in flight, the next one is saved and resumed exactly."""
     make = partial(DataLoader, batch_size=1, shuffle=True, **WORKERS[workers])
 
     def run(loader: DataLoader[Any]) -> tuple[list[Any], Iterator[Any]]:
@@ -216,7 +216,7 @@ def test_epoch_that_was_left_early_is_no_obstacle(workers: str) -> None:
 
 @pytest.mark.parametrize("workers", ["no workers", "2 workers", "2 persistent workers"])
 def test_loaded_state_is_the_state(workers: str) -> None:
-    """Loaded, and not iterated yet, the state is the one that was loaded; so it is once the iteration has begun."""
+    """Before the first iteration, and after it has begun, the state is the one that was loaded."""
     make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
     seed(1)
     _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
@@ -233,7 +233,7 @@ def test_loaded_state_is_the_state(workers: str) -> None:
 
 
 def test_loader_with_living_workers_is_set_back() -> None:
-    """A state that is loaded while persistent workers wait for the next epoch gets workers of its own."""
+    """A loader whose persistent workers wait for the next epoch gets new workers for a loaded state."""
     loader = DataLoader(Drawing(8), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
     seed(1)
     tracker = TrackedLoader(loader)
@@ -247,7 +247,7 @@ def test_loader_with_living_workers_is_set_back() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """Continuing, and changing what was given out, changes neither state nor tracker."""
+    """Continuing, or changing the returned state, changes neither state nor tracker."""
     loader = DataLoader(Drawing(8), batch_size=2, shuffle=True)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
@@ -266,7 +266,7 @@ def test_state_is_a_copy() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resuming_leaves_the_generators_as_they_were(num_workers: int) -> None:
-    """Continuing in an epoch neither draws from the main process's generators nor leaves them anywhere else."""
+    """Continuing in an epoch neither draws from the main process's generators nor moves them."""
     make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=num_workers)
     seed(1)
     _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
@@ -282,7 +282,7 @@ def test_resuming_leaves_the_generators_as_they_were(num_workers: int) -> None:
 
 
 class Named(DataLoader[Any]):
-    """A user's loader that adds something to each batch and counts its iterations."""
+    """A user's loader that changes each batch and counts its iterations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -296,7 +296,7 @@ class Named(DataLoader[Any]):
 
 @pytest.mark.parametrize("workers", ["no workers", "2 workers"])
 def test_loader_of_the_users_own_class_resumes_exactly(workers: str) -> None:
-    """What the user's class does to each batch is done, before and after, also where its `__iter__` is a generator."""
+    """The user's class still changes each batch, before and after, even if its `__iter__` is a generator."""
     make = partial(Named, batch_size=2, shuffle=True, **WORKERS[workers])
     seed(1)
     reference = loop(make(Drawing(7)), num_epochs=2)
@@ -317,7 +317,7 @@ def test_loader_of_the_users_own_class_resumes_exactly(workers: str) -> None:
 @pytest.mark.parametrize("workers", ["no workers", "2 persistent workers"])
 @pytest.mark.parametrize("kind", [DataLoader, Named])
 def test_copy_is_of_the_users_class_and_the_loader_unchanged(kind: type[DataLoader[Any]], workers: str) -> None:
-    """The copy passes for the user's class, and all but what this counts itself is on the user's loader what it was."""
+    """The copy has the user's class; the user's loader keeps all attributes, except those that it counts itself."""
     loader = kind(Drawing(6), batch_size=2, shuffle=True, generator=generator(0), **WORKERS[workers])
     before, state = dict(vars(loader)), loader.generator.get_state()
     tracker = TrackedLoader(loader)
@@ -338,7 +338,7 @@ def test_copy_is_of_the_users_class_and_the_loader_unchanged(kind: type[DataLoad
 
 
 def test_class_that_goes_round_is_told() -> None:
-    """A subclass that calls DataLoader's own `__iter__` past ours can't be followed: it is told how to be."""
+    """A subclass that calls DataLoader's own `__iter__` past ours can't be followed: the error says how it can be."""
 
     class Rude(DataLoader[Any]):
         def __iter__(self) -> Any:
@@ -360,7 +360,7 @@ class Stateful(DataLoader[Any]):
 
 
 class Eager(DataLoader[Any]):
-    """Makes its iterator at once and keeps it, as a loader that never lets its workers go does."""
+    """Creates its iterator early and keeps it, like a loader that never ends its workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -401,13 +401,13 @@ def test_loader_that_cant_be_exact_is_told_why(case: str) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_loader_that_can_be_exact_has_no_reason_against_it(workers: str) -> None:
-    """Plain loaders, with workers of any kind, pass."""
+    """Plain loaders pass, with workers of any kind."""
     assert why_not_exact(DataLoader(Drawing(4), shuffle=True, **WORKERS[workers])) is None
     assert why_not_exact(Named(Drawing(4), **WORKERS[workers])) is None
 
 
 class Swelling(Dataset[int]):
-    """Makes, when it is first used, more generators than anybody could foresee."""
+    """Creates, when it is first used, more generators than the slot's reserve allows."""
 
     def __init__(self) -> None:
         self.generators: list[Any] = []
@@ -421,7 +421,7 @@ class Swelling(Dataset[int]):
 
 
 def test_worker_state_that_does_not_fit_is_told() -> None:
-    """A state that outgrows its slot raises when it is read, rather than resuming another one."""
+    """A state that outgrows its slot raises when it is read; another state is never resumed."""
     loader = DataLoader(Swelling(), num_workers=1)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
@@ -432,7 +432,7 @@ def test_worker_state_that_does_not_fit_is_told() -> None:
 
 
 class Telling(Dataset[Any]):
-    """Gives a draw that depends on how the worker was set up."""
+    """Returns a number that depends on how the worker was set up."""
 
     setup = 0
 
@@ -449,7 +449,7 @@ def _set_up(number: int, worker_id: int) -> None:
 
 @pytest.mark.parametrize(("own", "default", "expected"), [(None, 1, 10), (2, 1, 20), (2, None, 20), (None, None, 0)])
 def test_workers_are_set_up_as_the_user_says(own: int | None, default: int | None, expected: int) -> None:
-    """The user's `worker_init_fn` runs; where there is none, the default one does, if any."""
+    """The user's `worker_init_fn` runs; without one, the default one does, if any."""
     functions = [None if number is None else partial(_set_up, number) for number in (own, default)]
     loader = DataLoader(Telling(), batch_size=2, num_workers=2, worker_init_fn=functions[0])
     tracked = TrackedLoader(loader, default_worker_init=functions[1]).copy_of(loader)
@@ -458,7 +458,7 @@ def test_workers_are_set_up_as_the_user_says(own: int | None, default: int | Non
 
 
 def test_copy_that_is_gone_takes_its_workers_along() -> None:
-    """Nothing keeps workers alive once the copy is dropped; the tracker then says that it is gone."""
+    """Nothing keeps workers alive once the copy is dropped; the tracker then reports that it is gone."""
     loader = DataLoader(Drawing(4), num_workers=1, persistent_workers=True)
     tracker = TrackedLoader(loader)
     tracked = tracker.copy_of(loader)
@@ -478,7 +478,7 @@ def test_copy_that_is_gone_takes_its_workers_along() -> None:
 
 
 class Stuck(Dataset[Any]):
-    """Says that a sample is being read, and never comes back."""
+    """Reports that a sample is being read, and never returns."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -493,7 +493,7 @@ class Stuck(Dataset[Any]):
             time.sleep(1000)
         while self.how == "busy loop":
             pass
-        return sum(range(10**13))  # a loop in C, in which no Python handler runs
+        return sum(range(10**13))  # a loop in C that runs no Python handler
 
     def wait_until_stuck(self) -> None:
         deadline = time.monotonic() + 20
@@ -504,7 +504,7 @@ class Stuck(Dataset[Any]):
 
 @pytest.mark.parametrize("how", ["sleep", "busy loop", "loop in C"])
 def test_stuck_workers_are_ended_soon(how: str) -> None:
-    """Workers that never come back are gone before torch's 5 s each, with no exception, torch's handler in place."""
+    """Stuck workers are gone before torch's 5 s each, without an exception, and torch's handler is back in place."""
     loader = DataLoader(Stuck(how), num_workers=2)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
@@ -515,7 +515,7 @@ def test_stuck_workers_are_ended_soon(how: str) -> None:
     assert time.monotonic() - began < 4.0
     assert multiprocessing.active_children() == []
     assert signal.getsignal(signal.SIGCHLD) == handler
-    time.sleep(0.01)  # a signal that was still on its way would arrive here
+    time.sleep(0.01)  # a late signal would arrive here
     began = time.monotonic()
     del iterator
     gc.collect()
@@ -523,7 +523,7 @@ def test_stuck_workers_are_ended_soon(how: str) -> None:
 
 
 def test_handler_of_childrens_deaths_does_not_hear_of_the_workers() -> None:
-    """Torch's handler raises when a worker was killed: while workers are closed no handler runs, and it is put back."""
+    """Torch's handler raises when a worker was killed: it does not run while workers are closed, and is put back."""
     loader = DataLoader(Stuck("loop in C"), num_workers=2)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
@@ -560,7 +560,7 @@ def test_workers_are_closed_twice_and_before_they_are_made() -> None:
 
 
 def test_other_children_are_left_alone() -> None:
-    """A child of the user's own outlives the closing of the workers."""
+    """A child process of user code outlives the closing of the workers."""
     context = multiprocessing.get_context("fork")
     child = context.Process(target=time.sleep, args=(60,))
     child.start()
@@ -625,7 +625,7 @@ raise RuntimeError("of the user")
 
 
 def test_process_with_living_workers_can_end() -> None:
-    """An exception of the user's that leaves an iterator behind ends the process, rather than waiting for workers."""
+    """A user's exception that leaves an iterator behind ends the process, which does not wait for workers."""
     ended = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr.strip().endswith("RuntimeError: of the user")
@@ -633,7 +633,7 @@ def test_process_with_living_workers_can_end() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_resume_exactly() -> None:
-    """Workers that are spawned rather than forked get ring, state and set-up by pickle, and continue exactly."""
+    """Spawned workers get ring, state and setup by pickle, and continue exactly."""
     make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="spawn")
     seed(1)
     reference = loop(make(Drawing(7)), num_epochs=1)
@@ -646,7 +646,7 @@ def test_spawned_workers_resume_exactly() -> None:
 
 
 def test_tensor_data_sets_and_other_collate_functions_pass() -> None:
-    """A user's `collate_fn` gets the samples and its result reaches the loop untouched."""
+    """A user's `collate_fn` gets the samples, and its result reaches the loop unchanged."""
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, collate_fn=_as_tuple)
     assert list(TrackedLoader(loader).copy_of(loader)) == [("own", 0, 1), ("own", 2, 3)]
 

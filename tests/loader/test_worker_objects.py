@@ -1,4 +1,4 @@
-"""What a worker's copies of a loader's objects change travels with its state, if it is not too much."""
+"""Changes of a worker's copies of a loader's objects travel with its state, unless they are too large."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Caching(Dataset[Any]):
 
 
 def objects_of(dataset: Any) -> WorkerObjects:
-    """Return what follows the objects of a data set."""
+    """Return the tracker of a data set's objects."""
     return WorkerObjects(dataset=dataset, collate_fn=None, worker_init_fn=None)
 
 
 def test_change_is_restored() -> None:
-    """A count and a small cache continue in a new worker; where nothing has changed there is nothing to say."""
+    """A count and a small cache continue in a new worker; without a change the state is empty."""
     dataset = Caching()
     objects = objects_of(dataset)
     assert objects.state_dict() == {}
@@ -44,7 +44,7 @@ def test_change_is_restored() -> None:
 
 
 def test_cache_that_is_too_large_is_named() -> None:
-    """What is more than there is room for is named, by the first state that lacks it and all that follow."""
+    """Objects beyond the limit are named, by the first state that lacks them and by all later ones."""
     dataset = Caching()
     objects = objects_of(dataset)
     for index in range(40):
@@ -62,7 +62,7 @@ def test_cache_that_is_too_large_is_named() -> None:
 
 
 def test_large_list_that_grows_is_found() -> None:
-    """Of a large list the length is looked at."""
+    """For a large list, its length is checked."""
     dataset = Caching()
     objects = objects_of(dataset)
     dataset.files.append("new.png")

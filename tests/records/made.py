@@ -1,4 +1,4 @@
-"""Histories as runs write them, made without a run."""
+"""Histories as runs write them, created without a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCHES_PER_EPOCH = 100
 
 
 class Story:
-    """Writes the lines of a run whose clock is told to continue."""
+    """Writes the lines of a run with a clock that advances on request."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -29,7 +29,7 @@ class Story:
         return self
 
     def train(self, seconds: float, batches: int = 1) -> Story:
-        """Let time pass in which batches are trained."""
+        """Let time pass while batches are trained."""
         self.batch += batches
         return self.wait(seconds)
 
@@ -42,7 +42,7 @@ class Story:
         return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began)
 
     def start(self, *, resumed: float | None = None, name: str = "", batch: int = 0, continues: bool = True) -> Story:
-        """Let the fit start, at a batch, resumed in so many seconds from an autosave."""
+        """Let the fit start, at a batch, resumed from an autosave within a number of seconds."""
         self.batch = batch
         told = None
         if resumed is not None:
@@ -52,7 +52,7 @@ class Story:
         return self._add(START, **self.place, num_ranks=1, continues=continues and told is not None, resumed=told)
 
     def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100) -> Story:
-        """Let training wait for an autosave, or write it in the background in so many seconds more."""
+        """Let training wait for an autosave, or write it in the background for a number of seconds more."""
         taken, place = self.now, self.place
         self.wait(seconds + written_in)
         self.num_autosaves += 1
@@ -79,7 +79,7 @@ class Story:
 
     @property
     def place(self) -> dict[str, int]:
-        """The place that the fit is at."""
+        """The current place of the fit."""
         epoch, batch = divmod(self.batch, BATCHES_PER_EPOCH)
         return {"epoch": epoch, "batch": batch, "global_step": self.batch}
 
@@ -93,7 +93,7 @@ lengths = st.integers(0, 50).map(float)
 
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
-    """Return a run of several processes: killed, stopped or finished, resumed from an autosave or begun again."""
+    """Return a run of several processes: killed, stopped, or finished, resumed from an autosave or begun again."""
     story = Story()
     saved: dict[int, list[tuple[str, int]]] = {}
     finished = 0

@@ -18,14 +18,14 @@ from tests.records.made import Story, stories
 
 
 def account_of(story: Story) -> dict[str, float]:
-    """Return what is not zero in the account of the only chapter of a run."""
+    """Return the nonzero entries of the account of the only chapter of a run."""
     [chapter] = history_of(story.lines).chapters
     account = chapter_report(chapter).account
     return {kind: getattr(account, kind) for kind in KINDS if getattr(account, kind)}
 
 
 def test_run_without_a_fault() -> None:
-    """A run that was never disturbed has started, trained and waited for its autosaves, and nothing is lost."""
+    """An undisturbed run has started, trained, and waited for its autosaves, and nothing is lost."""
     story = Story().wait(5).begin(since=5).wait(2).start()
     story.autosave(seconds=1).train(100).autosave(seconds=3).train(50).autosave(seconds=1).end().wait(4).done()
     assert account_of(story) == {"starting": 7, "training": 150, "saving": 5, "outside": 4}
@@ -35,7 +35,7 @@ def test_run_without_a_fault() -> None:
 
 
 def test_killed_run_does_work_again() -> None:
-    """What was trained after the autosave that a restart used is lost, up to the last sign of life; then it is down.
+    """Training after the autosave that a restart used is lost, up to the last sign of life; then the run is down.
 
     The same work counts when it is done the second time.
     """
@@ -53,14 +53,14 @@ def test_killed_run_does_work_again() -> None:
 
 
 def test_autosave_written_behind_training_has_the_state_of_before() -> None:
-    """Training that continued while an autosave was written after it is lost with the process."""
+    """Training that continued while an autosave was written is lost with the process."""
     story = Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).alive()
     story.begin().start(resumed=0, name=story.newest, batch=1).train(10).end()
     assert account_of(story) == {"training": 110, "saving": 1, "redone": 25}
 
 
 def test_process_that_saved_nothing_is_lost_whole() -> None:
-    """Where a third process resumes from an autosave of the first, all that the second has trained is lost."""
+    """If a third process resumes from an autosave of the first, all training of the second is lost."""
     story = Story().begin().start().train(10).autosave()
     name = story.newest
     story.train(5).alive().begin().start(resumed=0, name=name, batch=1).train(20).alive()
@@ -69,13 +69,13 @@ def test_process_that_saved_nothing_is_lost_whole() -> None:
 
 
 def test_run_killed_before_its_first_autosave_begins_again() -> None:
-    """Without an autosave all that was trained is lost, and the restart is of the same chapter."""
+    """Without an autosave all training is lost, and the restart belongs to the same chapter."""
     story = Story().begin().start().train(8).alive().wait(2).begin(since=1).start().train(9).end()
     assert account_of(story) == {"redone": 8, "training": 9, "down": 1, "restarting": 1}
 
 
 def test_loop_of_crashes_before_the_first_batch() -> None:
-    """Processes that never reach a batch are time of restarts, not of no process."""
+    """Processes that never reach a batch count as time of restarts, not of no process."""
     story = Story().begin().start().autosave().train(10).end("ValueError")
     for _ in range(3):
         story.wait(1).wait(4).begin(since=4).wait(2).end("ValueError")
@@ -83,7 +83,7 @@ def test_loop_of_crashes_before_the_first_batch() -> None:
 
 
 def test_fits_of_a_script_keep_their_work() -> None:
-    """A restart that restores a finished fit loses nothing of it; the way to the fit in progress is restarting."""
+    """A restart that restores a finished fit loses nothing of it, and the way to the fit in progress is restarting."""
     story = Story().begin().start().train(50).autosave(seconds=1).end()
     first = story.newest
     story.wait(3).begin(same=True, fit=2).wait(2).start().train(8).autosave().train(20).alive()
@@ -102,14 +102,14 @@ def test_fits_of_a_script_keep_their_work() -> None:
 
 
 def test_place_tells_where_no_autosave_does() -> None:
-    """Of another checkpoint, such as Lightning's own, the last mark that is not after its place tells its time."""
+    """For another checkpoint, such as Lightning's own, the last mark that is not after its place gives its time."""
     story = Story().begin().start().train(10, 10).alive().train(10, 10).alive().train(10, 10).alive()
     story.begin().start(resumed=0, name="hpc_ckpt_1.ckpt", batch=25).train(5).end()
     assert account_of(story) == {"training": 25, "redone": 10}
 
 
 def test_clock_of_another_machine_is_behind() -> None:
-    """Where a clock goes back no time passes, and nothing gets negative."""
+    """If a clock goes back, no time passes, and nothing becomes negative."""
     story = Story().begin().start().train(10).autosave(seconds=1)
     story.wait(-500).begin(since=5).start(resumed=1, name=story.newest, batch=1).train(520).end()
     assert account_of(story) == {"training": 30, "saving": 1}
@@ -166,13 +166,13 @@ _events = st.sampled_from([BEGIN, START, AUTOSAVE, AUTOSAVES, ALIVE, END, DONE, 
     _events, st.integers(0, 2), st.dictionaries(st.sampled_from(_names), _anything),
 )))  # fmt: skip
 def test_whatever_the_lines_say_is_read(lines: list[dict[str, Any]]) -> None:
-    """Lines that somebody has edited, or that another version wrote, never raise, and the parts still sum up."""
+    """Edited lines, or those of another version, never raise, and the parts still sum up."""
     for chapter in map(chapter_report, history_of(lines).chapters):
         assert all(one.ended == other.began for one, other in pairwise(chapter.segments))
         assert chapter.account.total == pytest.approx(chapter.ended - chapter.began)
 
 
 def test_empty_account_has_no_goodput() -> None:
-    """Of no time nothing is a share."""
+    """An account without any time has no shares."""
     assert (Account().total, Account().goodput, Account().goodput_while_up) == (0, 0, 0)
     assert report_of(history_of([]), run_id="run", path="run", made=0.0) is None

@@ -1,4 +1,4 @@
-"""Lines become chapters, processes and fits."""
+"""Lines become chapters, processes, and fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shape_of(story: Story) -> list[list[list[int]]]:
 
 
 def test_what_a_process_tells_of_itself_is_read() -> None:
-    """Each thing that a line holds is found where it belongs."""
+    """Each value in a line is found where it belongs."""
     story = Story(100.0).begin(since=3).wait(1).start()
     story.train(7, 42).autosave(seconds=0.5, num_bytes=1234).alive().train(1, 1).end("stopped by SIGTERM")
     [chapter] = chapters_of(story)
@@ -41,7 +41,7 @@ def test_what_a_process_tells_of_itself_is_read() -> None:
 
 
 def test_what_was_restored_is_read() -> None:
-    """A resumed fit tells from what, how long that took and how exact it was."""
+    """A resumed fit reports from which autosave, how long that took, and how exact it was."""
     story = Story().begin().start().autosave().begin().start(resumed=2.5, name="autosave-00000001.ckpt", batch=3)
     resumed = chapters_of(story)[0].processes[1].fits[0].resumed
     assert resumed is not None
@@ -50,14 +50,14 @@ def test_what_was_restored_is_read() -> None:
 
 
 def test_start_behind_the_end_of_a_script_is_a_new_chapter() -> None:
-    """A script that came to its end and is run again begins again."""
+    """A script that finished and is run again begins again."""
     story = Story().begin().start().end().done().wait(9).begin().start().train(3).end().done()
     assert shape_of(story) == [[[1]], [[1]]]
     assert [chapter.done for chapter in chapters_of(story)] == [1000, 1012]
 
 
 def test_start_that_does_not_go_on_is_a_new_chapter() -> None:
-    """Where there was an autosave to resume from, a start without it begins again; where there was none it does not."""
+    """A start that ignores an existing autosave is a new chapter; without an autosave to resume from, it is not."""
     story = Story().begin().start().autosave().train(1).begin().start().end()
     assert shape_of(story) == [[[1]], [[1]]]
     story = Story().begin().start().train(1).alive().begin().start().end()
@@ -65,14 +65,14 @@ def test_start_that_does_not_go_on_is_a_new_chapter() -> None:
 
 
 def test_start_from_a_checkpoint_of_somebody_else_is_a_new_chapter() -> None:
-    """A checkpoint that the user has named leaves the autosaves behind, and so a chapter."""
+    """A checkpoint that the user names makes the autosaves obsolete, and so begins a chapter."""
     story = Story().begin().start().autosave().train(1)
     story.begin().start(resumed=1, name="pretrained.ckpt", continues=False).end()
     assert shape_of(story) == [[[1]], [[1]]]
 
 
 def test_later_fits_are_of_the_same_process() -> None:
-    """The second fit of a script begins no chapter and no process, though it begins at the beginning."""
+    """The second fit of a script begins neither a chapter nor a process, though it begins at the beginning."""
     story = Story().begin().start().autosave().end().begin(same=True, fit=2).start().autosave().train(1)
     story.begin().start(resumed=0, name="autosave-00000001.ckpt").end().begin(same=True, fit=2).start()
     assert shape_of(story) == [[[1, 2], [1, 2]]]
@@ -82,7 +82,7 @@ def test_later_fits_are_of_the_same_process() -> None:
 
 
 def test_torn_beginning_costs_what_it_said() -> None:
-    """Without the line of a beginning the others still tell of their fit."""
+    """Without the line of a beginning, the other lines still describe their fit."""
     lines = Story().begin().start().train(3, 3).alive().lines[1:]
     [chapter] = history_of(lines).chapters
     [process] = chapter.processes
@@ -90,7 +90,7 @@ def test_torn_beginning_costs_what_it_said() -> None:
 
 
 def test_unknown_events_are_passed_over() -> None:
-    """What a later version of the package may add does not disturb."""
+    """Events that a later version of the package may add do no harm."""
     story = Story().begin().start()
     story.lines.append({"event": "new", "fit": 1, "time": 5000.0})
     assert chapters_of(story)[0].processes[0].last_seen == 1000
@@ -98,7 +98,7 @@ def test_unknown_events_are_passed_over() -> None:
 
 @pytest.mark.parametrize("time", [1e14, -1.0, float("nan"), None, True])
 def test_a_time_that_can_not_be_is_passed_over(time: object) -> None:
-    """A line without a time that could be shown is none; nor is such a beginning of a process."""
+    """A line without a displayable time does not count, and neither does such a beginning of a process."""
     story = Story().begin().start()
     story.lines[0]["process_began"] = time
     story.lines.append({**story.lines[-1], "time": time})

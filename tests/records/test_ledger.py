@@ -37,7 +37,7 @@ def test_a_ledger_that_is_not_there_is_empty(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
-    """What a kill has torn is passed over, and the next process begins a line of its own."""
+    """A line torn by a kill is skipped, and the next process begins a new line."""
     path = tmp_path / "ledger.jsonl"
     written(path, {"event": "fit"}, {"event": "batch", "batch": 0}, {"event": "batch", "batch": 1})
     path.write_bytes(path.read_bytes()[:-5])
@@ -47,12 +47,12 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
 
 
 def test_a_torn_beginning_costs_its_fit_only(tmp_path: Path) -> None:
-    """Lines of a fit of which the first is lost are nobody's."""
+    """Lines of a fit without its first line belong to no fit."""
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"event": "fi\n{"event": "batch", "fit": 1}\n{"event": "fit", "fit": 2}\n')
     assert [(fit.number, fit.events) for fit in read_ledger(path).fits] == [(2, ())]
 
 
 def test_each_rank_has_its_file() -> None:
-    """Rank 0's is the one that was asked for."""
+    """Rank 0 has the requested file."""
     assert [path_of_rank("a.jsonl", rank) for rank in (0, 11)] == ["a.jsonl", "a.jsonl.rank-11"]

@@ -23,7 +23,7 @@ def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", range(1, 12))
 def test_a_torn_line_costs_itself_only(tmp_path: Path, kept: int) -> None:
-    """Wherever a kill tears the last line, the one before it and the one that the next process appends are read."""
+    """Wherever a kill tears the last line, the line before it and the next process's lines are read."""
     path = tmp_path / "file.jsonl"
     append_line(path, {"a": 1})
     append_line(path, {"b": 22222})
@@ -33,5 +33,5 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path, kept: int) -> None:
 
 
 def test_what_is_no_object_is_passed_over() -> None:
-    """Lines of other JSON values and of no JSON at all are not lines of ours."""
+    """Lines of other JSON values, or without JSON, do not count."""
     assert parse_lines(b"[1]\nnull\n\n\xff\n" + 100_000 * b"[" + b'\n{"a": 1}\n{"b"') == [{"a": 1}]

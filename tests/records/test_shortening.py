@@ -1,4 +1,4 @@
-"""A history that has become long is told in fewer words."""
+"""A long history is shortened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accounts_of(history: History) -> list[Account]:
 
 
 def told_by(history: History) -> list[object]:
-    """Return what a report tells of each fit."""
+    """Return the report's facts about each fit."""
     return [
         (process.began, fit.number, fit.started, fit.last_seen, fit.reason, fit.place, fit.last_place, fit.resumed,
          fit.num_autosaves, math.fsum(autosave.seconds for autosave in fit.autosaves),
@@ -35,7 +35,7 @@ def told_by(history: History) -> list[object]:
 @settings(max_examples=50)
 @given(story=stories(), num_kept=st.integers(0, 3))
 def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
-    """Account, processes, fits and the sums of autosaves stay as they were; shortening again changes nothing more."""
+    """Account, processes, fits, and the sums of autosaves stay as they were, and shortening again changes nothing."""
     once = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
     before, after = history_of(story.lines), history_of(once)
     assert (accounts_of(after), told_by(after)) == (accounts_of(before), told_by(before))
@@ -46,7 +46,7 @@ def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
 @settings(max_examples=50)
 @given(story=stories(), more=stories(), num_kept=st.integers(0, 3))
 def test_shortened_history_goes_on(story: Story, more: Story, num_kept: int) -> None:
-    """What is appended after shortened lines is read as it is after the whole ones."""
+    """Lines that are appended after shortened lines are read as after the full ones."""
     lines = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
     following = [
         {**line, **{name: line[name] + 1e6 for name in ("time", "taken", "process_began") if name in line}}
@@ -60,7 +60,7 @@ def test_shortened_history_goes_on(story: Story, more: Story, num_kept: int) -> 
 
 
 def test_weeks_of_autosaves_become_short() -> None:
-    """A run with an autosave each half minute for a week tells all of it in the room of the newest ones."""
+    """A run with an autosave each half minute for a week takes only the space of the newest ones."""
     story = Story().begin().start()
     for _ in range(20_000):
         story.train(10, 5).alive().train(10, 5).alive().train(10, 5).autosave(seconds=0.25, num_bytes=1000)
@@ -74,7 +74,7 @@ def test_weeks_of_autosaves_become_short() -> None:
 
 
 def test_longest_of_many_is_remembered() -> None:
-    """The sum of autosaves tells which of them training waited longest for, shortened once or twice."""
+    """The sum of autosaves names the one that training waited for longest, shortened once or twice."""
     story = Story().begin().start()
     for seconds in (1, 2, 9, 3, 1, 1, 1):
         story.train(10, 5).autosave(seconds=seconds)
@@ -84,7 +84,7 @@ def test_longest_of_many_is_remembered() -> None:
 
 
 def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
-    """Where processes themselves are too many the oldest are forgotten, which is said, once and again."""
+    """If there are too many processes, the oldest are forgotten, and this is recorded, once and again."""
     story = Story()
     for _ in range(300):
         story.begin().start().autosave(seconds=1).train(10).end("ValueError").wait(5)
@@ -103,7 +103,7 @@ def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
 
 
 def test_the_last_process_always_stays() -> None:
-    """A single process that tells a lot is not forgotten."""
+    """A single process with many lines is not forgotten."""
     story = Story().begin().start().end().done().begin().start()
     for fit in range(2, 100):
         story.end().begin(same=True, fit=fit).start()
@@ -112,7 +112,7 @@ def test_the_last_process_always_stays() -> None:
 
 
 def test_a_start_from_an_autosave_of_an_earlier_chapter_keeps_its_account() -> None:
-    """What tells when the run was at the place of such an autosave is kept: the marks of the chapter itself."""
+    """The marks of the chapter itself, which give the time of the place of such an autosave, are kept."""
     story = Story().begin().start().train(0, 4).autosave()
     name = story.newest
     story.autosave().begin().begin().start().train(1, 1).alive().end("stopped by SIGTERM")

@@ -1,8 +1,8 @@
-"""Looks into the built wheel and sdist: nothing is missing, and nothing is there that does not belong.
+"""Checks the built wheel and sdist: nothing is missing, and nothing extra is included.
 
     python tests/release/contents.py dist/
 
-What belongs is what git knows. It needs Python's own library only.
+The files that git tracks belong. It needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_faulttolerant"
-# Also in the sdist: the tests run from there.
+# Also in the sdist, since the tests run from there.
 PARTS = ("docs", "examples", "benchmarks", "requirements", "tests", PACKAGE)
 FILES = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "mkdocs.yml", "pyproject.toml")
 FROM_THE_BUILD = {"PKG-INFO", ".gitignore"}
@@ -28,11 +28,11 @@ FIELDS = {"Name": "lightning-faulttolerant", "Requires-Python": ">=3.10", "Licen
 
 
 def problems(directory: Path, tracked: Iterable[str]) -> list[str]:
-    """Return what is wrong with the wheel and the sdist in `directory`, in words.
+    """Return the problems of the wheel and the sdist in `directory`, in words.
 
     Args:
-        directory: Where both are.
-        tracked: What belongs into them, as paths from the root of the checkout.
+        directory: The directory of both.
+        tracked: The files that belong in them, as paths from the root of the checkout.
     """
     [wheel], [sdist] = directory.glob("*.whl"), directory.glob("*.tar.gz")
     in_wheel, in_sdist = sizes_of_wheel(wheel), sizes_of_sdist(sdist)
@@ -70,7 +70,7 @@ def metadata_of(wheel: Path) -> str:
 
 
 def wrong_fields(metadata: str) -> list[str]:
-    """Return what an index would refuse, or would show empty."""
+    """Return the fields that an index would refuse, or would show empty."""
     found = HeaderParser().parsestr(metadata)
     wrong = [f"metadata: {name} is {found[name]!r}" for name, value in FIELDS.items() if found[name] != value]
     wrong += [f"metadata: {name} is missing" for name in ("Version", "Summary", "Keywords") if not found[name]]
@@ -87,14 +87,14 @@ def _differences(kind: str, found: Iterable[str], expected: Iterable[str]) -> li
 
 
 def tracked_files() -> list[str]:
-    """Return the files of the checkout that git knows, as far as they are there."""
+    """Return the files of the checkout that git tracks and that exist."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     return [path for path in listed if path and (ROOT / path).is_file()]
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is wrong, and what there is."""
+    """Print the problems and the contents."""
     directory = Path(arguments[0])
     found = problems(directory, tracked_files())
     print("\n".join(found) or "\n".join(_lines(directory)))

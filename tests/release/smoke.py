@@ -1,9 +1,9 @@
-"""Tries the package as it is installed: run by the Python of an environment that holds it and what it depends on.
+"""Tests the package as installed: run it with the Python of an environment with the package and its dependencies.
 
     cd $(mktemp -d) && python -I smoke.py
 
-It trains, kills and resumes a script that knows nothing of the package, by the environment variable, then uses the
-callback, the checkpoint plugin and the loader.
+It trains, kills, and resumes a script that does not mention the package, by the environment variable. Then it uses the
+callback, the checkpoint plugin, and the loader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ print("weights", model.layer.weight.double().sum().item().hex())
 
 
 def run_script(directory: Path, *, seed: int = 1, kill: bool = False, is_on: bool = True) -> tuple[int, str]:
-    """Run the script in `directory`; return its exit code and what it printed."""
+    """Run the script in `directory`, and return its exit code and output."""
     environment = {**os.environ, "SEED": str(seed), "OMP_NUM_THREADS": "1"}
     environment |= {"KILL": "1"} if kill else {}
     environment |= {"PL_FAULT_TOLERANT_TRAINING": "1"} if is_on else {}
@@ -62,7 +62,7 @@ def run_script(directory: Path, *, seed: int = 1, kill: bool = False, is_on: boo
 
 
 def try_the_environment_variable(directory: Path) -> None:
-    """A script that is killed continues by the entry point alone, and ends with the uninterrupted run's weights."""
+    """Check that a killed script resumes by the entry point alone, and ends with the uninterrupted run's weights."""
     code, whole = run_script(directory / "whole", is_on=False)
     assert code == 0, whole
     code, killed = run_script(directory / "cut", kill=True)
@@ -77,7 +77,7 @@ def try_the_environment_variable(directory: Path) -> None:
 
 
 def try_in_a_trainer(directory: Path) -> None:
-    """The callback and the checkpoint plugin work in one Trainer, and the file that is written verifies."""
+    """Check that the callback and the checkpoint plugin work in one Trainer, and that the written file verifies."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -102,7 +102,7 @@ def try_in_a_trainer(directory: Path) -> None:
 
 
 def try_in_a_loop() -> None:
-    """A loader continues after the batch where its state was taken."""
+    """Check that a loader continues after the batch where its state was taken."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -125,7 +125,7 @@ def try_in_a_loop() -> None:
 
 
 def main() -> None:
-    """Try all, and say so."""
+    """Run all checks, and print the result."""
     package = importlib.import_module("lightning_faulttolerant")
     assert Path(package.__file__ or "").is_relative_to(sys.prefix), f"{package.__file__} is not what was installed"
     version = metadata.version("lightning-faulttolerant")

@@ -1,4 +1,4 @@
-"""The look into wheel and sdist notices what is missing, and what does not belong."""
+"""The check of wheel and sdist notices missing and extra files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(
     in_sdist: Mapping[str, str] = NOTHING,
     metadata: str = METADATA,
 ) -> list[str]:
-    """Make a wheel and an sdist that are right but for what is given, and return what is found to be wrong."""
+    """Build a wheel and an sdist that are right except for the arguments, and return the problems found."""
     directory.mkdir(exist_ok=True)
     with zipfile.ZipFile(directory / "lightning_faulttolerant-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(FILES[0], "")
@@ -58,7 +58,7 @@ def build(
 
 
 def test_what_belongs_is_right(tmp_path: Path) -> None:
-    """Nothing is wrong where the wheel has the package and the sdist all but what lies around."""
+    """Nothing is wrong if the wheel has the package and the sdist has all files but stray ones."""
     assert build(tmp_path) == []
 
 
@@ -75,12 +75,12 @@ def test_what_belongs_is_right(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:
-    """A file too many, one that is too large, and metadata that an index would refuse are each named."""
+    """An extra file, one that is too large, and metadata that an index would refuse are each named."""
     assert build(tmp_path, **wrong) == [problem]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    """A file that git knows and a build has left out is named."""
+    """A tracked file that a build has left out is named."""
     build(tmp_path)
     problems = CONTENTS["problems"](tmp_path, [*FILES, "examples/new.py", "lightning_faulttolerant/new.py"])
     assert problems == [

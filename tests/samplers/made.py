@@ -1,4 +1,4 @@
-"""Samplers as the tests make them."""
+"""Samplers as the tests create them."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from lightning_faulttolerant import InterruptibleDistributedSampler
 
 
 def sampler_of(length: int = 10, *, ranks: int = 1, rank: int = 0, **arguments: Any) -> InterruptibleDistributedSampler:
-    """A sampler of one rank."""
+    """Return a sampler of one rank."""
     return InterruptibleDistributedSampler(range(length), ranks, rank, **arguments)

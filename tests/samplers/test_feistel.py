@@ -19,20 +19,20 @@ LENGTHS = sorted(
 
 
 def numbers(length: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
-    """The whole permutation."""
+    """Return the whole permutation."""
     return FeistelPermutation(length, seed=seed, epoch=epoch).at(torch.arange(length))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**80])
 def test_it_is_a_bijection(seed: int) -> None:
-    """Of the numbers up to any n each comes once: for 0, 1, 2, primes, powers of two and their neighbours."""
+    """Each number below any n comes once: for 0, 1, 2, primes, powers of two, and their neighbors."""
     for length in LENGTHS:
         assert torch.equal(numbers(length, seed=seed).sort().values, torch.arange(length)), length
 
 
 @pytest.mark.parametrize("length", [10**12, 10**12 + 39, 2**60, 2**60 - 1, 3])
 def test_it_can_be_undone_where_it_is_long(length: int) -> None:
-    """Of numbers far beyond what fits into memory none comes twice, and none lies outside."""
+    """Of numbers far beyond the size of memory, none comes twice, and none is out of range."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, length, (50_000,), generator=generator).unique()
     found = FeistelPermutation(length, seed=3, epoch=1).at(positions)
@@ -43,14 +43,14 @@ def test_it_can_be_undone_where_it_is_long(length: int) -> None:
 
 @pytest.mark.parametrize("length", [-1, MAX_LENGTH + 1])
 def test_a_length_that_an_int64_can_not_serve_is_refused(length: int) -> None:
-    """The range of lengths is stated."""
+    """The error states the range of lengths."""
     with pytest.raises(ValueError, match=str(length)):
         FeistelPermutation(length, seed=0, epoch=0)
 
 
 @pytest.mark.parametrize("length", [1000, 2**60])
 def test_no_product_leaves_an_int64(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed in Python's whole numbers, which have no limit, each number is the same and no step is too large."""
+    """Computed with Python's unbounded integers, each number is the same, and no step is too large."""
     permutation = FeistelPermutation(length, seed=9, epoch=2)
     positions = [0, 1, length // 2, length - 2, length - 1]
     largest = 0
@@ -88,13 +88,13 @@ def test_it_stays_what_it_is() -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    """No two of many epochs and seeds have an order in common, and (seed + 1, epoch) is not (seed, epoch + 1)."""
+    """Of many epochs and seeds, no two have an order in common, and (seed + 1, epoch) is not (seed, epoch + 1)."""
     orders = {tuple(numbers(50, seed=seed, epoch=epoch).tolist()) for seed in range(8) for epoch in range(8)}
     assert len(orders) == 64
 
 
 def faults_of(permutation: Tensor) -> list[str]:
-    """What betrays that a permutation is not a random one; each bound is crossed by chance once in 10,000 or rarer."""
+    """Return the signs that a permutation is not random; chance crosses each bound once in 10,000 or less often."""
     n = len(permutation)
     x = permutation.double()
     y = torch.arange(n).double()
@@ -119,7 +119,7 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 
 def _chi_square(permutation: Tensor, parts: int) -> float:
-    """How far the counts of (part of the position, part of the number) are from being equal."""
+    """Return how far the counts of (part of the position, part of the number) are from being equal."""
     n = len(permutation)
     cells = (torch.arange(n) * parts // n) * parts + permutation * parts // n
     counts = torch.bincount(cells, minlength=parts * parts).double()
@@ -127,7 +127,7 @@ def _chi_square(permutation: Tensor, parts: int) -> float:
 
 
 def _chi_square_of_bits(permutation: Tensor) -> float:
-    """The same for the last digits, base 8."""
+    """Return the same for the last digits, base 8."""
     n = len(permutation)
     counts = torch.bincount((torch.arange(n) % 8) * 8 + permutation % 8, minlength=64).double()
     return float(((counts - n / 64) ** 2 / (n / 64)).sum())
@@ -147,7 +147,7 @@ def test_no_structure_is_visible(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1000, 9973])
 def test_the_measure_passes_random_permutations(length: int) -> None:
-    """A permutation that torch draws has none of the faults that are looked for."""
+    """A permutation that torch draws has none of the tested faults."""
     for seed in range(5):
         assert faults_of(torch.randperm(length, generator=torch.Generator().manual_seed(seed))) == []
 
@@ -169,12 +169,12 @@ def _keep_last_digit(n: int) -> Tensor:
 
 @pytest.mark.parametrize("name", BAD)
 def test_the_measure_finds_bad_permutations(name: str) -> None:
-    """Orders that are not random are told from such that are."""
+    """Orders that are not random are distinguished from random ones."""
     assert faults_of(BAD[name](9973)) != []
 
 
 def test_the_measure_finds_a_network_of_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network with too few rounds fails the same tests: they are sharp enough to judge it."""
+    """The network with too few rounds fails the same tests, so they are sharp enough to judge it."""
     monkeypatch.setattr(feistel, "_NUM_ROUNDS", 2)
     assert faults_of(numbers(65536, seed=11)) != []
 
@@ -190,7 +190,7 @@ def test_all_orders_of_few_samples_come_equally_often(length: int) -> None:
 
 
 def test_each_place_gets_each_sample_over_the_epochs() -> None:
-    """Where a sample stands in one epoch says nothing on where it stands in others."""
+    """The place of a sample in one epoch reveals nothing about its place in others."""
     counts = torch.zeros(10, 10)
     for epoch in range(500):
         counts[torch.arange(10), numbers(10, seed=5, epoch=epoch)] += 1
@@ -204,7 +204,7 @@ def test_neighbouring_epochs_are_not_alike() -> None:
 
 
 def test_seeking_takes_no_memory_that_grows_with_the_length() -> None:
-    """At the end of 10**12 samples as much memory is taken as at the beginning of 1,000: Python's, and torch's."""
+    """The end of 10**12 samples takes as much memory as the beginning of 1,000, in Python and in torch."""
 
     def peak(length: int) -> int:
         tracemalloc.start()

@@ -26,12 +26,12 @@ Grouped = InterruptibleDistributedGroupedBatchSampler
 def grouped(
     groups: Any = (0, 0, 0, 0, 0, 1, 2, 3, 4), batch_size: int = 4, ranks: int = 1, rank: int = 0, **arguments: Any
 ) -> Grouped:
-    """A sampler of one rank; by default of the groups of 5, 1, 1, 1, 1 samples of which the original loses three."""
+    """Return a sampler of one rank, by default of the groups of 5, 1, 1, 1, 1 samples; the original loses three."""
     return Grouped(range(len(groups)), groups, batch_size, ranks, rank, **arguments)
 
 
 def of_the_original(groups: list[int], batch_size: int, ranks: int, rank: int, epoch: int) -> list[list[int]]:
-    """The full batches of one rank as the original forms them, one sample after another."""
+    """Return the full batches of one rank as the original forms them, sample by sample."""
     order: Any = DistributedSampler(range(len(groups)), ranks, rank, seed=0)
     order.set_epoch(epoch)
     buffers: dict[int, list[int]] = {}
@@ -45,7 +45,7 @@ def of_the_original(groups: list[int], batch_size: int, ranks: int, rank: int, e
 
 
 def test_full_batches_are_those_of_the_original() -> None:
-    """With one rank, each epoch's full batches are formed and ordered as there; what is left comes behind them."""
+    """With one rank, each epoch's full batches match the original's in content and order, and leftovers follow them."""
     groups = [i * i % 7 for i in range(60)]
     for epoch in range(3):
         sampler = grouped(groups)
@@ -55,7 +55,7 @@ def test_full_batches_are_those_of_the_original() -> None:
 
 
 def test_batches_are_of_one_group_and_the_same_on_all_ranks() -> None:
-    """The ranks together have each batch once, up to as many as make their numbers equal."""
+    """The ranks together have each batch once, plus as many as make their numbers equal."""
     groups = [i % 3 for i in range(50)]
     alone = list(grouped(groups))
     ranks = [list(grouped(groups, ranks=4, rank=rank)) for rank in range(4)]
@@ -64,7 +64,7 @@ def test_batches_are_of_one_group_and_the_same_on_all_ranks() -> None:
 
 
 def test_iter_from_gives_the_rest_of_iter() -> None:
-    """From every position the rest is what iteration gives after it."""
+    """From every position, the rest is what a full iteration yields after it."""
     sampler = grouped([i % 3 for i in range(50)], ranks=2, rank=1)
     assert isinstance(sampler, SkipsIndices)
     for skip in range(len(sampler) + 1):
@@ -73,7 +73,7 @@ def test_iter_from_gives_the_rest_of_iter() -> None:
 
 @st.composite
 def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
-    """An epoch that is cut twice, and continued with by other ranks and batch sizes."""
+    """Draw an epoch that is cut twice, and continued by other numbers of ranks and batch sizes."""
     length = draw(st.integers(1, 50))
     return {
         "groups": draw(st.lists(st.integers(0, 4), min_size=length, max_size=length)),
@@ -92,7 +92,7 @@ def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=200, deadline=None)
 @given(cut_epochs())
 def test_no_sample_is_lost_with_other_ranks_and_batch_sizes(case: dict[str, Any]) -> None:
-    """Each sample comes, whoever continues twice in an epoch; repeats only fill batches, or a last round of ranks."""
+    """However ranks and batch sizes change twice in an epoch, each sample comes; repeats fill a batch or last round."""
     groups, arguments = case["groups"], case["arguments"]
     seen: Counter[int] = Counter()
     state: dict[str, Any] | None = None
@@ -127,7 +127,7 @@ def test_no_sample_is_lost_with_other_ranks_and_batch_sizes(case: dict[str, Any]
 @settings(max_examples=60, deadline=None)
 @given(cut_epochs())
 def test_loading_gives_the_same_state(case: dict[str, Any]) -> None:
-    """The state of a sampler that loaded one is that state, and its rest that of the first one."""
+    """The state of a sampler that loaded one is that state, and its rest is that of the first sampler."""
     first = grouped(case["groups"], 2, 2, 1, **case["arguments"])
     first.advance(min(case["batches"][0], first.remaining()))
     again = grouped(case["groups"], 2, 2, 1, **case["arguments"])
@@ -138,7 +138,7 @@ def test_loading_gives_the_same_state(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_originals_state_goes_on_here(ranks: int) -> None:
-    """What its ranks had consumed, in batches that each formed of its own part, is found and does not come again."""
+    """The samples that its ranks consumed, in batches that each formed from its own part, do not come again."""
     groups = [i * i % 5 for i in range(48)]
     consumed: set[int] = set()
     for rank in range(ranks):
@@ -157,7 +157,7 @@ def test_the_originals_state_goes_on_here(ranks: int) -> None:
 
 
 def test_a_state_is_plain_and_small() -> None:
-    """It holds numbers, strings and lists of them, also after two other batch sizes."""
+    """A state holds numbers, strings, and lists of them, also after two other batch sizes."""
     sampler = grouped([i % 5 for i in range(100)], 4)
     for size in (3, 2, 5):
         sampler.advance(2)
@@ -170,7 +170,7 @@ def test_a_state_is_plain_and_small() -> None:
 
 
 def test_a_loader_takes_it_as_its_batch_sampler() -> None:
-    """The documented loop runs, in workers too: advance without a number counts a batch."""
+    """The documented loop runs, also with workers, and advance without a number counts one batch."""
     sampler = grouped([i % 3 for i in range(20)])
     loader = DataLoader(torch.arange(20), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
     with sampler.in_epoch(1):
@@ -182,7 +182,7 @@ def test_a_loader_takes_it_as_its_batch_sampler() -> None:
 
 
 def test_lightning_finds_set_epoch() -> None:
-    """Lightning asks a batch sampler's sampler."""
+    """Lightning looks for it on a batch sampler's sampler."""
     loader = DataLoader(range(9), batch_sampler=grouped())  # type: ignore[arg-type]
     loader.batch_sampler.sampler.set_epoch(3)  # type: ignore[union-attr]
     assert loader.batch_sampler.epoch == 3  # type: ignore[union-attr]
@@ -193,11 +193,11 @@ def test_it_has_the_spelling_of_the_original_too() -> None:
     assert lightning_faulttolerant.InterruptableDistributedGroupedBatchSampler is Grouped
 
 
-# Faults of the original library, each of which this one lacks.
+# Faults of the original library that this one does not have.
 
 
 def test_fault_len_and_load_fail_before_the_first_epoch() -> None:
-    """A sampler has its length, and loads a state, when it is made."""
+    """A sampler has its length, and loads a state, as soon as it is created."""
     sampler = grouped()
     assert len(sampler) == sampler.num_batches == 6
     sampler.load_state_dict({"progress": 1, "epoch": 0})
@@ -206,7 +206,7 @@ def test_fault_len_and_load_fail_before_the_first_epoch() -> None:
 
 
 def test_fault_an_epoch_can_be_left_in_its_middle() -> None:
-    """The guard against it works, and set_epoch does too."""
+    """The guard against it works, and so does set_epoch."""
     sampler = grouped()
     sampler.set_epoch(1)
     sampler.advance()
@@ -218,7 +218,7 @@ def test_fault_an_epoch_can_be_left_in_its_middle() -> None:
 
 @pytest.mark.parametrize(("leftover", "num_batches", "num_lost"), [("pad", 6, 0), ("mixed", 3, 0), ("drop", 1, 5)])
 def test_fault_samples_left_over_of_small_groups_are_lost(leftover: Any, num_batches: int, num_lost: int) -> None:
-    """Of groups of 5, 1, 1, 1, 1 samples none is lost by default; what else becomes of them is chosen."""
+    """Of groups of 5, 1, 1, 1, 1 samples, none is lost by default, and other treatments can be chosen."""
     sampler = grouped(leftover=leftover)
     batches = list(sampler)
     assert len(batches) == len(sampler) == num_batches
@@ -226,13 +226,13 @@ def test_fault_samples_left_over_of_small_groups_are_lost(leftover: Any, num_bat
 
 
 def test_what_is_left_over_comes_in_order() -> None:
-    """Mixed batches follow the epoch's order; of those that are filled up, the fullest come first."""
+    """Mixed batches follow the epoch's order, and of the batches that are filled up, the fullest come first."""
     assert list(grouped((1, 0, 1, 0, 2), 3, shuffle=False, leftover="mixed")) == [[0, 1, 2], [3, 4]]
     assert list(grouped((0, 1, 1), 4, shuffle=False)) == [[1, 2, 1, 2], [0, 0, 0, 0]]
 
 
 def test_drop_last_holds_for_batches_of_another_size_too() -> None:
-    """Those that are formed again of the rest are full."""
+    """The batches that are formed again from the rest are full."""
     groups = (0, 1, 2, 3, 0, 1, 2, 3, 4)
     saved = grouped(groups, 2, shuffle=False, leftover="mixed", drop_last=True)
     saved.advance(1)
@@ -242,7 +242,7 @@ def test_drop_last_holds_for_batches_of_another_size_too() -> None:
 
 
 def test_whoever_keeps_positions_keeps_what_other_batch_sizes_consumed() -> None:
-    """All that is kept of the epoch is plain, and a sampler that is made again continues from it."""
+    """The saved position is plain data, and a newly created sampler continues from it."""
     groups = [i % 3 for i in range(30)]
     saved = grouped(groups, 2)
     saved.advance(4)
@@ -255,7 +255,7 @@ def test_whoever_keeps_positions_keeps_what_other_batch_sizes_consumed() -> None
 
 
 def test_fault_drop_last_keeps_batches_that_are_not_full() -> None:
-    """With drop_last every batch is full of samples of its own, and the ranks have equally many."""
+    """With drop_last every batch is full of distinct samples, and the ranks have equally many batches."""
     groups = [i % 3 for i in range(32)]
     for rank in range(3):
         batches = list(grouped(groups, ranks=3, rank=rank, drop_last=True))
@@ -266,7 +266,7 @@ def test_fault_drop_last_keeps_batches_that_are_not_full() -> None:
 
 
 def test_fault_the_length_of_group_ids_is_not_looked_at() -> None:
-    """Fewer or more groups than samples are refused at once."""
+    """Fewer or more groups than samples are refused immediately."""
     with pytest.raises(ValueError, match="group_ids has 2 entries, the data set 3"):
         Grouped(range(3), [0, 1], 2, 1, 0)
 
@@ -288,7 +288,7 @@ def test_fault_a_rejected_state_is_half_loaded() -> None:
 
 
 def test_other_groups_are_refused_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
-    """Batches would hold other samples; with strict=False the position is kept, and that is said."""
+    """Batches would hold other samples; with strict=False the position is kept, with a warning."""
     saved = grouped()
     saved.advance(2)
     sampler = grouped((0, 0, 0, 0, 1, 1, 2, 3, 4))
@@ -300,7 +300,7 @@ def test_other_groups_are_refused_with_both_values(caplog: pytest.LogCaptureFixt
 
 
 def test_groups_may_be_anything_that_can_be_told_apart() -> None:
-    """Texts, numbers and tensors of them give the same batches."""
+    """Strings, numbers, and tensors of them give the same batches."""
     expected = list(grouped([0, 1, 0, 1, 0], 2))
     assert list(grouped(["a", "b", "a", "b", "a"], 2)) == expected
     assert list(grouped(torch.tensor([7, 5, 7, 5, 7]), 2)) == expected

@@ -13,7 +13,7 @@ from tests.ranks import on_ranks
 
 
 def test_the_documented_loop_runs() -> None:
-    """Every call can be chained; local is of the step, agg of the epoch, and reports are kept."""
+    """Every call can be chained, local is of the step, agg of the epoch, and reports are kept."""
     metrics = MetricsTracker()
     for epoch in range(2):
         for step in range(3):
@@ -28,21 +28,21 @@ def test_the_documented_loop_runs() -> None:
 
 @pytest.mark.parametrize(("reduce_op", "expected"), [("sum", 9.0), ("mean", 3.0), ("min", 2.0), ("max", 4.0)])
 def test_values_are_reduced_by_the_chosen_operation(reduce_op: str, expected: float) -> None:
-    """Over calls of update, and over calls of reduce."""
+    """Values are reduced over calls of update, and over calls of reduce."""
     metrics = MetricsTracker(reduce_op)
     metrics.update({"x": 3}).update({"x": 2}).reduce().reset_local().update({"x": 4})
     assert metrics.reduce().agg["x"] == expected
 
 
 def test_each_name_may_have_an_operation_of_its_own() -> None:
-    """Names that have none are summed up."""
+    """Names without an operation are summed."""
     metrics = MetricsTracker({"best": "max"})
     metrics.update({"best": 3, "n": 3}).update({"best": 2, "n": 2})
     assert dict(metrics.local) == {"best": 3.0, "n": 5.0}
 
 
 def test_a_value_that_is_no_number_is_refused() -> None:
-    """Nothing is added then."""
+    """A refused call adds nothing."""
     metrics = MetricsTracker()
     with pytest.raises(TypeError, match="one number with a name"):
         metrics.update({"a": 1, "b": torch.zeros(2)})
@@ -101,7 +101,7 @@ def _cases(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two ranks found; they run once for all cases."""
+    """Return the results of two ranks, which run once for all cases."""
     found = on_ranks(_cases, tmp_path_factory.mktemp("ranks"))
     assert all(isinstance(of, dict) for of in found), found
     return found
@@ -113,18 +113,18 @@ def test_fault_it_needs_cuda(ranks: list[Any]) -> None:
 
 
 def test_fault_metrics_are_mixed_by_the_order_of_their_names(ranks: list[Any]) -> None:
-    """Ranks that name them in another order get each its own sum."""
+    """Ranks that name the metrics in another order still get the right sum for each."""
     assert ranks[0]["order"] == {"loss": 2.0, "n": 200.0}
     assert ranks[0]["sorted"] == ranks[1]["sorted"] == list("abcdefgh")
 
 
 def test_fault_a_second_reduce_multiplies_by_the_ranks(ranks: list[Any]) -> None:
-    """What was reduced is not reduced again."""
+    """A value that was reduced is not reduced again."""
     assert ranks[0]["twice"] == ranks[1]["twice"] == [{"loss": 2.0, "n": 200.0}] * 2
 
 
 def test_fault_ranks_with_other_names_do_not_fit_together(ranks: list[Any]) -> None:
-    """A metric that one rank alone has is that rank's; so is one that comes late, or after one rank loaded a state."""
+    """A metric that only one rank has keeps that rank's value, also if it is late, or after one rank loaded a state."""
     for found in ranks:
         assert found["sets"] == {"only 0": 1.0, "only 1": 2.0}
         assert found["late"] == {"late": 5.0}
@@ -132,7 +132,7 @@ def test_fault_ranks_with_other_names_do_not_fit_together(ranks: list[Any]) -> N
 
 
 def test_fault_reducing_nothing_fails(ranks: list[Any]) -> None:
-    """Without metrics, all ranks continue without any; so does one process alone."""
+    """Without metrics, all ranks continue without any, and so does a single process."""
     assert ranks[0]["empty"] == ranks[1]["empty"] == {}
     assert dict(MetricsTracker().reduce().agg) == {}
 
@@ -148,12 +148,12 @@ def test_operations_are_over_all_values_of_all_ranks(ranks: list[Any]) -> None:
 
 
 def test_ranks_that_reduce_otherwise_are_told_so(ranks: list[Any]) -> None:
-    """All of them, so that none waits."""
+    """All ranks get the error, so none waits."""
     assert all("by 'max' and by 'sum'" in found["differ"] for found in ranks)
 
 
 def test_values_that_were_not_reduced_are_one_ranks(ranks: list[Any]) -> None:
-    """They are restored on the rank that had them, and refused by another."""
+    """Values that were not reduced are restored on the rank that had them, and refused by another."""
     for rank, found in enumerate(ranks):
         assert found["own"] == {"x": 2.0}
         assert f"values of rank {1 - rank} of 2" in found["other"]
@@ -165,7 +165,7 @@ def test_values_that_were_not_reduced_are_one_ranks(ranks: list[Any]) -> None:
 def test_numbers_are_exchanged_where_the_group_can(
     backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the GPU where the group knows nothing else; where it is told to, in any case."""
+    """Numbers are exchanged on the GPU if the group supports nothing else, and always on a device that is given."""
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert torch.device(MetricsTracker()._device_of_exchange()) == torch.device(expected)
@@ -173,7 +173,7 @@ def test_numbers_are_exchanged_where_the_group_can(
 
 
 def test_fault_the_state_is_refused_by_a_safe_load_and_aliases_the_tracker() -> None:
-    """It loads with weights_only=True, stays as it was saved, and is restored whole in the middle of a step."""
+    """The state loads with weights_only=True, stays as saved, and is restored completely in the middle of a step."""
     metrics = MetricsTracker({"m": "mean"})
     metrics.update({"m": 1, "n": 2}).end_epoch().update({"m": 3}).reduce().update({"m": 5, "n": 1})
     file = io.BytesIO()
@@ -191,7 +191,7 @@ def test_fault_the_state_is_refused_by_a_safe_load_and_aliases_the_tracker() -> 
 
 
 def test_the_originals_state_goes_on_here() -> None:
-    """Its sums are taken; a tracker that does not sum up says so, and what is no state is refused."""
+    """The original's sums are taken, a tracker that does not sum says so, and anything but a state is refused."""
     state = {"epoch_reports": [{"loss": 1.0}], "agg": {"loss": 2.0}}
     metrics = MetricsTracker().load_state_dict(state).update({"loss": 1}).reduce()
     assert metrics.end_epoch().epoch_reports == [{"loss": 1.0}, {"loss": 3.0}]
@@ -203,7 +203,7 @@ def test_the_originals_state_goes_on_here() -> None:
 
 
 def test_values_of_another_rank_are_left_out_if_asked(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """With strict=False it is announced."""
+    """With strict=False this is logged."""
     state = {**MetricsTracker().update({"x": 1}).state_dict(), "rank": 1, "num_ranks": 2}
     with pytest.raises(NotExactError, match="values of rank 1 of 2"):
         MetricsTracker().load_state_dict(state)

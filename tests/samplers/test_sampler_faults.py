@@ -16,11 +16,11 @@ from lightning_faulttolerant import (
 )
 from tests.samplers.made import sampler_of
 
-# Faults of the original library, each of which this one lacks.
+# Faults of the original library that this one does not have.
 
 
 def test_fault_same_permutation_each_epoch() -> None:
-    """Each epoch has an order of its own, by set_epoch and by in_epoch."""
+    """Each epoch has its own order, by set_epoch and by in_epoch."""
     sampler = sampler_of(50)
     orders = []
     for epoch in range(3):
@@ -37,7 +37,7 @@ def test_fault_same_permutation_each_epoch() -> None:
 def test_fault_constant_advance_fails_on_a_short_last_batch(batch_size: int, num_workers: int) -> None:
     """The documented loop, advance(batch_size) for every batch, runs through an epoch of any length."""
     if num_workers and batch_size not in (4, 16):
-        return  # processes are dear
+        return  # processes are costly
     sampler = sampler_of(10)
     loader = DataLoader(range(10), sampler=sampler, batch_size=batch_size, num_workers=num_workers)  # type: ignore[arg-type]
     for _ in loader:
@@ -49,7 +49,7 @@ def test_fault_constant_advance_fails_on_a_short_last_batch(batch_size: int, num
 
 
 def test_more_than_there_are_is_still_an_error() -> None:
-    """A wrong count is told from a short last batch: before all was given out, and beyond what was counted before."""
+    """A wrong count is an error, unlike a short last batch: before all is handed out, and beyond the earlier count."""
     sampler = sampler_of(10)
     for wrong in (11, 100):
         with pytest.raises(AdvancedTooFarError, match=f"advance\\({wrong}\\) at 0 of 10 samples of epoch 0"):
@@ -64,7 +64,7 @@ def test_more_than_there_are_is_still_an_error() -> None:
     assert sampler.progress == 10
     again = sampler_of(10)
     assert len(list(again)) == 10
-    next(iter(again))  # begun again: it has not given out all
+    next(iter(again))  # started again: it has not handed out all
     with pytest.raises(AdvancedTooFarError):
         again.advance(11)
     with pytest.raises(ValueError, match="-1"):
@@ -95,7 +95,7 @@ def test_fault_a_rejected_state_is_half_loaded() -> None:
 
 
 def test_fault_the_position_is_applied_to_another_epoch_than_it_was_saved_in() -> None:
-    """A loop over range(0, n) that resumes in epoch 3 is told so; one over range(sampler.epoch, n) continues."""
+    """A loop over range(0, n) that resumes in epoch 3 gets an error, and one over range(sampler.epoch, n) continues."""
     saved = sampler_of(10)
     saved.set_epoch(3)
     saved.advance(4)
@@ -133,7 +133,7 @@ def test_fault_the_position_is_applied_to_another_epoch_than_it_was_saved_in() -
 def test_fault_a_state_of_other_data_is_taken(
     other: dict[str, Any], shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the order follows from is in the state: a difference is an error with both values, or announced."""
+    """The state holds what determines the order, and a difference is an error with both values, or a warning."""
     saved = sampler_of(10)
     saved.advance(4)
     sampler = sampler_of(**{"length": 10, **other})
@@ -146,7 +146,7 @@ def test_fault_a_state_of_other_data_is_taken(
 
 
 def test_fault_another_number_of_ranks_loses_samples() -> None:
-    """The original's case: of 10 samples, 4 consumed by one rank, the other 6 come to two ranks."""
+    """In the original's case, of 10 samples, 4 consumed by one rank, the other 6 come to two ranks."""
     alone = sampler_of(10)
     consumed = list(islice(iter(alone), 4))
     alone.advance(4)
@@ -159,7 +159,7 @@ def test_fault_another_number_of_ranks_loses_samples() -> None:
 
 
 def test_another_number_of_ranks_may_be_refused() -> None:
-    """With on_world_size_change="error" it says both numbers."""
+    """With on_world_size_change="error", the error names both numbers."""
     saved = sampler_of(10)
     saved.advance(4)
     sampler = sampler_of(10, ranks=2, on_world_size_change="error")
@@ -171,7 +171,7 @@ def test_another_number_of_ranks_may_be_refused() -> None:
 
 
 def test_fault_len_is_that_of_the_whole_epoch_behind_a_resume() -> None:
-    """What remains can be asked for, and len gives it with len_mode="remaining"."""
+    """The remaining length is available, and len returns it with len_mode="remaining"."""
     for mode, expected in (("full", 5), ("remaining", 3)):
         sampler = sampler_of(10, ranks=2, len_mode=mode)
         sampler.load_state_dict({"progress": 2, "epoch": 0})
@@ -222,7 +222,7 @@ def test_fault_the_whole_permutation_is_a_list_of_each_rank(monkeypatch: pytest.
 
 
 def test_fault_arguments_without_effect_are_taken_silently() -> None:
-    """num_replicas, rank and drop_last do nothing here, and that is said."""
+    """num_replicas, rank, and drop_last have no effect here, and a warning says so."""
     for arguments in ({"num_replicas": 2}, {"rank": 1}, {"drop_last": True}):
         with pytest.warns(UserWarning, match=f"{next(iter(arguments))} has no effect"):
             sampler = InterruptibleSampler(range(10), **arguments)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_fault_arguments_without_effect_are_taken_silently() -> None:
 
 
 def test_fault_single_lets_an_epoch_be_left_in_its_middle() -> None:
-    """The guard that the original has and never sets works here."""
+    """The guard that the original has but never sets works here."""
     sampler = InterruptibleSampler(range(10))
     sampler.advance(1)
     with pytest.raises(HasNotResetProgressError):
@@ -238,7 +238,7 @@ def test_fault_single_lets_an_epoch_be_left_in_its_middle() -> None:
 
 
 def test_fault_single_has_the_length_of_the_whole_epoch_behind_a_resume() -> None:
-    """What remains can be had."""
+    """The remaining length is available."""
     sampler = InterruptibleSampler(range(10), len_mode="remaining")
     sampler.advance(4)
     assert len(sampler) == sampler.remaining() == 6

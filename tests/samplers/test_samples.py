@@ -29,7 +29,7 @@ from tests.samplers.made import sampler_of
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_order_torch_is_that_of_torchs_sampler(shuffle: bool, drop_last: bool) -> None:
-    """Every rank gets in every epoch exactly what torch's DistributedSampler gives it, and as many."""
+    """In every epoch, every rank gets exactly what torch's DistributedSampler gives it, and as many samples."""
     for length in (1, 2, 3, 7, 10, 2000):
         for ranks in (1, 2, 3, 4, 12):
             for rank in range(ranks):
@@ -46,7 +46,7 @@ def test_order_torch_is_that_of_torchs_sampler(shuffle: bool, drop_last: bool) -
 
 
 def test_it_is_a_distributed_sampler() -> None:
-    """Lightning replaces samplers that aren't; loaders skip its beginning by the protocol."""
+    """Lightning replaces samplers that aren't, and loaders skip its beginning by the protocol."""
     assert isinstance(sampler_of(), DistributedSampler)
     assert isinstance(sampler_of(), SkipsIndices)
 
@@ -60,7 +60,7 @@ def test_the_spelling_of_the_original_names_the_same_class(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["torch", "feistel"])
 def test_iter_from_gives_the_rest_of_iter(order: Any) -> None:
-    """From every position, over several chunks, the rest is what iteration gives after it."""
+    """From every position, over several chunks, the rest is what a full iteration yields after it."""
     sampler = sampler_of(5000, ranks=2, rank=1, order=order)
     for skip in (0, 1, 1023, 1024, 1025, 2499, 2500):
         assert list(sampler.iter_from(skip)) == list(islice(iter(sampler), skip, None))
@@ -68,7 +68,7 @@ def test_iter_from_gives_the_rest_of_iter(order: Any) -> None:
 
 @pytest.mark.parametrize("order", ["torch", "feistel"])
 def test_no_global_generator_is_touched(order: Any) -> None:
-    """Making, iterating and seeking draws no number from Python's or torch's generators."""
+    """Creating, iterating, and seeking draw no number from Python's or torch's generators."""
     before = random.getstate(), torch.get_rng_state()
     sampler = sampler_of(3000, order=order)
     list(sampler.iter_from(100))
@@ -76,12 +76,12 @@ def test_no_global_generator_is_touched(order: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-# The law of a resume: what was consumed before and what is given after it are the epoch, each sample once.
+# The law of a resume: the samples consumed before it and those yielded after it are the epoch, each sample once.
 
 
 @st.composite
 def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
-    """An epoch that is cut twice, and continued with by other ranks and batch sizes."""
+    """Draw an epoch that is cut twice, and continued by other numbers of ranks and batch sizes."""
     return {
         "length": draw(st.integers(1, 60)),
         "worlds": draw(st.tuples(*[st.integers(1, 6)] * 3)),
@@ -100,7 +100,7 @@ def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=250, deadline=None)
 @given(cut_epochs())
 def test_no_sample_is_lost_or_repeated_with_other_ranks_and_batch_sizes(case: dict[str, Any]) -> None:
-    """Whatever ranks and batch sizes continue, twice in an epoch, each sample comes once, up to the last round."""
+    """However ranks and batch sizes change, twice in an epoch, each sample comes once, up to the last round."""
     seen: Counter[int] = Counter()
     state: dict[str, Any] | None = None
     length, arguments = case["length"], case["arguments"]
@@ -136,7 +136,7 @@ def test_no_sample_is_lost_or_repeated_with_other_ranks_and_batch_sizes(case: di
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 12), st.booleans(), st.booleans())
 def test_loading_gives_the_same_state(length: int, ranks: int, consumed: int, drop_last: bool, shuffle: bool) -> None:
-    """The state of a sampler that loaded one is that state, and its rest is the rest of the first one."""
+    """The state of a sampler that loaded one is that state, and its rest is the rest of the first sampler."""
     first = sampler_of(length, ranks=ranks, rank=ranks - 1, drop_last=drop_last, shuffle=shuffle)
     first.advance(min(consumed, first.remaining()))
     again = sampler_of(length, ranks=ranks, rank=ranks - 1, drop_last=drop_last, shuffle=shuffle)
@@ -147,7 +147,7 @@ def test_loading_gives_the_same_state(length: int, ranks: int, consumed: int, dr
 
 
 def test_a_state_is_plain_small_and_the_same_on_every_rank() -> None:
-    """It loads with weights_only=True, and is a copy."""
+    """A state loads with weights_only=True, and is a copy."""
     states = []
     for rank in range(3):
         sampler = sampler_of(100, ranks=3, rank=rank)
@@ -175,7 +175,7 @@ def test_a_sampler_is_pickled_without_its_permutation() -> None:
 
 
 def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
-    """Another epoch is refused until this one is consumed, or its progress reset; the same one continues."""
+    """Another epoch is refused until this one is consumed, or its progress is reset; the same one continues."""
     sampler = sampler_of(10)
     sampler.advance(4)
     sampler.set_epoch(0)
@@ -193,7 +193,7 @@ def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
 
 
 def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
-    """Once it is consumed whole, in loops that call set_epoch themselves."""
+    """The next epoch may be set once the restored one is consumed, in loops that call set_epoch themselves."""
     sampler = sampler_of(10)
     sampler.load_state_dict({"progress": 4, "epoch": 0})
     sampler.set_epoch(0)
@@ -203,7 +203,7 @@ def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
 
 
 def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
-    """As the original's users do it: a state saved after it does not repeat the epoch."""
+    """As the original's users do it, a state saved after it does not repeat the epoch."""
     sampler = sampler_of(10)
     sampler.advance(10)
     sampler.reset_progress()
@@ -211,7 +211,7 @@ def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
 
 
 def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
-    """By in_epoch; a state from after its last full batch gives no batch, and continues with the next epoch."""
+    """in_epoch ends each epoch; a state after the last full batch yields no batch, and continues with the next one."""
     sampler = sampler_of(10)
     loader = DataLoader(range(10), sampler=sampler, batch_size=4, drop_last=True)  # type: ignore[arg-type]
     states = []
@@ -230,7 +230,7 @@ def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
 
 
 def test_in_epoch_gives_up_the_rest_if_it_is_told_to(caplog: pytest.LogCaptureFixture) -> None:
-    """With strict=False it is announced."""
+    """With strict=False this is logged."""
     sampler = sampler_of(10)
     sampler.advance(4)
     with sampler.in_epoch(1, strict=False):
@@ -239,7 +239,7 @@ def test_in_epoch_gives_up_the_rest_if_it_is_told_to(caplog: pytest.LogCaptureFi
 
 
 def test_an_exception_keeps_the_position() -> None:
-    """What was consumed before it can still be saved."""
+    """The samples consumed before it can still be saved."""
     sampler = sampler_of(10)
 
     def fail() -> None:
@@ -263,7 +263,7 @@ def test_iterating_behind_the_end_begins_the_next_epoch() -> None:
 
 
 def test_no_samples_are_no_epochs_end() -> None:
-    """An empty data set, or too few for the ranks with drop_last, is no endless row of epochs that end."""
+    """An empty data set, or one too small for the ranks with drop_last, does not end one epoch after another."""
     for sampler in (sampler_of(0), sampler_of(2, ranks=3, drop_last=True)):
         assert list(sampler) == []
         assert sampler.state_dict()["epoch"] == 0
@@ -273,7 +273,7 @@ def test_no_samples_are_no_epochs_end() -> None:
 
 
 def test_ranks_are_asked_for_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that is made before the ranks are known deals to them all the same, also under Lightning's launcher."""
+    """A sampler that is created before the ranks are known still deals to them, also under Lightning's launcher."""
     sampler = InterruptibleDistributedSampler(range(10), shuffle=False)
     assert list(sampler) == list(range(10))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -310,7 +310,7 @@ def make_grouped(**arguments: Any) -> Any:
 @pytest.mark.parametrize("make", [sampler_of, lambda **arguments: InterruptibleSampler(10, **arguments), make_grouped])
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, None])
 def test_a_seed_that_torch_does_not_take_is_refused_at_once(make: Any, seed: Any) -> None:
-    """It would fail while iterating; the computed order takes any whole number."""
+    """A seed that torch does not take would fail while iterating; the computed order takes any whole number."""
     with pytest.raises(
         ValueError, match=f"seed={seed}: .*{'whole number' if seed in (None, 1.5) else '2[*][*]64 - 1'}"
     ):
@@ -321,7 +321,7 @@ def test_a_seed_that_torch_does_not_take_is_refused_at_once(make: Any, seed: Any
 
 @pytest.mark.parametrize("make", [sampler_of, lambda **arguments: InterruptibleSampler(10, **arguments), make_grouped])
 def test_a_seed_at_the_limit_gives_every_epoch(make: Any) -> None:
-    """Seed and epoch together may be more than torch takes: they continue from 0, as torch counts negative seeds."""
+    """Seed and epoch together may exceed torch's range; they continue from 0, as torch counts negative seeds."""
     for seed, same in ((2**64 - 1, -1), (-(2**63), 2**63)):
         ours, other = make(seed=seed), make(seed=same)
         for epoch in range(3):
@@ -339,7 +339,7 @@ def test_a_seed_of_numpys_becomes_pythons() -> None:
 
 
 def test_the_originals_state_goes_on_here() -> None:
-    """Its progress is that of this rank among as many ranks as there are now."""
+    """The original's progress is that of this rank among the current number of ranks."""
     for rank in range(3):
         sampler = sampler_of(20, ranks=3, rank=rank)
         sampler.load_state_dict({"progress": 4, "epoch": 0})
@@ -348,7 +348,7 @@ def test_the_originals_state_goes_on_here() -> None:
 
 
 def test_the_originals_order_of_later_epochs_is_announced() -> None:
-    """Its versions disagree on it, and its state doesn't tell them apart."""
+    """A warning comes: the original's versions disagree on the order, and its state doesn't distinguish them."""
     sampler = sampler_of(20)
     with pytest.warns(UserWarning, match="order of epoch 0"):
         sampler.load_state_dict({"progress": 4, "epoch": 2})
@@ -360,7 +360,7 @@ def test_the_originals_order_of_later_epochs_is_announced() -> None:
 
 
 def test_single_gives_torchs_order_and_goes_on() -> None:
-    """Each epoch is that of a DistributedSampler of one rank; a state continues in it, also one of the original."""
+    """Each epoch is that of a DistributedSampler of one rank, and a state continues in it, also one of the original."""
     sampler = InterruptibleSampler(range(10), seed=3)
     expected: Any = DistributedSampler(range(10), 1, 0, seed=3)
     expected.set_epoch(4)
@@ -374,13 +374,13 @@ def test_single_gives_torchs_order_and_goes_on() -> None:
 
 
 def test_states_are_not_taken_from_one_kind_for_the_other() -> None:
-    """One counts its own samples, the other those of all ranks."""
+    """One kind counts its own samples, the other those of all ranks."""
     with pytest.raises(ValueError, match="'single', this one is 'distributed'"):
         sampler_of(10).load_state_dict(InterruptibleSampler(range(10)).state_dict())
 
 
 def test_a_deal_is_padded_from_the_beginning_of_the_order() -> None:
-    """Ranks that are more than samples get them again and again, as torch pads."""
+    """If there are more ranks than samples, the samples repeat, as torch pads."""
     order = SequentialOrder(3)
     deals = [Deal(length=3, rank=rank, num_replicas=8, drop_last=False) for rank in range(8)]
     assert [order.at(deal.positions(0, deal.num_own)).tolist() for deal in deals] == [[i % 3] for i in range(8)]
@@ -388,6 +388,6 @@ def test_a_deal_is_padded_from_the_beginning_of_the_order() -> None:
 
 @pytest.mark.parametrize("make", [sampler_of, make_grouped])
 def test_nothing_is_no_state(make: Any) -> None:
-    """It is called so, by name."""
+    """The error names the value."""
     with pytest.raises(ValueError, match="This is no state of a sampler: it is None"):
         make().load_state_dict(None)

@@ -24,7 +24,7 @@ from lightning_faulttolerant.samplers.shards import Share
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten images of two classes, each with a pixel value of its own; one lies deeper, and there are other files."""
+    """Return a folder of ten images in two classes, with one pixel value each, one nested deeper, and other files."""
     root = tmp_path_factory.mktemp("images")
     for number in range(10):
         folder = root / ("cats" if number < 4 else "dogs") / ("deeper" if number == 9 else ".")
@@ -36,22 +36,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """An image as a tensor, of shape (3)."""
+    """Return an image as a tensor, of shape (3)."""
     return torch.tensor(image.getpixel((0, 0)))
 
 
 def dataset_of(root: Path, rank: int = 0, world_size: int = 1, fraction: float = 1.0, **more: Any) -> Any:
-    """The part of one rank, with its samples as tensors."""
+    """Return the part of one rank, with its samples as tensors."""
     return DistributedShardedDataset(str(root), rank, world_size, fraction, sample_load_transform=to_tensor, **more)
 
 
 def numbers_of(dataset: Any) -> list[int]:
-    """Which images a part holds."""
+    """Return which images a part holds."""
     return [int(dataset[i][0][0]) for i in range(len(dataset))]
 
 
 def test_images_of_directories_are_classes(root: Path) -> None:
-    """Samples are RGB images, with the number of their class; other files are left aside."""
+    """Samples are RGB images, with the number of their class, and other files are ignored."""
     dataset = DistributedShardedDataset(root, 0, 1, 1.0, shuffle=False)
     assert dataset.classes == ["cats", "dogs"]
     assert [target for _, target in dataset] == [0] * 4 + [1] * 6  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_a_part_is_gone_through_by_the_sampler(root: Path) -> None:
 
 
 def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
-    """Those of loading once, those of access at each."""
+    """Transforms of loading run once, and those of access at each one."""
     calls: list[str] = []
     dataset = DistributedShardedDataset(
         root,
@@ -98,12 +98,12 @@ def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
     assert calls == ["load"] * 2 + ["get"]
 
 
-# Faults of the original library, each of which this one lacks.
+# Faults of the original library that this one does not have.
 
 
 def test_fault_the_global_generator_is_seeded(root: Path) -> None:
-    """Python's and torch's generators are left alone."""
-    random.random()  # or the state could be that after a shuffle of an earlier test
+    """Python's and torch's generators stay as they are."""
+    random.random()  # otherwise the state could be that after a shuffle in an earlier test
     before = random.getstate(), torch.get_rng_state()
     numbers_of(dataset_of(root))
     ShardedMapDataset(range(10))[0]
@@ -120,7 +120,7 @@ def test_fault_a_fraction_without_sense_fails_on_one_rank_only(root: Path, fract
 
 
 def test_fault_targets_must_be_tensors_for_a_device(root: Path) -> None:
-    """Class numbers are turned into a tensor; samples that are none are named."""
+    """Class numbers become a tensor, and samples that are not tensors are named."""
     dataset = dataset_of(root, device_id="cpu", shuffle=False)
     assert dataset.samples.shape == (10, 3)
     assert dataset.targets.tolist() == [0] * 4 + [1] * 6
@@ -129,20 +129,20 @@ def test_fault_targets_must_be_tensors_for_a_device(root: Path) -> None:
 
 
 def test_fault_is_valid_file_is_refused(root: Path) -> None:
-    """It takes the place of the extensions."""
+    """is_valid_file takes the place of the extensions."""
     dataset = dataset_of(root, is_valid_file=lambda path: path.endswith(("1.PNG", "7.PNG")))
     assert sorted(numbers_of(dataset)) == [1, 7]
 
 
 def test_fault_it_can_not_be_pickled(root: Path) -> None:
-    """Workers that are spawned get it, with the default arguments."""
+    """Spawned workers get the data set, with the default arguments."""
     dataset = dataset_of(root)
     assert numbers_of(pickle.loads(pickle.dumps(dataset))) == numbers_of(dataset)
     pickle.loads(pickle.dumps(DistributedShardedDataset(root, 0, 1, 0.1)))
 
 
 def test_fault_a_worker_that_is_forked_fails_on_the_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker says what to do, instead of an error of CUDA's."""
+    """A worker says what to do, instead of raising a CUDA error."""
     dataset = dataset_of(root)
     dataset._is_on_cuda = True  # as after _move to a CUDA device
     dataset[0]
@@ -152,14 +152,14 @@ def test_fault_a_worker_that_is_forked_fails_on_the_device(root: Path, monkeypat
 
 
 def test_fault_it_is_no_data_set_of_torchs(root: Path) -> None:
-    """Whoever asks, finds that it is one."""
+    """The data set is an instance of torch's Dataset."""
     assert isinstance(dataset_of(root), Dataset)
 
 
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 48])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> None:
-    """No rank holds a sample twice; shards are disjoint up to the last round, and whole once they could be."""
+    """No rank holds a sample twice, and shards are disjoint up to the last round, and complete where possible."""
     for fraction in (0.1, 1 / ranks, 0.5, 0.8, 1.0):
         shares = [Share(length, fraction=fraction, rank=rank, num_replicas=ranks) for rank in range(ranks)]
         parts = [[share[i] for i in range(len(share))] for share in shares]
@@ -175,13 +175,13 @@ def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> 
 
 
 def test_a_fraction_is_of_whole_samples() -> None:
-    """It is rounded up, but not by what a floating point number is off: 0.07 of 100 samples are 7."""
+    """A fraction is rounded up, but not by a floating point error: 0.07 of 100 samples are 7."""
     for length, fraction, expected in ((100, 0.07, 7), (31, 0.1, 4), (10, 1 / 3, 4), (9, 1 / 3, 3), (10, 1.0, 10)):
         assert len(Share(length, fraction=fraction, rank=0, num_replicas=1)) == expected
 
 
 def test_fault_everything_is_decoded_again_at_each_start(root: Path) -> None:
-    """With lazy=True a start loads nothing, and each sample when it is asked for, equal to what it was."""
+    """With lazy=True a start loads nothing, and each sample loads on access, equal to what it was."""
     loaded: list[str] = []
 
     def load(path: str) -> Any:
@@ -206,7 +206,7 @@ def test_empty_trees_are_told(tmp_path: Path) -> None:
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    """It is needed for the default loader only."""
+    """Only the default loader needs Pillow."""
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r"lightning-faulttolerant\[streaming\]"):
         dataset_of(root)
@@ -214,7 +214,7 @@ def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_any_indexable_source_is_sharded() -> None:
-    """Of 10**12 samples, too: parts are disjoint, and nothing is made that is as long."""
+    """For 10**12 samples, too, parts are disjoint, and no object is as long as the source."""
     for length, ranks in ((11, 3), (10**12, 4)):
         parts = [ShardedMapDataset(range(length), rank, ranks) for rank in range(ranks)]
         assert {len(part) for part in parts} == {-(-length // ranks)}
@@ -227,7 +227,7 @@ def test_any_indexable_source_is_sharded() -> None:
 
 
 def test_ranks_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    """Where they are not given."""
+    """Rank and number of ranks come from the environment if they are not given."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert list(ShardedMapDataset(range(4), shuffle=False)) == [1, 3]

@@ -16,7 +16,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock that goes when it is told to, in the place of the monotonic one."""
+    """Return a clock that advances on request, in place of the monotonic one."""
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
     return clock
@@ -38,7 +38,7 @@ def test_reports_say_the_step_and_the_total(clock: Clock) -> None:
 
 
 def test_it_prints_on_rank_0_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 by the environment, or by argument."""
+    """The rank is set by the environment, or by an argument."""
     TimestampedTimer("alone")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -49,7 +49,7 @@ def test_it_prints_on_rank_0_only(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_it_reports_where_its_rank_can_not_be_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timer stops no script."""
+    """A timer does not stop a script."""
     lines: list[str] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     TimestampedTimer(sink=lines.append)
@@ -65,7 +65,7 @@ def test_fault_it_runs_by_a_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatc
 
 
 def test_fault_it_has_no_state(clock: Clock) -> None:
-    """The total continues in another process, the step that runs included; what is between is not counted."""
+    """The total continues in another process, including the running step, without the time in between."""
     timer = TimestampedTimer(running=60, rank=1)
     clock.seconds += 2
     timer.report("step")
@@ -84,7 +84,7 @@ def test_fault_it_has_no_state(clock: Clock) -> None:
 
 
 def test_fault_gpu_work_that_still_runs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sync_cuda the GPU has done its work before a time is taken, once for each."""
+    """With sync_cuda the GPU finishes its work before each measurement of the time, once for each."""
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))

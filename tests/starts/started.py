@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 STOPPED = 128 + signal.SIGTERM
 NUM_BATCHES = 12
-"""Of a fit: two epochs with six batches."""
+"""The batches of a fit: two epochs with six each."""
 
 Row = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Started:
-    """What became of one start of a script."""
+    """The result of one start of a script."""
 
     exit_code: int
     output: str
@@ -43,7 +43,7 @@ class Started:
         return len(self._of("trained", name))
 
     def weights(self) -> dict[str, str]:
-        """Return the final weights of each fit that came to its end in this start."""
+        """Return the final weights of each fit that finished in this start."""
         return {event["name"]: event["weights"] for event in self._of("finished", None)}
 
     def first(self, name: str | None = None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Started:
         return list(dict.fromkeys(event["name"] for event in self._of("begins", None)))
 
     def values(self, name: str) -> list[dict[str, Any]]:
-        """Return what the script has told about its fits of that name."""
+        """Return what the script has recorded about its fits of that name."""
         return self._of("finished", name)
 
     def lines(self, *parts: str) -> list[str]:
@@ -69,13 +69,13 @@ class Started:
 
 
 class Project:
-    """A directory with a copy of the scripts, from which they are started.
+    """A directory with a copy of the scripts, where they are started.
 
     Args:
-        directory: Where; made if it is not there.
+        directory: The directory; created if it does not exist.
         environment: Variables for all starts.
-        forks: Whether scripts, and the processes of Python's that these start, are forked from this one, which has
-            imported torch and Lightning, instead of started as Python does: see `tests.harness.python`.
+        forks: Whether to fork scripts, and the Python processes that they start, from this process, which has
+            imported torch and Lightning, instead of starting them as Python does: see `tests.harness.python`.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None, *, forks: bool = True) -> None:
@@ -99,7 +99,7 @@ class Project:
     ) -> dict[str, str]:
         """Return the environment of one start, with a new record."""
         self._records += 1
-        # What an outer run has set is not the script's.
+        # The script must not see the settings of an outer run.
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "JPY_", "INTERRUPT", "PYTEST_"))
         }
@@ -118,7 +118,7 @@ class Project:
         }
 
     def launch(self, *command: str | Path, cwd: Path | None = None, **asked: Any) -> Process:
-        """Start Python with these arguments, and don't wait."""
+        """Start Python with these arguments, without waiting."""
         words, where, variables = [*map(str, command)], cwd or self.directory, self.variables(**asked)
         kind = Forked if self._forks else Process
         return kind([sys.executable, *words], where, variables)
@@ -135,10 +135,10 @@ class Project:
         )
 
     def rows(self) -> list[Row]:
-        """Return what ``metrics.csv`` says.
+        """Return the rows of ``metrics.csv``.
 
-        A restart may continue the file of the first start, or begin one in its own directory: the rows of all
-        files count, and of two rows about one step the newer one.
+        A restart may continue the file of the first start, or begin one in its own directory. So the rows of
+        all files count, and of two rows about one step the newer one.
         """
         files = sorted(self.directory.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
         read = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
@@ -147,12 +147,12 @@ class Project:
 
 
 class Process:
-    """A script that runs.
+    """A running script.
 
     Args:
-        command: What is started.
-        cwd: Where.
-        environment: With which variables.
+        command: The command to start.
+        cwd: The working directory.
+        environment: The environment variables.
     """
 
     def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
@@ -166,7 +166,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a signal to its group does not reach the test
+                start_new_session=True,  # a signal to its group must not reach the test
             )
         self.process_id = self._popen.pid
 
@@ -182,9 +182,9 @@ class Process:
         return Started(-999 if code is None else code, self._output.read_text(), [json.loads(line) for line in lines])
 
     def wait(self, timeout_seconds: float = 150) -> Started:
-        """Wait until it has ended; as a scheduler does, kill what it has started and what lives on 10 seconds later.
+        """Wait for the script's end; like a scheduler, kill the processes it started if they live 10 seconds longer.
 
-        What has done nothing for 2 seconds is not waited for any longer.
+        Processes that do nothing for 2 seconds are not waited for any longer.
         """
         try:
             self._popen.wait(timeout_seconds)
@@ -206,7 +206,7 @@ class Process:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """Kill it and all that it has started."""
+        """Kill the script and all processes that it has started."""
         while living := self._living():
             for process_id in living:
                 with contextlib.suppress(ProcessLookupError):
@@ -235,7 +235,7 @@ def _work(process_id: int) -> str:
 
 
 class Forked(Process):
-    """A script that runs in a process that was forked from this one, and so does what it starts."""
+    """A script in a process that was forked from this one, as are the processes that it starts."""
 
     def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._record = Path(environment["RECORD"])
@@ -260,7 +260,7 @@ class Plain:
 
 @functools.cache
 def plain(*command: str, **environment: str) -> Plain:
-    """Run a command without the package, in a directory of its own; once for all tests of this process."""
+    """Run a command without the package, in its own directory, once for all tests of this process."""
     with tempfile.TemporaryDirectory() as directory:
         project = Project(Path(directory) / "project")
         started = project.start(*command, protected=False, **environment)
@@ -269,7 +269,7 @@ def plain(*command: str, **environment: str) -> Plain:
 
 
 def continues(before: Started, after: Started, name: str = "fit", *, renamed: str | None = None) -> None:
-    """Assert that a start continues the fit of the start before it: it begins in the middle, with its weights."""
+    """Assert that a start continues the fit of the start before it: it begins in the middle, with the same weights."""
     begins = after.first(renamed or name)
     passed = {event["step"]: event["weights"] for event in before.events if event["name"] == name and "step" in event}
     assert begins["step"] > 0, f"it started over:\n{after.output}"
@@ -279,7 +279,7 @@ def continues(before: Started, after: Started, name: str = "fit", *, renamed: st
 def stopped_twice(
     project: Project, *command: str | Path, steps: tuple[str, str] = ("TERM@4", "TERM@9"), code: int = STOPPED
 ) -> tuple[Started, Started, Started]:
-    """Start a command, stop it, start it again, stop it again, and let it come to its end."""
+    """Start a command, stop it, start it again, stop it again, and let it finish."""
     first = project.start(*command, interrupt=steps[0])
     assert first.exit_code == code, first.output
     second = project.start(*command, interrupt=steps[1])
@@ -290,7 +290,7 @@ def stopped_twice(
 
 
 def assert_same_fit(whole: Plain, starts: Sequence[Started], name: str = "fit") -> None:
-    """Assert that the starts of a script are together one fit that equals the uninterrupted one."""
+    """Assert that the starts of a script together form one fit that equals the uninterrupted one."""
     for before, after in itertools.pairwise(starts):
         continues(before, after, name)
     assert starts[-1].weights()[name] == whole.started.weights()[name]
@@ -298,7 +298,7 @@ def assert_same_fit(whole: Plain, starts: Sequence[Started], name: str = "fit") 
 
 
 def assert_interrupted(started: Started, num_batches: int | range, name: str = "fit") -> None:
-    """Assert that a start has failed after so many batches of a fit, and not for another reason before."""
+    """Assert that a start failed after this number of batches of a fit, and not earlier for another reason."""
     assert started.exit_code != 0
     expected = range(num_batches, num_batches + 1) if isinstance(num_batches, int) else num_batches
     assert started.num_batches(name) in expected, started.output
@@ -312,7 +312,7 @@ def assert_starts_over(started: Started, num_batches: int = NUM_BATCHES, name: s
 
 
 def run_names(project: Project) -> list[str]:
-    """Return the names of the runs whose autosaves are there: ``<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt``."""
+    """Return the names of the runs with autosaves: ``<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt``."""
     found = project.directory.parent.rglob("fit-*/autosave-*.ckpt")
     return sorted({path.parents[1].name for path in found})
 

@@ -1,4 +1,4 @@
-"""What was changed between two starts is another run, or is refused with what to do."""
+"""A change between two starts makes another run, or is refused with instructions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CHANGES = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 def interrupted(project: Project, *command: str) -> tuple[Started, str]:
-    """Start a script and stop it; return the start and the name of the run."""
+    """Start a script and stop it, and return the start and the name of the run."""
     first = project.start(*(command or ("train.py",)), interrupt="TERM@4")
     assert first.exit_code == STOPPED, first.output
     [name] = run_names(project)
@@ -41,7 +41,7 @@ def interrupted(project: Project, *command: str) -> tuple[Started, str]:
 
 @pytest.mark.slow
 def test_other_arguments_start_from_the_beginning(project: Project) -> None:
-    """``--lr 0.2`` does not continue ``--lr 0.1``; one line of the log names that run, which is left as it is."""
+    """``--lr 0.2`` does not continue ``--lr 0.1``, and one line of the log names that run, which stays as it is."""
     first, name = interrupted(project, "train.py", "--lr", "0.1")
     second = project.start("train.py", "--lr", "0.2")
     assert_starts_over(second)
@@ -53,7 +53,7 @@ def test_other_arguments_start_from_the_beginning(project: Project) -> None:
 
 @pytest.mark.slow
 def test_the_log_says_how_to_continue_the_other_run(project: Project) -> None:
-    """Where other arguments mean the same fit, what the log says to type continues the interrupted run."""
+    """If other arguments mean the same fit, the command in the log continues the interrupted run."""
     first, name = interrupted(project, "train.py", "--lr", "0.1")
     command = ("train.py", "--lr=0.1", "--tag", "again")
     second = project.start(*command)
@@ -68,7 +68,7 @@ def test_the_log_says_how_to_continue_the_other_run(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_edited_script_is_refused(change: str, project: Project) -> None:
-    """Refused are other settings in the same script; the last lines say how to continue and how to start over."""
+    """Other settings in the same script are refused, and the last lines say how to continue and how to start over."""
     first, name = interrupted(project)
     before, after = CHANGES[change]
     project.edit("train.py", before, after)

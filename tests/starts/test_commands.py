@@ -1,4 +1,4 @@
-"""Ways to start a script in which the same command has always been the same run."""
+"""Ways to start a script, each with the same command for the same run."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ COMMANDS = {
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 @pytest.fixture
 def real(tmp_path: Path) -> Project:
-    """Give the same, where nothing is forked: for one test of each way to start a script."""
+    """Return the same without forks: for one test of each way to start a script."""
     return Project(tmp_path / "project", forks=False)
 
 
@@ -53,7 +53,7 @@ def test_stopped_twice(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_launcher_that_hides_the_exit_code(real: Project) -> None:
-    """``cProfile`` ends with 0 after any ``SystemExit``: a stopped run has not come to its end for that."""
+    """``cProfile`` ends with 0 after any ``SystemExit``, but a stopped run still does not count as finished."""
     starts = stopped_twice(real, *PROFILER, "train.py", code=0)
     assert_same_fit(plain("train.py"), starts)
 
@@ -85,7 +85,7 @@ def test_ways_to_name_a_script(project: Project) -> None:
 
 @pytest.mark.slow
 def test_folds(project: Project) -> None:
-    """Folds in a loop: those that had ended are trained no more, the stopped one continues, the rest is trained."""
+    """In a loop of folds, finished ones are not trained again, the stopped one continues, and the rest is trained."""
     first = project.start("folds.py", interrupt="TERM@4@fold-1")
     second = project.start("folds.py", interrupt="TERM@5@fold-2")
     third = project.start("folds.py")
@@ -99,7 +99,7 @@ def test_folds(project: Project) -> None:
 
 @pytest.mark.slow
 def test_several_fits(project: Project) -> None:
-    """A model that is trained twice, stopped in the first fit and in the second one."""
+    """A model that is trained twice continues when it is stopped in the first fit and in the second one."""
     first = project.start("fits.py", interrupt="TERM@4@pretrain")
     second = project.start("fits.py", interrupt="TERM@5@finetune")
     third = project.start("fits.py")
@@ -124,7 +124,7 @@ def test_a_fit_in_a_spawned_process(real: Project) -> None:
 
 @pytest.mark.slow
 def test_spawned_processes_one_after_the_other(project: Project) -> None:
-    """A process that was spawned after another one has a fit of its own."""
+    """A process that is spawned after another one has its own fit."""
     command = ("spawned.py", "0.1", "0.2")
     first = project.start(*command, interrupt="TERM@4@lr=0.2")
     second = project.start(*command)
@@ -144,7 +144,7 @@ NEW_RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), NEW_RUNS.values(), ids=NEW_RUNS)
 def test_a_run_that_ended_normally_is_a_new_run(command: tuple[str, ...], name: str, project: Project) -> None:
-    """After a normal end, that of a run which was interrupted before, the same command trains everything again."""
+    """After the normal end of a run that was interrupted before, the same command trains everything again."""
     assert project.start(*command, interrupt=f"TERM@4@{name}").exit_code in (STOPPED, 1)
     assert project.start(*command).exit_code == 0
     assert_starts_over(project.start(*command), name=name)

@@ -1,4 +1,4 @@
-"""Hydra makes a new output directory at each start; the same command continues all the same."""
+"""Hydra creates a new output directory at each start, and the same command still continues."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SWEEP = ("hydra_train.py", "-m", "model.lr=0.1,0.2")
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts and the configuration."""
+    """Return a directory with the scripts and the configuration."""
     return Project(tmp_path / "project")
 
 
 @pytest.mark.takes_long("four processes, each with a training")
 def test_a_run_in_a_new_output_directory(project: Project) -> None:
-    """A run of lightning-hydra-template's kind is stopped twice, and ends with the same weights and metrics."""
+    """A run like those of lightning-hydra-template is stopped twice, and ends with the same weights and metrics."""
     starts = stopped_twice(project, "hydra_train.py")
     whole = plain("hydra_train.py")
     assert_same_fit(whole, starts, FIT)
@@ -49,7 +49,7 @@ def test_overrides(project: Project) -> None:
 
 @pytest.mark.slow
 def test_killed(project: Project) -> None:
-    """A run that was killed continues from its last autosave, in a new output directory too."""
+    """A run that was killed continues from its last autosave, also in a new output directory."""
     killed = project.start("hydra_train.py", interrupt="KILL@6", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("hydra_train.py")
@@ -77,7 +77,7 @@ def test_a_run_that_ended_normally_is_a_new_run(project: Project) -> None:
 
 @pytest.mark.slow
 def test_hydra_changes_the_directory(project: Project) -> None:
-    """``hydra.job.chdir=True`` and a default Trainer: the new working directory is no new run."""
+    """With ``hydra.job.chdir=True`` and a default Trainer, the new working directory is not a new run."""
     command = ("hydra_chdir.py", "hydra.job.chdir=True")
     starts = stopped_twice(project, *command)
     whole = plain(*command)
@@ -88,7 +88,7 @@ def test_hydra_changes_the_directory(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["lr=0.1", "lr=0.2"])
 def test_a_sweep(job: str, project: Project) -> None:
-    """A multirun that is stopped in one of its jobs continues this job; no job takes the state of another one."""
+    """A multirun that is stopped in one of its jobs continues this job, and no job takes the state of another one."""
     starts = stopped_twice(project, *SWEEP, steps=(f"TERM@4@{job}", f"TERM@9@{job}"))
     whole = plain(*SWEEP)
     assert_same_fit(whole, starts, job)
@@ -97,7 +97,7 @@ def test_a_sweep(job: str, project: Project) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_that_is_stopped_in_each_job(project: Project) -> None:
-    """A multirun that is stopped in its first job, then in its second one."""
+    """A multirun that is stopped in its first job, then in its second one, continues both."""
     first = project.start(*SWEEP, interrupt="TERM@4@lr=0.1")
     second = project.start(*SWEEP, interrupt="TERM@9@lr=0.2")
     third = project.start(*SWEEP)

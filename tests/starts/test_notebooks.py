@@ -1,4 +1,4 @@
-"""Notebooks whose kernel is killed or stopped, and that are executed again."""
+"""Notebooks that are executed again after their kernel was killed or stopped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Notebooks:
 
     Args:
         project: The directory.
-        named_by: Who tells a kernel the name of its notebook.
+        named_by: The source that gives a kernel the name of its notebook.
     """
 
     def __init__(self, project: Project, named_by: str) -> None:
@@ -73,13 +73,13 @@ class Notebooks:
 
 @pytest.fixture
 def notebooks(request: pytest.FixtureRequest, tmp_path: Path) -> Notebooks:
-    """Give a directory for notebooks, for each way to know their names."""
+    """Return a directory for notebooks, for each way to know their names."""
     return Notebooks(Project(tmp_path / "project"), request.param)
 
 
 @pytest.mark.parametrize("name", ["no name", "JPY_SESSION_NAME"])
 def test_stopped_twice(name: str, tmp_path: Path) -> None:
-    """A notebook whose training was stopped continues when all its cells are executed again; one without forks."""
+    """A notebook with a stopped training continues when all its cells are executed again; one case has no forks."""
     notebooks = Notebooks(Project(tmp_path / "project", forks=name != "no name"), name)
     path = notebooks.write("train")
     starts = [notebooks.execute(path, interrupt=f"TERM@{step}") for step in (4, 9)]
@@ -95,7 +95,7 @@ def test_stopped_twice(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebooks", ["__vsc_ipynb_file__"], indirect=True)
 def test_killed(notebooks: Notebooks) -> None:
-    """A notebook whose kernel was killed continues from the last autosave."""
+    """A notebook with a killed kernel continues from the last autosave."""
     path = notebooks.write("train")
     killed = notebooks.execute(path, interrupt="KILL@6", sleep=0.5)
     assert_interrupted(killed, range(6, NUM_BATCHES), FIT)
@@ -120,7 +120,7 @@ def test_another_notebook_in_the_directory(signal: str, notebooks: Notebooks) ->
 
 @pytest.mark.parametrize("name", ["JPY_SESSION_NAME"])
 def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
-    """Where the kernel knows the name, a copy of the notebook with another name is another run."""
+    """If the kernel knows the name, a copy of the notebook with another name is another run."""
     notebooks = Notebooks(Project(tmp_path / "project"), name)
     path, copy = notebooks.write("train"), notebooks.write("copy")
     assert_interrupted(notebooks.execute(path, interrupt="TERM@4"), 4, FIT)
@@ -129,7 +129,7 @@ def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebooks", ["no name"], indirect=True)
 def test_a_notebook_that_ended_normally_is_a_new_run(notebooks: Notebooks) -> None:
-    """After a normal end of the kernel the same notebook trains everything again."""
+    """After a normal end of the kernel, the same notebook trains everything again."""
     path = notebooks.write("train")
     assert_interrupted(notebooks.execute(path, interrupt="TERM@4"), 4, FIT)
     assert notebooks.execute(path).exit_code == 0

@@ -1,4 +1,4 @@
-"""A study of Optuna's that is started again: a trial that is run again continues, a new trial is a new fit."""
+"""An Optuna study that is started again: a repeated trial continues, and a new trial is a new fit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OPTIONS = [(), ("--hyperparameters",), ("--seed",), ("--hyperparameters", "--see
 
 
 STALE_SECONDS = 3.5
-"""After so long Optuna takes a trial of the study for dead."""
+"""The time after which Optuna takes a trial of the study for dead."""
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
@@ -45,7 +45,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "trial"), CASES)
 def test_a_trial_that_is_run_again_continues(options: tuple[str, ...], trial: int, project: Project) -> None:
-    """Stopped twice in one trial, the study ends; the trial with the same values continues, the others are new."""
+    """Stopped twice in one trial, the study finishes, the trial with the same values continues, and others are new."""
     command = ("study.py", "--retry", *options)
     first = project.start(*command, interrupt=f"TERM@4@trial-{trial}")
     time.sleep(STALE_SECONDS)
@@ -67,7 +67,7 @@ def test_a_trial_that_is_run_again_continues(options: tuple[str, ...], trial: in
 @pytest.mark.parametrize("trial", [0, 1])
 @pytest.mark.parametrize("options", [(), ("--hyperparameters",)])
 def test_new_trials_after_one_that_was_stopped(options: tuple[str, ...], trial: int, project: Project) -> None:
-    """If nobody runs the stopped trial again, the next start does new ones from the beginning, without an error."""
+    """If the stopped trial is not run again, the next start does new ones from the beginning, without an error."""
     command = ("study.py", *options)
     assert project.start(*command, interrupt=f"TERM@4@trial-{trial}").exit_code == STOPPED
     second = project.start(*command, interrupt=f"TERM@9@trial-{trial + 2}")
@@ -82,7 +82,7 @@ def test_new_trials_after_one_that_was_stopped(options: tuple[str, ...], trial: 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--seed",), ("--hyperparameters", "--seed")])
 def test_new_trials_with_a_fixed_seed(options: tuple[str, ...], project: Project) -> None:
-    """Equal random states do not make two trials one: each ends with the weights of its own values."""
+    """Equal random states do not merge two trials, and each ends with the weights of its own values."""
     command = ("study.py", *options)
     first = project.start(*command, interrupt="TERM@4@trial-1")
     assert first.exit_code == STOPPED, first.output

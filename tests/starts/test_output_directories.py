@@ -1,4 +1,4 @@
-"""Each start writes to a directory of its own, or all checkouts to the same: a run is found by what it trains."""
+"""Each start writes to its own directory, or all checkouts to the same: a run is found by what it trains."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.starts.started import (
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 def checkout(tmp_path: Path, name: str) -> Project:
-    """Return a checkout of the scripts that writes to a directory which all checkouts share."""
+    """Return a checkout of the scripts that writes to a directory shared by all checkouts."""
     return Project(tmp_path / name, {"OUTPUT_ROOT": str(tmp_path / "output")})
 
 
 @pytest.mark.slow
 def test_a_directory_named_by_the_time(project: Project) -> None:
-    """``default_root_dir=f"runs/{time}"``: the run is found although its directory is a new one."""
+    """With ``default_root_dir=f"runs/{time}"``, the run is found although its directory is a new one."""
     starts = stopped_twice(project, "timed.py")
     whole = plain("timed.py")
     assert_same_fit(whole, starts)
@@ -43,7 +43,7 @@ def test_a_directory_named_by_the_time(project: Project) -> None:
 
 @pytest.mark.slow
 def test_killed_in_a_directory_named_by_the_time(project: Project) -> None:
-    """The same after a SIGKILL: the run continues from its last autosave, and logs the same rows."""
+    """After a SIGKILL, too, the run continues from its last autosave, and logs the same rows."""
     killed = project.start("timed.py", interrupt="KILL@6", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("timed.py")
@@ -63,14 +63,14 @@ def test_a_run_that_ended_normally_in_a_directory_named_by_the_time(project: Pro
 
 @pytest.mark.slow
 def test_hyperparameters_with_the_time(project: Project) -> None:
-    """``save_hyperparameters()`` with ``run_name=f"run-{time}"``: the restart is not refused."""
+    """With ``save_hyperparameters()`` and ``run_name=f"run-{time}"``, the restart is not refused."""
     starts = stopped_twice(project, "named.py")
     assert_same_fit(plain("named.py"), starts)
 
 
 @pytest.mark.slow
 def test_another_checkout(tmp_path: Path) -> None:
-    """A copy of the code in another directory continues, where all write to the same directory."""
+    """A copy of the code in another directory continues if both write to the same directory."""
     first = checkout(tmp_path, "monday").start("shared.py", interrupt="TERM@4")
     second = checkout(tmp_path, "tuesday").start("shared.py", interrupt="TERM@9")
     third = checkout(tmp_path, "wednesday").start("shared.py")
@@ -80,7 +80,7 @@ def test_another_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_checkout_after_a_kill(tmp_path: Path) -> None:
-    """The same after a SIGKILL."""
+    """A copy of the code in another directory also continues after a SIGKILL."""
     killed = checkout(tmp_path, "monday").start("shared.py", interrupt="KILL@6", sleep=0.5)
     ended = checkout(tmp_path, "tuesday").start("shared.py")
     assert [killed.exit_code, ended.exit_code] == [-signal.SIGKILL, 0], ended.output
@@ -99,7 +99,7 @@ def assert_is_not_continued(ended: Started, edited: Project) -> None:
 
 @pytest.mark.slow
 def test_another_checkout_with_other_data(tmp_path: Path) -> None:
-    """As many rows with other values in another checkout are not trained further."""
+    """Another checkout with as many rows but other values does not continue the run."""
     assert checkout(tmp_path, "monday").start("shared.py", interrupt="TERM@4").exit_code == STOPPED
     other = checkout(tmp_path, "tuesday")
     rows = [row / 8 - 1 for row in range(24)]
@@ -119,7 +119,7 @@ def test_another_checkout_with_another_seed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_checkout_after_another_one(tmp_path: Path) -> None:
-    """What another checkout with other data does leaves the interrupted run as it is: it continues afterwards."""
+    """Another checkout with another seed leaves the interrupted run as it is, and that run continues afterwards."""
     monday = checkout(tmp_path, "monday")
     first = monday.start("shared.py", interrupt="TERM@4")
     other = checkout(tmp_path, "tuesday")

@@ -1,4 +1,4 @@
-"""Fits in the processes of a pool: they run at once, and each continues its own."""
+"""Fits in the processes of a pool: they run at the same time, and each continues its own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 @pytest.fixture
 def real(tmp_path: Path) -> Project:
-    """Give the same, where nothing is forked but by the script: for one test of each kind of pool."""
+    """Return the same without forks but those of the script: for one test of each kind of pool."""
     return Project(tmp_path / "project", forks=False)
 
 
 @pytest.mark.parametrize("pool", ["joblib"])
 def test_side_by_side(pool: str, real: Project) -> None:
-    """Two tasks at once don't fail because of each other, and train what they train without us."""
+    """Two simultaneous tasks don't make each other fail, and train the same as without us."""
     ended = real.start("pool.py", pool, sleep=0.1)
     for name in NAMES:
         assert_starts_over(ended, name=name)
@@ -44,7 +44,7 @@ def test_side_by_side(pool: str, real: Project) -> None:
 
 @pytest.mark.parametrize("pool", ["joblib", "fork"])
 def test_all_are_killed(pool: str, project: Project) -> None:
-    """After a SIGKILL for the whole process group each task continues its own fit."""
+    """After a SIGKILL for the whole process group, each task continues its own fit."""
     killed = project.start("pool.py", pool, interrupt="GROUP-KILL@6@lr=0.2", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("pool.py", pool)
@@ -57,7 +57,7 @@ def test_all_are_killed(pool: str, project: Project) -> None:
 
 @pytest.mark.parametrize("pool", ["spawn", "fork"])
 def test_all_are_stopped_twice(pool: str, project: Project) -> None:
-    """After a SIGTERM for the whole process group each task continues its own fit."""
+    """After a SIGTERM for the whole process group, each task continues its own fit."""
     starts = [project.start("pool.py", pool, interrupt=f"GROUP-TERM@{step}@lr=0.2", sleep=0.2) for step in (3, 6)]
     assert_interrupted(starts[0], 3, "lr=0.2")
     assert_interrupted(starts[1], 3, "lr=0.2")
@@ -71,7 +71,7 @@ def test_all_are_stopped_twice(pool: str, project: Project) -> None:
 
 @pytest.mark.parametrize("pool", ["fork"])
 def test_one_task_is_stopped(pool: str, real: Project) -> None:
-    """A task whose process was stopped alone continues; the other one ends with its own weights."""
+    """A task with only its own process stopped continues, and the other one ends with its own weights."""
     first = real.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
     assert_interrupted(first, 4, "lr=0.2")
     ended = real.start("pool.py", pool)

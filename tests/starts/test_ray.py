@@ -1,4 +1,4 @@
-"""Fits in tasks of Ray's: they run at once, and each continues its own."""
+"""Fits in Ray tasks: they run at the same time, and each continues its own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    """Give a directory with the scripts, and one for Ray: the names of its sockets have to be short."""
+    """Yield a directory with the scripts, and one for Ray, which needs short names for its sockets."""
     directory = tempfile.mkdtemp(prefix="ray-")
     yield Project(tmp_path / "project", {"RAY_DIRECTORY": directory}, forks=False)
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_side_by_side(project: Project) -> None:
-    """Two tasks at once don't fail because of each other, and train what they train without us."""
+    """Two simultaneous tasks don't make each other fail, and train the same as without us."""
     ended = project.start("rays.py", sleep=0.1)
     for name in NAMES:
         assert_starts_over(ended, name=name)
@@ -34,7 +34,7 @@ def test_side_by_side(project: Project) -> None:
 
 
 def test_all_is_killed(project: Project) -> None:
-    """After a SIGKILL for the script, its workers and Ray itself each task continues its own fit."""
+    """After a SIGKILL for the script, its workers, and Ray itself, each task continues its own fit."""
     process = project.launch("rays.py", sleep=1.5)
     deadline = time.monotonic() + 120
     while num_saved(project) < 2:

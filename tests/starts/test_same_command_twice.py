@@ -1,4 +1,4 @@
-"""The same command is started while it already runs: the second waits, then continues or is refused."""
+"""The same command is started while it already runs: the second one waits, then continues or is refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 @pytest.fixture
 def running(project: Project) -> Iterator[Callable[[float], Process]]:
-    """Give a function that starts a slow run and waits until it trains; it is killed after the test."""
+    """Yield a function that starts a slow run and waits until it trains; the run is killed after the test."""
     started: list[Process] = []
 
     def start(sleep: float) -> Process:
@@ -39,7 +39,7 @@ def running(project: Project) -> Iterator[Callable[[float], Process]]:
 
 
 def wait_until(happened: Callable[[], bool], timeout_seconds: float = 60) -> None:
-    """Wait for something."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_seconds
     while not happened():
         assert time.monotonic() < deadline, "it has not happened"
@@ -47,7 +47,7 @@ def wait_until(happened: Callable[[], bool], timeout_seconds: float = 60) -> Non
 
 
 def test_a_run_in_use_is_refused(project: Project, running: Callable[[float], Process]) -> None:
-    """A second start waits for the grace period, and then names process and host of the first one, which trains on."""
+    """A second start waits for the grace period, then names process and host of the first one, which trains on."""
     first = running(5)
     began = time.monotonic()
     second = project.start("train.py")

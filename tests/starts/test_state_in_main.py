@@ -1,4 +1,4 @@
-"""What the script itself keeps, its globals and its classes, where `__main__` is not the script: in jobs, profiled."""
+"""State of the script itself, its globals and classes, if `__main__` is not the script: in jobs, profiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """Give a directory with the scripts, and a short one for Ray's sockets."""
+    """Yield a directory with the scripts, and a short one for Ray's sockets."""
     monkeypatch.setattr(submitit.Job, "_results_timeout_s", 2)
     directory = tempfile.mkdtemp(prefix="ray-")
     yield Project(tmp_path / "project", {"RAY_DIRECTORY": directory})
@@ -39,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     ids=lambda command: "profiler" if command[0] == "-m" else command[1],
 )
 def test_is_continued(command: tuple[str, ...], project: Project) -> None:
-    """Globals that grow, that are bound again, that hold objects of the script's classes, and that draw."""
+    """Globals continue that grow, that are rebound, that hold objects of the script's classes, and that draw."""
     starts: list[Started] = [project.start(*command, interrupt=f"TERM@{step}@fit") for step in (3, 8)]
     starts.append(project.start(*command))
     assert starts[-1].exit_code == 0, starts[-1].output

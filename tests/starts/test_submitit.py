@@ -1,4 +1,4 @@
-"""Fits in jobs of submitit's, on this machine: submitted again, they continue."""
+"""Fits in submitit jobs on this machine: submitted again, they continue."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Give a directory with the scripts; the result of a job that has died is not waited for 15 seconds."""
-    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 2)  # what is forked inherits it
+    """Return a directory with the scripts; the result of a dead job is not waited for 15 seconds."""
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 2)  # forked processes inherit it
     return Project(tmp_path / "project")
 
 
@@ -55,7 +55,7 @@ def test_two_scripts_with_one_folder(project: Project) -> None:
 
 
 def test_two_jobs_at_once(project: Project) -> None:
-    """Two jobs of one script don't fail because of each other, and the one that was stopped continues."""
+    """Two jobs of one script don't make each other fail, and the one that was stopped continues."""
     command = ("cluster.py", "0.1", "0.2")
     first = project.start(*command, interrupt="TERM@4@lr=0.2", sleep=0.1)
     assert_interrupted(first, 4, "lr=0.2")
@@ -66,7 +66,7 @@ def test_two_jobs_at_once(project: Project) -> None:
 
 
 def test_a_job_that_ended_normally_is_a_new_run(tmp_path: Path) -> None:
-    """After a normal end the same job trains everything again. Nothing is forked here."""
+    """After a normal end, the same job trains everything again, here without forks."""
     project = Project(tmp_path / "project", forks=False)
     assert_interrupted(project.start("cluster.py", "0.1", interrupt="TERM@4"), 4, FIT)
     assert project.start("cluster.py", "0.1").exit_code == 0

@@ -1,4 +1,4 @@
-"""What the log and the command line say about runs that were interrupted."""
+"""The messages of the log and the command line about interrupted runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SCRIPTS = ["train.py", "timed.py", "hydra_train.py"]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+    """Return a directory with the scripts."""
     return Project(tmp_path / "project")
 
 
 def interrupted(project: Project, *command: str) -> str:
-    """Start a script and stop it; return the name of the run."""
+    """Start a script and stop it, and return the name of the run."""
     before = run_names(project)
     assert project.start(*command, interrupt="TERM@4").exit_code == STOPPED
     [name] = [name for name in run_names(project) if name not in before]
@@ -28,7 +28,7 @@ def interrupted(project: Project, *command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_resume_says_from_what_and_how_to_start_over(script: str, project: Project) -> None:
-    """One line names the run that continues and the command that discards it; a first start says nothing of it."""
+    """One line names the run that continues and the command that discards it, but not at a first start."""
     first = project.start(script, interrupt="TERM@4")
     assert not first.lines("discard")
     [name] = run_names(project)
@@ -40,7 +40,7 @@ def test_a_resume_says_from_what_and_how_to_start_over(script: str, project: Pro
 
 @pytest.mark.slow
 def test_a_new_start_names_the_interrupted_run_of_the_script(project: Project) -> None:
-    """One line names the run that this start does not continue, and only as long as it is there."""
+    """One line names the run that this start does not continue, but only as long as the run exists."""
     name = interrupted(project, "train.py", "--lr", "0.1")
     second = project.start("train.py", "--lr", "0.2")
     assert_starts_over(second)
@@ -53,7 +53,7 @@ def test_a_new_start_names_the_interrupted_run_of_the_script(project: Project) -
 
 @pytest.mark.slow
 def test_another_script_is_not_named(project: Project) -> None:
-    """The interrupted run of another script is nobody's business."""
+    """The interrupted run of another script is not mentioned."""
     name = interrupted(project, "train.py")
     second = project.start("train_too.py")
     assert_starts_over(second)
@@ -63,7 +63,7 @@ def test_another_script_is_not_named(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_list_without_an_argument(script: str, project: Project) -> None:
-    """``lightning-faulttolerant list`` shows the interrupted run where the script was started, and only as long."""
+    """``lightning-faulttolerant list`` shows the interrupted run in the script's directory while the run exists."""
     nothing = project.tool("list")
     assert nothing.returncode == 1, nothing.stdout + nothing.stderr
     name = interrupted(project, script)
@@ -88,7 +88,7 @@ def test_discard(script: str, project: Project) -> None:
 
 @pytest.mark.slow
 def test_discard_leaves_other_runs(project: Project) -> None:
-    """Only the run that is named is discarded; a name that is not there is an error."""
+    """Only the named run is discarded, and an unknown name is an error."""
     first = project.start("train.py", interrupt="TERM@4")
     assert first.exit_code == STOPPED
     other = interrupted(project, "train.py", "--lr", "0.2")

@@ -1,4 +1,4 @@
-"""Bytes travel in one uint8 tensor."""
+"""Bytes are stored in one uint8 tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 @given(blob=st.binary(max_size=300))
 def test_tensor_holds_the_bytes(blob: bytes) -> None:
-    """Any bytes, none included, become a uint8 tensor of their length and come back."""
+    """Any bytes, including none, become a uint8 tensor of their length and come back."""
     tensor = blob_to_tensor(blob)
     assert tensor.dtype == torch.uint8
     assert tensor.tolist() == list(blob)
@@ -26,14 +26,14 @@ def test_tensor_holds_the_bytes(blob: bytes) -> None:
 
 
 def test_bytes_of_a_view_are_those_that_it_shows() -> None:
-    """A tensor that is not contiguous gives the bytes of its elements in order, and all bytes of wide elements."""
+    """A non-contiguous tensor yields the bytes of its elements in order, and all bytes of wide elements."""
     tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3).T
     assert tensor_to_blob(tensor) == bytes([0, 3, 1, 4, 2, 5])
     assert tensor_to_blob(torch.tensor([1, 258], dtype=torch.int16)) == b"\x01\x00\x02\x01"
 
 
 def test_tensor_is_a_copy() -> None:
-    """Changing the tensor leaves the bytes, which may be keys somewhere, as they are."""
+    """Changing the tensor does not change the bytes, which may be keys elsewhere."""
     blob = b"abc"
     blob_to_tensor(blob).zero_()
     assert blob == b"abc"
@@ -41,7 +41,7 @@ def test_tensor_is_a_copy() -> None:
 
 @given(state=nested)
 def test_nested_state_comes_back_through_a_safe_file(state: object) -> None:
-    """Any nesting of dicts, lists and plain values loads with ``weights_only=True`` and is the same again."""
+    """Any nesting of dicts, lists and plain values loads with ``weights_only=True`` and is equal again."""
     file = io.BytesIO()
     torch.save(pack_blobs({"state": state}), file)
     file.seek(0)
@@ -49,14 +49,14 @@ def test_nested_state_comes_back_through_a_safe_file(state: object) -> None:
 
 
 def size(state: object) -> int:
-    """Return how long a file of `state` is."""
+    """Return the length of a file of `state`."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.tell()
 
 
 def test_equal_bytes_are_stored_once() -> None:
-    """The file holds equal bytes once, and those that are alike hardly more than once."""
+    """The file holds equal bytes once, and similar bytes in hardly more space."""
     blob = random.Random(0).randbytes(10_000)
     once = size(pack_blobs({"a": blob}))
     assert size(pack_blobs({"a": blob, "b": [bytes(blob)]})) < once + 100
@@ -64,19 +64,19 @@ def test_equal_bytes_are_stored_once() -> None:
 
 
 def test_many_bytes_cost_one_record() -> None:
-    """Twenty short blobs cost little more than one: they are no tensors of their own."""
+    """Twenty short blobs cost little more than one: they are not separate tensors."""
     one, twenty = ({str(i): bytes([i, 1]) for i in range(number)} for number in (1, 20))
     assert size(pack_blobs(twenty)) - size(pack_blobs(one)) < 20 * 40
 
 
 def test_tensors_pass_unchanged() -> None:
-    """Tensors stay the tensors that they are, those of uint8 too."""
+    """Tensors stay as they are, even those of uint8."""
     state = {"weights": torch.ones(2), "flags": [torch.tensor([True])], "image": torch.ones(3, dtype=torch.uint8)}
     assert unpack_blobs(pack_blobs(state)) == state
 
 
 @pytest.mark.parametrize("state", [{POOL: 1}, {"part": [{"blob": 3}]}])
 def test_names_that_the_pool_needs_are_refused(state: dict[str, object]) -> None:
-    """A state that could not be told from a packed one is an error, not another state."""
+    """A state that looks like a packed one is an error, not another state."""
     with pytest.raises(ValueError, match="A state can't h"):
         pack_blobs(state)

@@ -1,4 +1,4 @@
-"""Generators of devices continue in a process whose devices have other numbers, and nothing that was drawn is lost."""
+"""Device generators continue in a process with other device numbers, and no drawn state is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 7
 
 
 class Devices:
-    """Stands in for `torch.cuda` of a machine with devices that have drawn so many numbers."""
+    """Stands in for `torch.cuda` on a machine with devices that have drawn these many numbers."""
 
     def __init__(self, *num_drawn: int, current: int = 0, in_use: bool = True) -> None:
         self.states = [struct.pack("<Qq", SEED, number) for number in num_drawn]
@@ -55,7 +55,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def goes_on(monkeypatch: pytest.MonkeyPatch, state: Mapping[str, bytes], *num_drawn: int, **more: int) -> list[int]:
-    """Return how much the devices of another process have drawn, once it has the state."""
+    """Return how much the devices of another process have drawn after it gets the state."""
     here = Devices(*num_drawn, **more)
     monkeypatch.setattr(torch, "cuda", here)
     set_rng_state(state)
@@ -63,7 +63,7 @@ def goes_on(monkeypatch: pytest.MonkeyPatch, state: Mapping[str, bytes], *num_dr
 
 
 def saved(monkeypatch: pytest.MonkeyPatch, *num_drawn: int, **more: int) -> dict[str, bytes]:
-    """Return the generators' state in a process with such devices."""
+    """Return the generators' state in a process with these devices."""
     monkeypatch.setattr(torch, "cuda", Devices(*num_drawn, **more))
     return rng_state()
 
@@ -77,7 +77,7 @@ def test_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (4, 3), (8, 2)])
 def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
-    """A rank's own device continues wherever it is; of the others, of which nothing was drawn, none is missed."""
+    """A rank's own device continues under any number; other devices that drew nothing are not missed."""
     state = saved(monkeypatch, 0, 0, 0, 0, 0, 0, 5, 0, current=6)
     expected = [5 if index == current else 0 for index in range(num_devices)]
     assert goes_on(monkeypatch, state, *[9] * num_devices, current=current)[current] == 5
@@ -86,28 +86,28 @@ def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devi
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (2, 1)])
 def test_draws_on_another_device_are_not_lost(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
-    """What was drawn on a device that is not here, or is this process's own here, can't continue: an error."""
+    """State drawn on a device that is missing here, or is this process's own, can't continue: this is an error."""
     state = saved(monkeypatch, 3, 4, current=0)
     with pytest.raises(ValueError, match="device 'cuda:1', which this process does not have"):
         goes_on(monkeypatch, state, *[0] * num_devices, current=current)
 
 
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device nothing continues that was drawn on one, and all does if nothing was."""
+    """Without a device, state drawn on one can't continue; if nothing was drawn, everything continues."""
     assert goes_on(monkeypatch, saved(monkeypatch, 0, 0)) == []
     with pytest.raises(ValueError, match="device 'cuda', which"):
         goes_on(monkeypatch, saved(monkeypatch, 1))
 
 
 def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA is not in use yet, the state waits for it, and reading starts nothing."""
+    """If CUDA is not in use yet, the state waits for it, and reading does not start it."""
     state = saved(monkeypatch, 6)
     assert not [name for name in saved(monkeypatch, 1, in_use=False) if name.startswith("cuda")]
     assert goes_on(monkeypatch, state, 0, in_use=False) == [6]
 
 
 def test_states_of_other_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks are dealt again, what was drawn on devices that are not here is nobody's."""
+    """If ranks are dealt again, the state of devices that don't exist here is dropped."""
     state = saved(monkeypatch, 1, 2, 3, current=2)
     monkeypatch.setattr(torch, "cuda", Devices(0, 0, current=0))
     kept = of_devices_here(state)

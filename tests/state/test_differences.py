@@ -21,18 +21,18 @@ _STATES = st.dictionaries(st.sampled_from("abcd"), _VALUES, max_size=4)
 
 
 def _without_order_of_keys(state: Any) -> str:
-    return repr(state)  # dicts print in their order: it is compared too
+    return repr(state)  # dicts print in their order, so it is compared too
 
 
 @given(reference=_STATES, state=_STATES)
 def test_state_comes_back(reference: dict[str, Any], state: dict[str, Any]) -> None:
-    """Whatever the two states hold, the second one comes back from the first and the difference, in its order."""
+    """The second state comes back from the first and the difference, in its order, whatever the two hold."""
     delta = difference(state, digests_of(reference))
     assert _without_order_of_keys(patched(reference, delta)) == _without_order_of_keys(state)
 
 
 def test_what_is_equal_is_not_kept() -> None:
-    """Of a state that differs in one leaf only that leaf is kept."""
+    """Of a state that differs in one leaf, only that leaf is kept."""
     reference = {"a": {"x": torch.arange(3), "y": b"abc"}, "b": [1, 2]}
     state = {"a": {"x": torch.arange(3), "y": b"abd"}, "b": [1, 2]}
     delta = difference(state, digests_of(reference))
@@ -48,18 +48,18 @@ def test_what_is_equal_is_not_kept() -> None:
     ],
 )  # fmt: skip
 def test_values_that_look_alike_are_told_apart(pair: tuple[Any, Any]) -> None:
-    """Two values of other types, shapes or bits are never taken for equal."""
+    """Two values of different types, shapes or bits are never taken for equal."""
     one, other = pair
     assert digests_of({"a": one}) != digests_of({"a": other})
 
 
 def test_same_bits_are_equal_wherever_they_lie() -> None:
-    """A tensor equals a contiguous copy of it, and a NaN itself."""
+    """A tensor equals a contiguous copy of it, and a NaN equals itself."""
     value = torch.tensor([[1.0, float("nan")], [2.0, 3.0]]).t()
     assert digests_of({"a": value}) == digests_of({"a": value.contiguous()})
 
 
 def test_what_the_reference_has_lost_is_left_out() -> None:
-    """A part that was equal then, and is not kept with the reference, is left out: it comes from elsewhere."""
+    """A part that was equal, and that the reference no longer has, is left out: it comes from elsewhere."""
     delta = difference({"a": 1, "b": 2}, digests_of({"a": 1, "b": 3}))
     assert patched({}, delta) == {"b": 2}

@@ -1,4 +1,4 @@
-"""States for generators that a saved run did not have: their own, valid, the same each time."""
+"""States for generators that a saved run did not have are distinct, valid, and reproducible."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Holder:
         self.torch = torch.Generator().manual_seed(1)
 
     def draws(self) -> list[float]:
-        """Return a number of each."""
+        """Return a number from each."""
         drawn = torch.rand((), generator=self.torch).item()
         return [self.python.random(), float(self.numpy.random()), float(self.legacy.rand()), drawn]
 
 
 def draws() -> list[float]:
-    """Return a number of each global generator."""
+    """Return a number from each global generator."""
     return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()]
 
 
 def test_global_states_are_distinct_and_reproducible() -> None:
-    """Each name gives numbers of its own, none those of the source, and the same at each time."""
+    """Each name yields its own numbers, different from the source's, and the same each time."""
     source = rng_state()
     found = [draws()]
     for rank in (1, 2, 1):
@@ -43,7 +43,7 @@ def test_global_states_are_distinct_and_reproducible() -> None:
 
 
 def test_held_states_are_distinct_and_reproducible() -> None:
-    """Likewise for generators that objects hold, whatever their kind."""
+    """The same holds for generators that objects hold, whatever their kind."""
     source = HeldGenerators({"o": Holder()}).state_dict()
     found = [Holder().draws()]
     for rank in (1, 2, 1):
@@ -56,5 +56,5 @@ def test_held_states_are_distinct_and_reproducible() -> None:
 
 
 def test_states_of_torch_follow_from_their_names() -> None:
-    """Two names give two states."""
+    """Two names yield two states."""
     assert fresh_torch_state("a", 1) == fresh_torch_state("a", 1) != fresh_torch_state("a", 2)

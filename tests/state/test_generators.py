@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 
 def draw(generator: Any) -> list[float]:
-    """Draw three Gaussians, an odd number, so that one stays in the cache where there is one."""
+    """Draw three Gaussians: an odd number, so that one stays in the cache if there is a cache."""
     if isinstance(generator, torch.Generator):
         return torch.randn(3, generator=generator).tolist()
     if isinstance(generator, random.Random):
@@ -67,7 +67,7 @@ class SlottedByName:
 
 
 class SlottedWithCode:
-    """Makes what is asked for, and fails, as objects of SQLAlchemy's do."""
+    """Computes each requested attribute and fails, as objects of SQLAlchemy's do."""
 
     __slots__ = ("empty", "rng")
 
@@ -121,12 +121,12 @@ class NoisyStep(torch.optim.SGD):
 
 
 def scheduler_over(rng: Any) -> Any:
-    """Return a scheduler of torch's with a function that draws from `rng`."""
+    """Return a torch scheduler with a function that draws from `rng`."""
     return torch.optim.lr_scheduler.LambdaLR(NoisyStep(None), LearningRate(rng))
 
 
 def closure_over(rng: Any) -> Callable[[], Any]:
-    """Return a function that draws from `rng`, and one cell that is still empty."""
+    """Return a function that draws from `rng`, with another cell that is still empty."""
 
     def call() -> Any:
         return rng, unbound
@@ -194,7 +194,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["random.Random", "torch.Generator", "Generator-PCG64"])
 def test_generator_is_found_at_each_place(place: str, kind: str) -> None:
-    """Wherever an object holds a generator, it is found once and put back exactly."""
+    """Wherever an object holds a generator, it is found once and restored exactly."""
     generator = KINDS[kind](1)
     held = HeldGenerators({"dataset": PLACES[place](generator)})
     assert len(held) == 1
@@ -208,7 +208,7 @@ def test_generator_is_found_at_each_place(place: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_goes_on_in_another_process(kind: str) -> None:
-    """A generator of each kind, in a fresh object with another seed, continues where the saved one was."""
+    """In a fresh object with another seed, a generator of each kind continues where the saved one was."""
     saved, fresh = Holder(rng=KINDS[kind](1)), Holder(rng=KINDS[kind](2))
     draw(saved.rng)
     held = HeldGenerators({"dataset": fresh})
@@ -229,7 +229,7 @@ def test_bound_method_of_a_generator_is_found() -> None:
 
 
 def test_shared_generator_is_listed_once() -> None:
-    """One generator after several paths has one state, by the first path; equal but separate ones have their own."""
+    """A generator with several paths has one state, under the first path; equal but separate ones have their own."""
     shared = random.Random(0)
     roots = {"dataset": Holder(a=shared, b=[shared]), "sampler": Holder(generator=shared)}
     assert list(HeldGenerators(roots).state_dict()) == ["dataset.a"]
@@ -237,21 +237,21 @@ def test_shared_generator_is_listed_once() -> None:
 
 
 def test_cycles_end() -> None:
-    """Objects that hold each other are walked once."""
+    """Objects that hold each other are visited once."""
     one, other = Holder(rng=random.Random(0)), Holder()
     one.other, other.one, other.itself = other, [one], other
     assert list(HeldGenerators({"root": one}).state_dict()) == ["root.rng"]
 
 
 def test_paths_can_be_read() -> None:
-    """The names say where the generator is, as one would write it."""
+    """The names give a generator's place as a user would write it."""
     dataset = Holder(transform=Holder(steps=[None, {"flip": random.Random(0)}]))
     assert list(HeldGenerators({"dataset": dataset}).state_dict()) == ["dataset.transform.steps[1]['flip']"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generator_that_is_made_when_first_used(kind: str) -> None:
-    """Where the saved run had a generator and this one has ``None`` still, a generator in the saved state is put."""
+    """If this run still has ``None`` in place of a generator, it gets one in the saved state."""
     saved = Holder(inner=Holder(rng=KINDS[kind](4)))
     draw(saved.inner.rng)
     fresh = Holder(inner=Holder(rng=None))
@@ -262,7 +262,7 @@ def test_generator_that_is_made_when_first_used(kind: str) -> None:
 
 
 def test_attribute_that_is_not_there_yet_is_made() -> None:
-    """An object that asks ``hasattr`` before it makes its generator gets the saved one under the saved name."""
+    """An object that checks ``hasattr`` before it creates its generator gets the saved one under the saved name."""
     fresh = Holder(inner=Holder())
     state = HeldGenerators({"dataset": Holder(inner=Holder(rng=random.Random(4)))}).state_dict()
     assert HeldGenerators({"dataset": fresh}).load_state_dict(state) == []
@@ -271,7 +271,7 @@ def test_attribute_that_is_not_there_yet_is_made() -> None:
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_generator_that_its_object_replaces_unused_is_told(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """An object that makes its generator together with something else makes it again: that is said, once."""
+    """If an object creates its generator together with another attribute and so replaces it, this is reported once."""
     fresh = Holder(rng=None)
     held = HeldGenerators({"dataset": fresh})
     held.load_state_dict(HeldGenerators({"dataset": Holder(rng=random.Random(4))}).state_dict())
@@ -296,13 +296,13 @@ class Counting(random.Random):
 
 
 def test_state_that_cannot_be_kept_is_named() -> None:
-    """A generator with a state of its own making is refused by the name of its class."""
+    """A generator with a custom state is refused by the name of its class."""
     with pytest.raises(NotExactError, match=r"A Counting has a getstate of its own"):
         HeldGenerators({"dataset": Holder(rng=Counting())}).state_dict()
 
 
 def test_generator_made_after_the_search_is_found_by_the_next() -> None:
-    """`search` finds what an object made since; until then the state is without it."""
+    """`search` finds generators that were created since; until then the state lacks them."""
     holder = Holder(rng=None)
     held = HeldGenerators({"dataset": holder})
     holder.rng = random.Random(0)
@@ -312,7 +312,7 @@ def test_generator_made_after_the_search_is_found_by_the_next() -> None:
 
 
 def test_generator_that_is_gone_is_left_out_and_named() -> None:
-    """A path without a generator is not in the state, and one of the state that leads nowhere is returned by name."""
+    """A path without a generator is not in the state; a path of the state that leads nowhere is returned by name."""
     holder = Holder(a=random.Random(0), b=[random.Random(1)])
     held = HeldGenerators({"dataset": holder})
     state = held.state_dict()
@@ -324,14 +324,14 @@ def test_generator_that_is_gone_is_left_out_and_named() -> None:
 
 
 def test_state_of_another_kind_is_refused() -> None:
-    """A state is never pressed into a generator of another kind: both kinds are named."""
+    """A state of another kind of generator is refused, and both kinds are named."""
     state = HeldGenerators({"a": random.Random(0)}).state_dict()
     with pytest.raises(ValueError, match=r"A RandomState can't take the saved state of a python generator"):
         HeldGenerators({"a": np.random.RandomState(0)}).load_state_dict(state)
 
 
 def test_objects_without_a_state_are_no_generators() -> None:
-    """The system's entropy has no state; classes, modules and numbers are none."""
+    """The system's entropy source has no state; classes, modules and numbers are not generators."""
     assert not any(is_generator(v) for v in (random.SystemRandom(), random, random.Random, np.random, 0, None))
     assert len(HeldGenerators({"a": Holder(a=random.SystemRandom(), b=random.Random, c=random, d=np)})) == 0
 
@@ -365,7 +365,7 @@ class Watching:
         raise AssertionError("it was hashed")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as copy and pickle ask for
+        if name.startswith("__"):  # as copy and pickle request
             raise AttributeError(name)
         raise AssertionError(f"{name} was asked for")
 
@@ -379,7 +379,7 @@ def test_walking_calls_nothing_of_the_objects() -> None:
 
 
 def test_reading_the_state_draws_nothing() -> None:
-    """Searching and reading leaves generators as they are, and the global ones too."""
+    """Searching and reading leave all generators unchanged, including the global ones."""
     generator = random.Random(0)
     before, global_before = generator.getstate(), random.getstate()
     held = HeldGenerators({"a": generator})
@@ -390,7 +390,7 @@ def test_reading_the_state_draws_nothing() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """Draws after the reading don't reach the state that was read."""
+    """Later draws don't reach a state that was read before."""
     generator = np.random.default_rng(0)
     state = HeldGenerators({"a": generator}).state_dict()
     copy = dict(state)
@@ -399,7 +399,7 @@ def test_state_is_a_copy() -> None:
 
 
 def test_large_data_is_not_walked_item_by_item() -> None:
-    """Arrays and tensors are passed by: a generator beside them is found, and nothing is read of them."""
+    """Arrays and tensors are skipped: a generator beside them is found, and none of their data is read."""
     objects = np.empty(1, dtype=object)
     objects[0] = random.Random(0)
     holder = Holder(rows=torch.zeros(10, 10), table=np.zeros((10, 10)), objects=objects, rng=random.Random(0))
@@ -408,7 +408,7 @@ def test_large_data_is_not_walked_item_by_item() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), num_draws=st.integers(0, 5), kind=st.sampled_from(sorted(KINDS)))
 def test_made_generator_is_in_the_saved_state(seed: int, num_draws: int, kind: str) -> None:
-    """`make_generator` gives one of the same kind that draws what the saved one draws next."""
+    """`make_generator` returns a generator of the same kind that draws the saved one's next numbers."""
     generator = KINDS[kind](seed)
     for _ in range(num_draws):
         draw(generator)
@@ -419,7 +419,7 @@ def test_made_generator_is_in_the_saved_state(seed: int, num_draws: int, kind: s
 
 
 class Lazy:
-    """Makes generators when they are needed: as an attribute, in a dict, in a list, in place of ``None``."""
+    """Creates generators when they are needed: as an attribute, in a dict, in a list, in place of ``None``."""
 
     def __init__(self) -> None:
         self.nothing: Any = None
@@ -430,7 +430,7 @@ class Lazy:
 
 @pytest.mark.parametrize("how", ["attribute", "new attribute", "dict", "list", "place"])
 def test_refresh_finds_what_was_made_since(how: str) -> None:
-    """A generator that is made after the search is found by a refresh, wherever it was put."""
+    """A refresh finds a generator that is created after the search, wherever it is."""
     lazy = Lazy()
     held = HeldGenerators({"lazy": lazy})
     held.refresh()

@@ -1,4 +1,4 @@
-"""States read where they lie in memory are those that the getters tell, or are not read at all."""
+"""States that are read in memory are those of the getters, or are not read at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMPY_DRAWS = {
 
 
 def by_getters(generator: Any) -> bytes:
-    """Return the state as the getters tell it."""
+    """Return the state from the getters."""
     if isinstance(generator, random.Random):
         return packing.pack_random(generator.getstate())
     return packing.pack_numpy(generator.get_state(legacy=False))
@@ -37,7 +37,7 @@ def by_getters(generator: Any) -> bytes:
 
 @pytest.fixture
 def _unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let there be nothing to read in memory, as on another interpreter."""
+    """Make memory unreadable, as on another interpreter."""
     monkeypatch.setattr(memory, "_has_addresses", lambda: False)
     caches = (memory._python_offsets, memory._numpy_offsets)
     for cached in caches:
@@ -49,7 +49,7 @@ def _unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @given(seed=st.integers(0, 100), draws=st.lists(st.sampled_from(sorted(PYTHON_DRAWS)), max_size=12))
 def test_python_state_is_the_getters(seed: int, draws: list[str]) -> None:
-    """After any draws, cached Gaussians included, the bytes are those of ``getstate``."""
+    """After any draws, including cached Gaussians, the bytes are those of ``getstate``."""
     generator = random.Random(seed)
     for name in draws:
         PYTHON_DRAWS[name](generator)
@@ -58,7 +58,7 @@ def test_python_state_is_the_getters(seed: int, draws: list[str]) -> None:
 
 @given(seed=st.integers(0, 100), draws=st.lists(st.sampled_from(sorted(NUMPY_DRAWS)), max_size=12))
 def test_numpy_state_is_the_getters(seed: int, draws: list[str]) -> None:
-    """After any draws, an odd number of ``randn`` included, the bytes are those of ``get_state``."""
+    """After any draws, including an odd number of ``randn``, the bytes are those of ``get_state``."""
     generator = np.random.RandomState(seed)
     for name in draws:
         NUMPY_DRAWS[name](generator)
@@ -69,7 +69,7 @@ def test_numpy_state_is_the_getters(seed: int, draws: list[str]) -> None:
 
 
 def test_cached_gaussian_alone_changes_the_state() -> None:
-    """The second ``randn`` of a pair moves nothing but the flag, and that is seen."""
+    """The second ``randn`` of a pair changes only the flag, and that is noticed."""
     generator = np.random.RandomState(0)
     generator.randn()
     before = memory.read_random_state(generator)
@@ -107,7 +107,7 @@ def test_swapped_bit_generator_of_the_module_is_noticed() -> None:
 
 @pytest.mark.usefixtures("_unreadable")
 def test_without_addresses_the_getters_do() -> None:
-    """Where memory can't be read the state is the same."""
+    """If memory can't be read, the state is the same."""
     assert memory.read_random(random.Random(0)) is None
     for generator in (random.Random(0), np.random.RandomState(0)):
         packed = packing.random_state if isinstance(generator, random.Random) else packing.numpy_state
@@ -117,7 +117,7 @@ def test_without_addresses_the_getters_do() -> None:
 
 
 def test_replaced_functions_of_the_modules_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's ``random.getstate`` and ``np.random.get_state``, which are no methods, are asked."""
+    """User replacements of ``random.getstate`` and ``np.random.get_state``, which are not methods, are called."""
     python, legacy = random.Random(8).getstate(), np.random.RandomState(8).get_state(legacy=False)
     monkeypatch.setattr(random, "getstate", lambda: python)
     monkeypatch.setattr(np.random, "get_state", lambda legacy=False, state=legacy: state)
@@ -126,6 +126,6 @@ def test_replaced_functions_of_the_modules_are_followed(monkeypatch: pytest.Monk
 
 
 def test_reading_is_exercised_here() -> None:
-    """On the interpreter of the tests the places are found: the tests above compare something."""
+    """On the tests' interpreter the memory is readable: the tests above compare real states."""
     assert memory._python_offsets() is not None
     assert memory._numpy_offsets() is not None

@@ -1,4 +1,4 @@
-"""Merged metrics come to what they would have been, and what can't be merged is named."""
+"""Merged metrics reach the values that they would have had, and metrics that can't be merged are named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OfAllRanks(Metric):
 
 
 class Custom(Metric):
-    """Is reduced by a function of its own."""
+    """Is reduced by a custom function."""
 
     full_state_update = False
 
@@ -65,7 +65,7 @@ class Module(nn.Module):
 
 
 def synced(metrics: list[Any]) -> dict[str, Any]:
-    """Return the states that all ranks have when they sync, as torchmetrics reduces them."""
+    """Return the states that all ranks have after a sync, as torchmetrics reduces them."""
     found = {}
     for name, reduce in metrics[0]._reductions.items():
         own = [getattr(metric, name) for metric in metrics]
@@ -78,7 +78,7 @@ def synced(metrics: list[Any]) -> dict[str, Any]:
 
 
 def update(module: Module, seed: int) -> None:
-    """Update every metric with values that follow from `seed`."""
+    """Update every metric with values that depend on `seed`."""
     values = torch.rand(8, generator=torch.Generator().manual_seed(seed))
     for metric in module.metrics:
         if isinstance(metric, BinaryAUROC):
@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[], Metric]] = {
 @pytest.mark.parametrize("way", [(2, 1), (1, 2), (2, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_synced_metric_is_that_of_all_ranks(kind: str, way: tuple[int, int]) -> None:
-    """Whatever its reductions, the new ranks together have what the old ones had together."""
+    """Whatever the reductions, the new ranks together have the state that the old ones had together."""
     before = [Module(KINDS[kind]()) for _ in range(way[0])]
     for rank, module in enumerate(before):
         update(module, rank)
@@ -124,7 +124,7 @@ def test_a_synced_metric_is_that_of_all_ranks(kind: str, way: tuple[int, int]) -
 
 
 def test_a_sole_rank_computes_the_value_of_all() -> None:
-    """Where there is nobody to sync with, a merged metric computes what one that saw everything does."""
+    """Without other ranks to sync with, a merged metric computes the value of one metric that saw everything."""
     before = [Module(MulticlassF1Score(3), CatMetric(), BinaryAUROC()) for _ in range(3)]
     alone = Module(MulticlassF1Score(3), CatMetric(), BinaryAUROC())
     for rank, module in enumerate(before):
@@ -140,7 +140,7 @@ def test_a_sole_rank_computes_the_value_of_all() -> None:
 
 @pytest.mark.parametrize(("make", "name"), [(Custom, "product"), (PearsonCorrCoef, "corr_xy")])
 def test_a_reduction_of_its_own_is_named(make: Callable[[], Metric], name: str) -> None:
-    """A state that only all ranks of before could reduce is named, unless nothing was counted yet."""
+    """A state that only all the old ranks together could reduce is named, unless nothing was counted yet."""
     before = [Module(make()) for _ in range(2)]
     assert merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0, num_ranks=1)[1] == []
     for rank, module in enumerate(before):
@@ -150,7 +150,7 @@ def test_a_reduction_of_its_own_is_named(make: Callable[[], Metric], name: str) 
 
 
 def test_groups_that_differ_are_named() -> None:
-    """Metrics of a collection that share states on one rank only can't be merged."""
+    """Metrics of a collection that share states on only one rank can't be merged."""
     before = [Module(MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])) for _ in range(2)]  # type: ignore[arg-type]
     update(before[0], 0)
     _, lost = merged_metrics([metrics_state(m) for m in before], before[0], rank=0, num_ranks=1)
@@ -158,6 +158,6 @@ def test_groups_that_differ_are_named() -> None:
 
 
 def test_gradients_are_the_mean() -> None:
-    """A gradient is the mean of all ranks', of which one that has none has zero."""
+    """A gradient is the mean over all ranks; a rank without one counts as zero."""
     merged = merged_gradients([{"a": torch.ones(2), "b": torch.ones(1)}, {"a": 3 * torch.ones(2)}])
     assert {name: value.tolist() for name, value in merged.items()} == {"a": [2.0, 2.0], "b": [0.5]}

@@ -35,7 +35,7 @@ class Module(nn.Module):
 
 
 def update(module: Module, seed: int) -> None:
-    """Update every metric with values that `seed` gives."""
+    """Update every metric with values that depend on `seed`."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(6, generator=generator)
     module.mean.update(values)
@@ -46,7 +46,7 @@ def update(module: Module, seed: int) -> None:
 
 
 def results(module: Module) -> dict[str, Any]:
-    """Return what every metric computes."""
+    """Return the result of every metric."""
     single = {name: metric.compute().tolist() for name, metric in named_metrics(module).items() if "." not in name}
     return {**single, **{name: value.item() for name, value in module.collection.compute().items()}}
 
@@ -60,7 +60,7 @@ def safe(state: Any) -> Any:
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """Hold two states against each other, bit by bit."""
+    """Compare two states bit by bit."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -94,7 +94,7 @@ def test_metrics_go_on(cut: int, computes: bool) -> None:
 
 
 def test_metrics_that_were_used_already_are_set_back() -> None:
-    """Loaded into metrics that have continued, and have computed, the state is the saved one, and so is the result."""
+    """Loaded into metrics that have continued and computed, the state is the saved one, and so is the result."""
     module = Module()
     update(module, 0)
     expected, state = results(module), metrics_state(module)
@@ -111,7 +111,7 @@ def test_metrics_that_were_used_already_are_set_back() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """Updates after the reading, or after the loading, don't reach the state."""
+    """Updates after reading or loading don't reach the state."""
     module = Module()
     update(module, 0)
     state = metrics_state(module)
@@ -123,14 +123,14 @@ def test_state_is_a_copy() -> None:
 
 
 def test_reading_the_state_computes_nothing() -> None:
-    """A metric that was never updated is read without the warning that computing it would give."""
+    """A metric that was never updated is read without the warning that a computation would cause."""
     module = Module()
     assert all(entry["update_count"] == 0 for entry in metrics_state(module)["metrics"].values())
     assert module.mean._computed is None
 
 
 def test_every_metric_is_found_by_its_path() -> None:
-    """Metrics in containers and collections are found, the persistent and the others."""
+    """Metrics in containers and collections are found, both persistent and not."""
     module = Module()
     module.mean.persistent(True)
     names = list(named_metrics(module))
@@ -139,7 +139,7 @@ def test_every_metric_is_found_by_its_path() -> None:
 
 
 def test_metric_that_is_gone_is_named() -> None:
-    """A state without a metric is returned by its path; the others are loaded."""
+    """If a metric is missing, its state is returned by its path, and the others are loaded."""
     module = Module()
     update(module, 0)
     state = metrics_state(module)
@@ -160,14 +160,14 @@ def test_running_sums_in_other_dtypes_come_back() -> None:
 
 
 def test_groups_are_those_of_the_first_update() -> None:
-    """Metrics that were merged into a group, as their states were equal then, stay merged, and the others apart."""
+    """Metrics that were merged into a group because their states were equal stay merged, and the others separate."""
 
     def make() -> nn.ModuleDict:
         names = {"low": BinaryAccuracy(0.4), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.4)}
         return nn.ModuleDict({"collection": MetricCollection(names)})
 
     saved, fresh = make(), make()
-    # Both thresholds find the same in this batch: torchmetrics takes the two for one from here on.
+    # In this batch both thresholds have the same result: from here on torchmetrics takes the two for one.
     saved["collection"].update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
     assert load_metrics(fresh, safe(metrics_state(saved))) == []
     assert fresh["collection"].compute_groups == saved["collection"].compute_groups == {0: ["f1", "high", "low"]}
@@ -179,7 +179,7 @@ def test_groups_are_those_of_the_first_update() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_list_states_of_a_group_are_shared_again(reads: bool) -> None:
-    """Metrics of a group continue to share their lists, or to have copies where the collection was read."""
+    """Metrics of a group continue to share their lists, or to have copies if the collection was read."""
 
     def make() -> nn.ModuleDict:
         return nn.ModuleDict({"c": MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])})
@@ -197,7 +197,7 @@ def test_list_states_of_a_group_are_shared_again(reads: bool) -> None:
 
 
 def test_tracker_grows_to_its_steps() -> None:
-    """A MetricTracker has a metric for each of its steps again, and continues to the next."""
+    """A MetricTracker has a metric for each of its steps again, and continues to the next step."""
 
     def make() -> nn.ModuleDict:
         return nn.ModuleDict({"tracker": MetricTracker(MeanMetric(), maximize=True)})
@@ -214,7 +214,7 @@ def test_tracker_grows_to_its_steps() -> None:
 
 
 class LateStates(Metric):
-    """Makes its states when it sees its first batch."""
+    """Creates its states when it sees its first batch."""
 
     is_ready = False
 
@@ -229,14 +229,14 @@ class LateStates(Metric):
 
 
 def test_states_that_a_fresh_metric_does_not_have_are_named() -> None:
-    """A metric that will make its states again, and forget those that were put back, is named."""
+    """A metric that will create its states again, and lose the restored ones, is named."""
     saved, fresh = nn.ModuleDict({"late": LateStates()}), nn.ModuleDict({"late": LateStates()})
     saved["late"].update(torch.ones(2, 3))
     assert load_metrics(fresh, safe(metrics_state(saved))) == ["late.total"]
 
 
 class WithMap(Metric):
-    """Sums a map in an attribute that is no state, as torchmetrics' own metric of images does."""
+    """Sums a map in an attribute that is not a state, as torchmetrics' own metric for images does."""
 
     map: Tensor | None = None
 
@@ -249,7 +249,7 @@ class WithMap(Metric):
 
 
 def test_tensors_in_attributes_come_back() -> None:
-    """A tensor that a metric keeps without having declared it a state continues."""
+    """A tensor that a metric keeps without declaring it as a state continues."""
     saved, fresh = nn.ModuleDict({"map": WithMap()}), nn.ModuleDict({"map": WithMap()})
     saved["map"].update(torch.tensor([1.0, 2.0]))
     assert load_metrics(fresh, safe(metrics_state(saved))) == []
@@ -276,12 +276,12 @@ class Plain(nn.Module):
         self.child = Holds()
 
     def all(self) -> list[Any]:
-        """Return each."""
+        """Return each metric."""
         return [*self.listed, *self.named.values(), self.child.pair[0]]
 
 
 def test_metrics_in_plain_containers() -> None:
-    """Metrics in lists, tuples and dicts that a module holds continue, each once."""
+    """Metrics in a module's lists, tuples and dicts continue, each once."""
     saved, fresh = Plain(), Plain()
     for number, metric in enumerate(saved.all()):
         metric.update(torch.tensor([1.0, 2.0 + number]))

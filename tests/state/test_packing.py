@@ -17,7 +17,7 @@ seeds = st.integers(min_value=0, max_value=2**32 - 1)
 
 
 def assert_same_state(one: object, other: object) -> None:
-    """Hold two NumPy states against each other, arrays included."""
+    """Compare two NumPy states, including their arrays."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -32,7 +32,7 @@ def assert_same_state(one: object, other: object) -> None:
 
 @given(seed=seeds, num_words=st.integers(0, 700), num_gaussians=st.integers(0, 3))
 def test_random_state_comes_back_with_its_cached_gaussian(seed: int, num_words: int, num_gaussians: int) -> None:
-    """Whatever Python's generator has drawn, the unpacked state is the packed one, cached Gaussian included."""
+    """After any draws of Python's generator, the unpacked state is the packed one, including the cached Gaussian."""
     generator = random.Random(seed)
     generator.getrandbits(32 * num_words + 1)
     for _ in range(num_gaussians):
@@ -44,7 +44,7 @@ def test_random_state_comes_back_with_its_cached_gaussian(seed: int, num_words: 
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 @given(seed=seeds, num_bytes=st.integers(0, 40), num_halves=st.integers(0, 3))
 def test_bit_generator_state_comes_back(name: str, seed: int, num_bytes: int, num_halves: int) -> None:
-    """Each of NumPy's bit generators continues alike, also when half of a word is buffered."""
+    """Each of NumPy's bit generators continues identically, even when half of a word is buffered."""
     generator = np.random.Generator(getattr(np.random, name)(seed))
     generator.bytes(num_bytes)
     generator.integers(0, 2**16, size=num_halves, dtype=np.uint32)  # 32 of 64 bits: the rest is kept for the next draw
@@ -67,7 +67,7 @@ def test_random_state_of_numpy_comes_back_with_its_cached_gaussian(name: str, se
 
 @given(seed=seeds, num_gaussians=st.integers(0, 40))
 def test_torch_state_comes_back(seed: int, num_gaussians: int) -> None:
-    """A torch generator continues alike, also in the middle of a block of normals."""
+    """A torch generator continues identically, even in the middle of a block of normals."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_gaussians):
         torch.randn((), generator=generator)
@@ -77,6 +77,6 @@ def test_torch_state_comes_back(seed: int, num_gaussians: int) -> None:
 
 
 def test_state_that_is_no_plain_value_is_refused() -> None:
-    """A bit generator of somebody else's whose state holds an object raises rather than keeping half of it."""
+    """A custom bit generator whose state holds an object raises rather than keeping half of it."""
     with pytest.raises(TypeError, match="holds a set, which can't be kept"):
         packing.pack_numpy({"bit_generator": "Own", "state": {1, 2}})

@@ -1,4 +1,4 @@
-"""The global generators as one state: exact to the last bit, and read without a trace."""
+"""The global generators as one state: exact to the last bit, and read without side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
-# Calls that leave something behind besides the position: a cached Gaussian, half a word, the middle of a block.
+# Calls that leave more behind than a position: a cached Gaussian, half a word, the middle of a block.
 DRAWS = {
     "gauss": lambda: random.gauss(0, 1),
     "random": random.random,
@@ -36,7 +36,7 @@ draws = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Give each test the same generators, and others their own back."""
+    """Give each test the same generators, and restore them for other tests."""
     before = rng_state()
     random.seed(5)
     np.random.seed(5)
@@ -47,7 +47,7 @@ def _seeded() -> Iterator[None]:
 
 @given(before=draws, between=draws, after=draws)
 def test_draws_go_on_alike(before: list[str], between: list[str], after: list[str]) -> None:
-    """After any draws, the state put back gives the draws that followed it, whatever was drawn in between."""
+    """After any draws, a restored state yields the draws that followed it, whatever was drawn in between."""
     for name in before:
         DRAWS[name]()
     state = rng_state()
@@ -79,7 +79,7 @@ def test_reading_the_state_draws_nothing() -> None:
 
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 def test_global_bit_generator_of_each_kind(name: str) -> None:
-    """`np.random.set_bit_generator` may put any bit generator after the global functions: all continue alike."""
+    """`np.random.set_bit_generator` may put any bit generator behind the global functions: all continue identically."""
     if not hasattr(np.random, "set_bit_generator"):
         pytest.skip("this NumPy has one global bit generator only")
     original = np.random.get_bit_generator()
@@ -96,7 +96,7 @@ def test_global_bit_generator_of_each_kind(name: str) -> None:
 
 
 def test_state_goes_through_a_safe_checkpoint() -> None:
-    """Packed, the state loads with ``weights_only=True`` and unpacks to the same bytes."""
+    """When packed, the state loads with ``weights_only=True`` and unpacks to the same bytes."""
     state = rng_state()
     file = io.BytesIO()
     torch.save(pack_blobs(state), file)
@@ -105,7 +105,7 @@ def test_state_goes_through_a_safe_checkpoint() -> None:
 
 
 def test_device_that_is_not_there_is_named() -> None:
-    """The state of an accelerator that this process lacks raises, and says which device it was."""
+    """The state of an accelerator that this process lacks raises, and the error names the device."""
     with pytest.raises(ValueError, match="device 'cuda:4096', which this process does not have"):
         set_rng_state({"cuda:4096": b""})
     with pytest.raises(ValueError, match="device 'abacus:0'"):
@@ -113,7 +113,7 @@ def test_device_that_is_not_there_is_named() -> None:
 
 
 def test_numpy_is_not_imported_for_it() -> None:
-    """Where nobody has imported NumPy's generators, they have no state, and stay unimported."""
+    """If NumPy's generators are not imported, they have no state, and stay unimported."""
     script = (
         "import sys\n"
         "sys.modules['numpy'] = None\n"  # as if it were not installed

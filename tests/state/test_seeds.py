@@ -1,4 +1,4 @@
-"""What NumPy's generators spawn children from continues with them."""
+"""The seed sequences from which NumPy's generators spawn children continue with the generators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _words(one: Any) -> list[int]:
 
 @each_holder
 def test_children_go_on_in_another_process(make: Callable[[Any], Any]) -> None:
-    """An object in a new process, which the system has seeded, has the children that the saved one has next."""
+    """In a new process, an object that the system has seeded spawns the children that the saved one spawns next."""
     saved, fresh = {"rng": make(None)}, {"rng": make(None)}
     draw(saved["rng"])
     state = HeldGenerators({"dataset": saved}).state_dict()
@@ -47,7 +47,7 @@ def test_children_go_on_in_another_process(make: Callable[[Any], Any]) -> None:
 
 @each_holder
 def test_state_goes_back(make: Callable[[Any], Any]) -> None:
-    """One that has had more children since has the same ones again."""
+    """An object that has spawned more children since then spawns the same ones again."""
     holder = {"rng": make(1)}
     held = HeldGenerators({"dataset": holder})
     state = held.state_dict()
@@ -58,7 +58,7 @@ def test_state_goes_back(make: Callable[[Any], Any]) -> None:
 
 @each_holder
 def test_one_that_is_made_has_the_saved_children(make: Callable[[Any], Any]) -> None:
-    """One in the place of an object that makes its own when it is first used is the saved one."""
+    """A generator in place of one that its object creates at first use is the saved one."""
     holder = make(None)
     draw(holder)
     blob = pack_generator(holder)
@@ -70,7 +70,7 @@ def test_one_that_is_made_has_the_saved_children(make: Callable[[Any], Any]) -> 
 
 @each_holder
 def test_children_of_new_ranks_are_their_own(make: Callable[[Any], Any]) -> None:
-    """Two ranks that make theirs of one saved state never have the same children."""
+    """Two ranks that derive generators from one saved state never have the same children."""
     state = {"rng": pack_generator(make(1))}
     first, second = (make_generator(fresh_held_state(state, rank)["rng"]) for rank in (1, 2))
     assert draw(first) != draw(second)
@@ -78,7 +78,7 @@ def test_children_of_new_ranks_are_their_own(make: Callable[[Any], Any]) -> None
 
 @each_holder
 def test_children_of_a_seeded_sample_follow_from_its_place(make: Callable[[Any], Any]) -> None:
-    """Whatever was spawned before, a sample that is seeded from its place has the same children."""
+    """A sample that is seeded from its place has the same children, whatever was spawned before."""
     held = [HeldGenerators({"dataset": {"rng": make(seed)}}) for seed in (1, 2)]
     draw(held[1].generators()["dataset['rng']"])
     drawn = []
@@ -92,7 +92,7 @@ def test_children_of_a_seeded_sample_follow_from_its_place(make: Callable[[Any],
 
 
 def test_state_of_other_bits_is_refused_by_name() -> None:
-    """A state is never pressed into a generator on other bits: both are named."""
+    """A state of a generator on another bit generator is refused, and both are named."""
     state = HeldGenerators({"a": np.random.default_rng(0)}).state_dict()
     with pytest.raises(ValueError, match=r"A generator on SFC64 can't take the saved state of one on PCG64"):
         HeldGenerators({"a": np.random.Generator(np.random.SFC64(0))}).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Sums of bits tell tensors apart that have drifted."""
+"""Sums of bits distinguish tensors that have drifted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", [name for name in TENSORS if name != "empty"])
 def test_last_bit_of_one_element_is_seen(name: str) -> None:
-    """One bit of one element, wherever, changes the sum of its tensor and of no other."""
+    """A change of one bit of any element changes the sum of its tensor and of no other."""
     tensor = TENSORS[name]
     other = tensor.clone()
     bits = other.view(torch.uint8) if other.dim() and other.is_contiguous() else None
@@ -34,14 +34,14 @@ def test_last_bit_of_one_element_is_seen(name: str) -> None:
 
 
 def test_copies_have_the_same_sums() -> None:
-    """What is equal has equal sums, however it lies in memory."""
+    """Equal values have equal sums, whatever their memory layout."""
     assert sums_of_bits(TENSORS) == sums_of_bits({name: tensor.clone() for name, tensor in TENSORS.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("width", [1, 3, 64, 127, 254, 1016])
 def test_rows_that_change_places_are_seen(dtype: torch.dtype, width: int) -> None:
-    """Rows of whatever width that change places give other sums, though the tensor holds the same elements."""
+    """Rows of any width that change places have other sums, although the tensor holds the same elements."""
     tensor = torch.randn(600, width).mul(50).to(dtype)
     before = bit_sums(tensor).clone()
     for one, other in ((0, 1), (0, 599), (7, 401), (598, 599)):
@@ -54,7 +54,7 @@ def test_rows_that_change_places_are_seen(dtype: torch.dtype, width: int) -> Non
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_sums_of_each_kind(name: str) -> None:
-    """Small tensors of each kind have sums, copies the same ones."""
+    """Small tensors of each kind have sums, and copies have the same sums."""
     tensor = TENSORS[name]
     assert torch.equal(bit_sums(tensor), bit_sums(tensor.clone()))
     other = tensor.flip(0) if tensor.dim() else tensor + 1

@@ -1,4 +1,4 @@
-"""Gradients, buffers and flags keep to the state law; a change of a tensor never goes unseen."""
+"""Gradients, buffers and flags obey the state law; a change of a tensor is never missed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_module(seed: int = 0) -> nn.Module:
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Hold two states against each other, bit by bit."""
+    """Compare two states bit by bit."""
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
 
@@ -52,12 +52,12 @@ def safe(state: Any) -> Any:
 
 
 def backward(module: nn.Module) -> None:
-    """Give the first layers gradients, the last one none."""
+    """Give the first layers gradients, and the last one none."""
     module[1](module[0](torch.randn(5, 3))).square().sum().backward()
 
 
 def test_gradients_come_back() -> None:
-    """Loaded gradients are the saved ones; parameters without one get none, whatever they had."""
+    """Loaded gradients are the saved ones; parameters without a saved gradient have none afterwards."""
     saved, fresh = make_module(0), make_module(1)
     backward(saved)
     for parameter in fresh.parameters():
@@ -80,7 +80,7 @@ def test_gradients_are_copies_both_ways() -> None:
 
 
 def test_buffers_come_back_in_place() -> None:
-    """Loaded buffers have the saved values and stay the tensors that they were, so that views of them hold."""
+    """Loaded buffers have the saved values and remain the same tensors, so that views of them stay valid."""
     saved, fresh = make_module(0), make_module(1)
     saved[1](saved[0](torch.randn(5, 3)))
     saved[3].lost += 7
@@ -91,7 +91,7 @@ def test_buffers_come_back_in_place() -> None:
 
 
 def test_buffers_by_persistence() -> None:
-    """Persistent and other buffers are told apart, and together they are all."""
+    """Persistent and other buffers are distinguished, and together they are all buffers."""
     module = make_module()
     assert list(buffers_state(module, persistent=False)) == ["3.lost"]
     persistent = buffers_state(module, persistent=True)
@@ -100,7 +100,7 @@ def test_buffers_by_persistence() -> None:
 
 
 def test_buffers_of_another_shape_are_named_and_left() -> None:
-    """A buffer that is gone or has another shape is returned by name, and nothing is broadcast into it."""
+    """A buffer that is missing or has another shape is returned by name, and nothing is broadcast into it."""
     module = make_module()
     state = {**buffers_state(module), "3.lost": torch.ones(1, dtype=torch.int64), "gone": torch.ones(1)}
     assert sorted(load_buffers(module, state)) == ["3.lost", "gone"]
@@ -108,7 +108,7 @@ def test_buffers_of_another_shape_are_named_and_left() -> None:
 
 
 class Positions(nn.Module):
-    """Makes a table when it first sees rows, and a longer one for longer rows, as rotary embeddings do."""
+    """Creates a table when it first sees rows, and a longer one for longer rows, as rotary embeddings do."""
 
     def __init__(self, length: int | None = None) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Positions(nn.Module):
 
 
 def grown(saved: nn.Module, fresh: nn.Module) -> list[str]:
-    """Train `saved` and load its buffers into `fresh`; return what has nothing to go to."""
+    """Train `saved` and load its buffers into `fresh`; return the buffers without a place."""
     began, here = kinds_of_buffers(saved), kinds_of_buffers(fresh)
     saved[0](5)
     state = safe(buffers_state(saved, persistent=False))
@@ -139,7 +139,7 @@ def test_buffers_that_training_has_made_or_grown_have_room(length: int | None) -
 
 
 def test_buffers_that_began_otherwise_have_no_room() -> None:
-    """A buffer that the two fits began with in another shape is returned by name and left: it is another module."""
+    """A buffer with different initial shapes in the two fits is returned by name and left: it is another module."""
     fresh = nn.Sequential(Positions(4))
     assert grown(nn.Sequential(Positions(3)), fresh) == ["0.table"]
     assert fresh[0].table.tolist() == [0.0] * 4
@@ -154,7 +154,7 @@ def test_buffers_state_is_a_copy() -> None:
 
 
 def test_flags_come_back() -> None:
-    """Evaluation mode of each module and the freezing of each parameter are the saved ones, in both directions."""
+    """Evaluation mode of each module and freezing of each parameter are as saved, in both directions."""
     saved, fresh = make_module(), make_module()
     saved[1].eval()
     saved[0].weight.requires_grad_(False)
@@ -201,7 +201,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_seen(change: str) -> None:
-    """Whatever changes, replaces, adds or removes a tensor is seen."""
+    """Every change, replacement, addition, or removal of a tensor is noticed."""
     module = make_module()
     marks = TensorMarks(tensors_of(module))
     assert marks.unmoved(tensors_of(module))
@@ -210,7 +210,7 @@ def test_each_change_is_seen(change: str) -> None:
 
 
 def test_change_that_the_sums_of_bits_miss_is_seen() -> None:
-    """An in-place exchange of elements that fall on one sum moves the version, equal ``.data`` is another storage."""
+    """An in-place exchange of elements with equal sums changes the version, and equal ``.data`` is another storage."""
     tensor = torch.arange(508.0)
     marks = TensorMarks([tensor])
     tensor.copy_(tensor.roll(127))
@@ -222,13 +222,13 @@ def test_change_that_the_sums_of_bits_miss_is_seen() -> None:
 
 
 def test_other_tensor_over_the_same_storage_is_a_change() -> None:
-    """A tensor that stands in for a marked one is another one, though its storage and version are the same."""
+    """Another tensor in place of a marked one is a change, even if storage and version are the same."""
     tensor = torch.ones(3)
     assert not TensorMarks([tensor]).unmoved([tensor.detach()])
 
 
 def test_passes_without_a_step_are_no_change() -> None:
-    """Forward, backward, reading and copying move no parameter."""
+    """Forward, backward, reading and copying change no parameter."""
     module = make_module()
     marks = TensorMarks(module.parameters())
     backward(module)
@@ -237,7 +237,7 @@ def test_passes_without_a_step_are_no_change() -> None:
 
 
 def test_state_that_an_optimizer_adds_is_seen() -> None:
-    """Momentum that comes with the first step, and its change at the second, are seen."""
+    """Momentum that appears with the first step, and its change at the second, are noticed."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([weight], lr=0.0)
 
@@ -260,7 +260,7 @@ def test_state_that_an_optimizer_adds_is_seen() -> None:
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_each_dtype_and_shape_can_be_marked(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Tensors of every type and shape, empty ones too, are marked; a bit that flips behind torch's back is seen."""
+    """Tensors of every type and shape, even empty ones, are marked; a bit that flips behind torch's back is noticed."""
     tensor = torch.ones(shape, dtype=dtype)
     marks = TensorMarks([tensor])
     assert marks.unmoved([tensor])
@@ -270,7 +270,7 @@ def test_each_dtype_and_shape_can_be_marked(dtype: torch.dtype, shape: tuple[int
 
 
 def test_not_a_number_is_no_change() -> None:
-    """A tensor that holds NaN is unchanged as long as its bits are: bits are compared, not values."""
+    """A tensor with NaN is unchanged as long as its bits are: bits are compared, not values."""
     tensor = torch.tensor([float("nan"), 0.0])
     marks = TensorMarks([tensor])
     assert marks.unmoved([tensor])

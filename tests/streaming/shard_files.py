@@ -1,4 +1,4 @@
-"""Data sets of numbers, written into a directory, and how they are read."""
+"""Data sets of numbers, written into a directory, and their readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 
 _SHARD_BYTES = 512
-"""Some 15 samples."""
+"""About 15 samples."""
 
 
 def write(

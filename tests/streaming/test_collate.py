@@ -1,4 +1,4 @@
-"""Our collate gives what torch's gives."""
+"""Our collate gives the same results as torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Both have the same types, dtypes, shapes and values, in the same order."""
+    """Check that both have the same types, dtypes, shapes, and values, in the same order."""
     assert type(found) is type(expected)
     if isinstance(expected, Tensor):
         assert found.dtype == expected.dtype
@@ -72,7 +72,7 @@ CASES = {**ARRAYS, **{name: [{"column": value} for value in values] for name, va
 
 
 def outcome(function: Any, samples: Any) -> Any:
-    """Return what it returns, or the type of what it raises."""
+    """Return the result, or the type of the exception."""
     try:
         return function(samples)
     except Exception as error:  # noqa: BLE001 -- whatever it is, both must raise it
@@ -82,7 +82,7 @@ def outcome(function: Any, samples: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 def test_batch_is_that_of_default_collate(name: str) -> None:
-    """Each kind of value gives the same batch as with torch's own, alone and in a batch of one."""
+    """Each kind of value gives the same batch as torch's own collate, alone and in a batch of one."""
     for samples in (CASES[name], CASES[name][:1]):
         assert_same(outcome(collate, samples), outcome(default_collate, samples))
 
@@ -107,7 +107,7 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_can_not_be_a_batch_is_torchs_error(name: str) -> None:
-    """What default_collate refuses is refused with the same error."""
+    """Values that default_collate refuses are refused with the same error."""
     with pytest.raises((RuntimeError, KeyError, TypeError, OverflowError, ValueError)) as expected:
         default_collate(WRONG[name])
     with pytest.raises(expected.type) as found:
@@ -116,7 +116,7 @@ def test_what_can_not_be_a_batch_is_torchs_error(name: str) -> None:
 
 
 def test_a_column_that_only_a_later_sample_has_is_left_out() -> None:
-    """The first sample says which columns there are, as with default_collate."""
+    """The first sample determines the columns, as with default_collate."""
     samples = [{"x": 1}, {"x": 2, "y": 3}]
     assert_same(collate(samples), default_collate(samples))
 
@@ -139,7 +139,7 @@ def test_batches_are_the_same_from_workers() -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> StreamingDataset:
-    """Five samples of a number, a small array and one that is large enough to be lent."""
+    """Return five samples of a number, a small array, and one that is large enough to be lent."""
     columns = {"large": "ndarray:int32:50,100", "number": "int", "small": "ndarray:int32:4"}
     with MDSWriter(out=str(tmp_path), columns=columns, size_limit=50_000) as writer:
         for number in range(5):
@@ -150,7 +150,7 @@ def dataset(tmp_path: Path) -> StreamingDataset:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_streaming_loader_collates_so(dataset: StreamingDataset, num_workers: int) -> None:
-    """Its batches are those of default_collate, and whoever writes to one changes nothing else."""
+    """The loader's batches are those of default_collate, and writing to one changes nothing else."""
     samples = list(dataset)
     expected = [default_collate(samples[begin : begin + 2]) for begin in (0, 2, 4)]
     loader = StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers)
@@ -162,7 +162,7 @@ def test_streaming_loader_collates_so(dataset: StreamingDataset, num_workers: in
 
 
 def test_others_than_the_loaders_own_collate_get_arrays_of_their_own(dataset: StreamingDataset) -> None:
-    """A collate_fn that is given, or set later, and the data set itself, may keep samples and write to them."""
+    """A custom collate_fn, also one that is set later, and a plain iteration may keep samples and write to them."""
     loader = StreamingDataLoader(dataset, batch_size=2, collate_fn=list)
     later = StreamingDataLoader(dataset, batch_size=2)
     later.collate_fn = list
@@ -171,7 +171,7 @@ def test_others_than_the_loaders_own_collate_get_arrays_of_their_own(dataset: St
 
 
 class Doubled(StreamingDataset):
-    """Changes what it reads."""
+    """Changes the samples that it reads."""
 
     def __iter__(self) -> Any:
         for sample in super().__iter__():
@@ -180,7 +180,7 @@ class Doubled(StreamingDataset):
 
 
 def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: StreamingDataset) -> None:
-    """A derived class may write to what it iterates over, with the loader's own collate too."""
+    """A derived class may write to the samples it iterates over, also with the loader's own collate."""
     doubled = Doubled(dataset.streams[0].directory, batch_size=2)
     for num_workers in (0, 1):
         found = next(iter(StreamingDataLoader(doubled, batch_size=2, num_workers=num_workers)))
@@ -188,7 +188,7 @@ def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: Strea
 
 
 def test_lent_samples_are_those_that_are_given(dataset: StreamingDataset) -> None:
-    """A large array is a part of the file, which can't be written to; all values are the same."""
+    """A large array is a read-only part of the file, and all values are the same."""
     shards = dataset._shards
     ids = np.array([3, 0, 4])
     lent, own = list(shards.samples(ids, are_lent=True)), list(shards.samples(ids))

@@ -38,12 +38,12 @@ DOCUMENTED = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
-    """A data set of 101 samples."""
+    """Return a data set of 101 samples."""
     return write(tmp_path / "data" / "train", 101)
 
 
 def test_the_arguments_are_the_documented_ones() -> None:
-    """The first twelve have the names, the order and the defaults of the documentation, for use by place and name."""
+    """The first twelve have the documentation's names, order, and defaults, for use by position and by name."""
     parameters = inspect.signature(StreamingDataset).parameters
     names = list(parameters)[: len(DOCUMENTED)]
     assert names == list(DOCUMENTED)
@@ -54,7 +54,7 @@ def test_the_arguments_are_the_documented_ones() -> None:
 
 
 def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
-    """All twelve by place: fetched from the remote's split, checked by hash, shuffled by the seed."""
+    """All twelve work by position: fetched from the remote's split, checked by hash, shuffled by the seed."""
     remote = str(tmp_path / "data")
     dataset = StreamingDataset(str(tmp_path / "cache"), remote, "train", True, 1000, None, 2, 60, "sha1", 7, 1, 4)
     assert sorted(numbers(dataset)) == list(range(101))
@@ -65,7 +65,7 @@ def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
 def test_a_remote_is_any_address_of_fsspec(tmp_path: Path, directory: str, protocol: str) -> None:
-    """Shards come from an address by fsspec, with a split below it, and are cached here."""
+    """Shards come from an fsspec address, with a split below it, and are cached locally."""
     remote = f"memory://{tmp_path}" if protocol == "memory" else f"file://{tmp_path}/data"
     if protocol == "memory":
         fsspec.filesystem("memory").put(directory, f"{remote}/train", recursive=True)
@@ -75,7 +75,7 @@ def test_a_remote_is_any_address_of_fsspec(tmp_path: Path, directory: str, proto
 
 
 def test_samples_are_had_by_number(directory: str) -> None:
-    """A number, one from the end, a slice, a list and arrays give the samples of these numbers."""
+    """A number, one from the end, a slice, a list, and arrays give the samples of these numbers."""
     dataset = StreamingDataset(directory)
     assert dataset[3] == {"n": 3}
     assert dataset[np.int64(3)] == dataset[torch.tensor(3)] == {"n": 3}
@@ -94,7 +94,7 @@ def test_a_number_out_of_range_raises(directory: str, number: int) -> None:
 
 
 def test_an_epoch_is_every_sample_once(directory: str) -> None:
-    """Without shuffle in order, in each epoch; with it in another order in each, the same for every instance."""
+    """Without shuffle each epoch is in order; with it each has another order, the same for every instance."""
     plain = StreamingDataset(directory)
     assert numbers(plain) == numbers(plain) == list(range(101))
     shuffled, again = StreamingDataset(directory, shuffle=True), StreamingDataset(directory, shuffle=True)
@@ -113,7 +113,7 @@ class _Doubled(StreamingDataset):
 
 
 def test_what_a_derived_class_makes_of_samples_is_read(directory: str) -> None:
-    """A class that overrides __getitem__, as those of the original do, gives its own samples when it is iterated."""
+    """A class that overrides __getitem__, as subclasses of the original do, yields its own samples."""
     assert numbers(_Doubled(directory)) == list(range(0, 202, 2))
     assert numbers(_Doubled(directory)[3:5]) == [6, 8]
     assert numbers(StreamingDataLoader(_Doubled(directory), batch_size=8)) == list(range(0, 202, 2))
@@ -127,7 +127,7 @@ class _Broken(StreamingDataset):
 
 
 def test_an_error_does_not_end_an_epoch(directory: str) -> None:
-    """After an error an iterator raises it again: it does not seem to have come to its end."""
+    """After an error, an iterator raises it again instead of appearing to finish."""
     samples = iter(_Broken(directory))
     assert len([next(samples) for _ in range(30)]) == 30
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> Non
 def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All data sets of a process together keep at most a quarter of the files open that it may have."""
+    """All data sets of a process together keep at most a quarter of its allowed files open."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     datasets = [StreamingDataset(write(tmp_path / name, 600), shuffle=True) for name in ("a", "b", "c")]
     for dataset in datasets:
@@ -158,7 +158,7 @@ def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
 
 
 def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory: str) -> None:
-    """From a cold cache no more is fetched for it than what it has, and the shard that is fetched ahead."""
+    """From a cold cache, only the shards of the batch and the shard that is fetched ahead are fetched."""
     cache = tmp_path / "cache"
     samples = iter(StreamingDataset(str(cache), directory, predownload=4, batch_size=4))
     assert [next(samples)["n"] for _ in range(4)] == list(range(4))
@@ -166,7 +166,7 @@ def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory
 
 
 def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
-    """Once, where the data set is made; a whole batch is enough, and without a batch size nothing is known."""
+    """The warning comes once, at construction; a whole batch is enough, and without a batch size nothing is known."""
     with pytest.warns(UserWarning, match=r"predownload < batch_size \(3 < 4\)") as warned:
         StreamingDataset(directory, predownload=3, batch_size=4)
     assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
@@ -176,7 +176,7 @@ def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["py1e", None])
 def test_a_block_below_a_shard_is_warned_of(directory: str, algorithm: str | None) -> None:
-    """Once, where the data set is made, for orders that then mix no shards; not without shuffle."""
+    """The warning comes once, at construction, for orders that then mix no shards, but not without shuffle."""
     largest = int(StreamingDataset(directory).samples_per_shard.max())
     with pytest.warns(
         UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}"
@@ -189,7 +189,7 @@ def test_a_block_below_a_shard_is_warned_of(directory: str, algorithm: str | Non
 
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
-    """Threads that fetch ahead are gone when an iteration has ended, and when it is given up."""
+    """Threads that fetch ahead end when an iteration has ended, and when it is abandoned."""
     dataset = StreamingDataset(str(tmp_path / "cache"), directory, predownload=1)
     samples = iter(dataset)
     next(samples)
@@ -221,25 +221,25 @@ def _prefetching() -> list[threading.Thread]:
     ],
 )
 def test_bad_arguments_are_refused_at_once(directory: str, arguments: dict[str, Any], message: str) -> None:
-    """What can't work is an error when the data set is made."""
+    """Arguments that can't work are an error at construction."""
     with pytest.raises(ValueError, match=message):
         StreamingDataset(**({"local": directory} if arguments else {}), **arguments)
 
 
 def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
-    """Where there is no index, nothing can be read, and the error names it."""
+    """A directory without an index can't be read, and the error names it."""
     with pytest.raises(IndexFileError, match=r"index\.json"):
         StreamingDataset(str(tmp_path))
 
 
 def test_an_index_without_samples_is_refused(tmp_path: Path) -> None:
-    """A data set of no samples would have epochs of nothing: an error."""
+    """A data set without samples would have empty epochs, so it is an error."""
     with pytest.raises(IndexFileError, match="no samples"):
         StreamingDataset(write(tmp_path, 0))
 
 
 def test_an_epoch_may_have_another_size(directory: str) -> None:
-    """With epoch_size, an epoch has so many samples, drawn again in each."""
+    """With epoch_size, an epoch has that many samples, drawn again in each."""
     dataset = StreamingDataset(directory, shuffle=True, epoch_size="0.04k")
     first, second = numbers(dataset), numbers(dataset)
     assert len(dataset) == len(first) == len(set(first)) == 40
@@ -260,7 +260,7 @@ def test_a_copy_is_a_data_set_of_its_own(directory: str, copied: Any) -> None:
 
 
 def test_a_state_before_the_first_iteration_is_the_beginning(directory: str) -> None:
-    """The original says epoch -1 there: ours says epoch 0, and takes the original's for that."""
+    """Our state says epoch 0 where the original's says -1, and the original's counts as epoch 0."""
     dataset = StreamingDataset(directory, shuffle=True)
     state = dataset.state_dict(0, False)
     assert (state["epoch"], state["sample_in_epoch"]) == (0, 0)
@@ -270,7 +270,7 @@ def test_a_state_before_the_first_iteration_is_the_beginning(directory: str) -> 
 
 
 def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) -> None:
-    """Samples are added to where this iteration began, or, from_beginning, counted from the epoch's beginning."""
+    """Samples count from where this iteration began or, with from_beginning, from the epoch's beginning."""
     dataset = StreamingDataset(directory)
     dataset.load_state_dict({**dataset.state_dict(0, True), "epoch": 2, "sample_in_epoch": 10})
     assert dataset.state_dict(0, False)["sample_in_epoch"] == 10
@@ -280,7 +280,7 @@ def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) ->
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next(directory: str) -> None:
-    """At the end of an epoch the state is the next epoch's, and the original's is taken for it: no empty epoch."""
+    """At the end of an epoch the state is the next epoch's, and so is the original's: there is no empty epoch."""
     dataset = StreamingDataset(directory, shuffle=True)
     first, second = numbers(dataset), numbers(dataset)
     assert len(first) == 101
@@ -291,7 +291,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next(directory: str) -> Non
 
 
 def test_other_data_are_refused(tmp_path: Path, directory: str) -> None:
-    """A state of other data raises and says what differs; where the data lie makes no difference."""
+    """A state of other data raises and names the difference; the location of the data does not matter."""
     state = StreamingDataset(directory).state_dict(0, True)
     moved = tmp_path / "moved"
     Path(directory).rename(moved)
@@ -307,7 +307,7 @@ def test_other_data_are_refused(tmp_path: Path, directory: str) -> None:
 
 
 def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_path: Path, directory: str) -> None:
-    """Samples of one size make equal shards, which only the hashes of the index tell apart, if both have one."""
+    """Samples of one size make equal shards that only the hashes of the index distinguish, if both have one."""
     state = StreamingDataset(directory).state_dict(0, True)
     other = StreamingDataset(write(tmp_path / "other", 101, first=1000))
     with pytest.raises(FingerprintMismatchError, match="sha1 of the files: "):
@@ -321,7 +321,7 @@ def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_pat
 
 
 def test_what_is_no_state_is_refused(directory: str) -> None:
-    """A dict without the keys of a state raises and names them, and so does one of a newer version."""
+    """A dict without the keys of a state raises and names them, and so does a state of a newer version."""
     dataset = StreamingDataset(directory)
     with pytest.raises(ValueError, match="lacks sample_in_epoch, shuffle_seed, num_canonical_nodes"):
         dataset.load_state_dict({"epoch": 1})
@@ -330,7 +330,7 @@ def test_what_is_no_state_is_refused(directory: str) -> None:
 
 
 def test_an_unknown_order_is_announced(directory: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A state of the original does not say its order: without one of the original's algorithms, a warning says so."""
+    """A state of the original lacks its order, so a warning comes unless one of the original's algorithms is set."""
     state = {
         "epoch": 0,
         "sample_in_epoch": 8,
@@ -362,7 +362,7 @@ def _plain(directory: str, **options: Any) -> DataLoader[Any]:
 )
 @pytest.mark.parametrize("make", [_plain, None], ids=["torch's loader", "our loader"])
 def test_each_iteration_is_the_next_epoch_under_any_loader(directory: str, options: Any, make: Any) -> None:
-    """The loader of torch reads whole epochs, one after the other, resumed too, however its workers are made."""
+    """Torch's loader reads whole epochs, one after the other, also resumed, however its workers are started."""
     make = make or (
         lambda directory, **options: StreamingDataLoader(_plain(directory).dataset, batch_size=8, **options)
     )
@@ -380,7 +380,7 @@ def test_each_iteration_is_the_next_epoch_under_any_loader(directory: str, optio
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_are_started_anew_hear_where_they_begin(directory: str, persistent: bool) -> None:
-    """Spawned workers, which inherit nothing, read the epoch of the main process, resumed too."""
+    """Spawned workers, which inherit nothing, read the epoch of the main process, also when resumed."""
     whole = _plain(directory)
     expected = [batches(whole), batches(whole)]
     dataset = _plain(directory).dataset
@@ -393,7 +393,7 @@ def test_workers_that_are_started_anew_hear_where_they_begin(directory: str, per
 
 
 def test_workers_that_take_turns_at_unknown_batches_cannot_be_counted(directory: str) -> None:
-    """Without a batch size, two workers read every sample once, but no number tells which were consumed: an error."""
+    """Without a batch size, two workers read every sample once, but the consumed ones can't be counted: an error."""
     dataset = StreamingDataset(directory)
     loader = DataLoader(dataset, batch_size=8, num_workers=2)
     assert sorted(numbers(loader)) == list(range(101))
@@ -405,7 +405,7 @@ def test_workers_that_take_turns_at_unknown_batches_cannot_be_counted(directory:
 
 
 def test_the_iterator_can_be_brought_to_a_place(directory: str) -> None:
-    """Its state is loaded into a new iterator of a new data set, which continues with the next sample, then epoch."""
+    """The iterator's state is loaded into one of a new data set, which continues with the next sample, then epoch."""
     dataset = StreamingDataset(directory, shuffle=True, batch_size=8)
     numbers(dataset)
     samples = iter(dataset)
@@ -430,7 +430,7 @@ def test_the_place_of_another_reader_is_refused(directory: str) -> None:
 
 
 def test_a_loader_whose_iterator_was_moved_says_that_it_cannot_know(directory: str) -> None:
-    """Moved behind the loader's back, its count is not a place: it raises instead of saying a wrong one."""
+    """A loader with an iterator that was moved behind its back raises, since its count is not a place."""
     loader = StreamingDataLoader(StreamingDataset(directory), batch_size=8)
     made = iter(loader)
     next(made)

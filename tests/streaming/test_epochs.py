@@ -1,4 +1,4 @@
-"""Which epoch it is, told by whoever begins one; and nothing of it is left when its processes are gone."""
+"""The epoch is announced by the process that begins it, and nothing of it is left when its processes are gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BIG = 2**60 + 1
 
 
 def test_a_book_keeps_what_a_state_says() -> None:
-    """Epoch, position and what the order is drawn from, also the large seeds of the original's first versions."""
+    """A book keeps epoch, position, and seeding, also the large seeds of the original's first versions."""
     seeding = Seeding(seed=BIG, num_canonical_nodes=3, initial_nodes=2)
     book = EpochBook(Seeding(seed=1))
     assert (book.place, book.next_epoch, book.seeding) == ((0, 0), 0, Seeding(seed=1))
@@ -37,7 +37,7 @@ def test_a_book_keeps_what_a_state_says() -> None:
 
 
 def test_the_end_of_an_epoch_is_begun_as_the_next_one() -> None:
-    """A book begins what the data set says the place really is."""
+    """A book begins at the place that the data set derives from the state."""
     book = EpochBook(Seeding(seed=1))
     book.put(5, 7, Seeding(seed=1))
     assert book.begin(lambda epoch, sample: (epoch + 1, 0)) == (6, 0)
@@ -55,7 +55,7 @@ def _same(epoch: int, sample: int) -> tuple[int, int]:
 
 
 def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whom worker 0 of another iterator has told is not told; after a time it is an error that names worker 0."""
+    """What worker 0 of another iterator has announced does not count, and after a time an error names worker 0."""
     monkeypatch.setattr(epochs, "_WAIT_SECONDS", 0.05)
     first = EpochBook(Seeding(seed=1))
     _as_worker(0, "Process-4", monkeypatch)
@@ -69,14 +69,14 @@ def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyP
 
 
 def _copy(book: EpochBook) -> EpochBook:
-    """A book of another process, with the same shared memory."""
+    """Return a book of another process, with the same shared memory."""
     other = EpochBook(Seeding(seed=1))
     other._shared = book._shared
     return other
 
 
 def test_a_worker_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that can't be told apart from those of another iterator are an error, not a guess."""
+    """Workers that can't be distinguished from those of another iterator are an error, not a guess."""
     _as_worker(0, "my worker", monkeypatch)
     with pytest.raises(StreamingError, match="my worker"):
         EpochBook(Seeding(seed=1)).begin_in_worker(_same)
@@ -84,7 +84,7 @@ def test_a_worker_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
 def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any) -> None:
-    """Two iterators of one loader, with workers, each read a whole epoch; ours tells them which."""
+    """Two iterators of one loader, with workers, each read a whole epoch; ours assigns them different ones."""
     directory = write(tmp_path, 61)
     whole = StreamingDataLoader(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8)
     expected = [batches(whole), batches(whole)]
@@ -99,7 +99,7 @@ def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any
 
 @pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
 def test_a_copy_tells_its_own_workers(tmp_path: Path, make: Any) -> None:
-    """A loader that was copied with its data set reads its epochs one after the other, with workers that live on."""
+    """A loader that was copied with its data set reads its epochs one after the other, with persistent workers."""
     dataset = StreamingDataset(write(tmp_path, 61), shuffle=True, batch_size=8)
     expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
     loader = make(copy.deepcopy(dataset), batch_size=8, num_workers=2, persistent_workers=True)
@@ -118,7 +118,7 @@ def _epochs_of_rank(make: Any, dataset: StreamingDataset, num_workers: int, foun
 def test_ranks_that_are_forked_with_a_data_set_count_their_own_epochs(
     tmp_path: Path, make: Any, num_workers: int
 ) -> None:
-    """What one rank has read is not over for another one, nor for the process that made the data set."""
+    """An epoch that one rank has read is not over for another rank, nor for the process that created the data set."""
     dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
     found = [tmp_path / "rank0", tmp_path / "rank1"]
     for path in found:
@@ -134,7 +134,7 @@ def test_ranks_that_are_forked_with_a_data_set_count_their_own_epochs(
 
 @pytest.mark.slow
 def test_ranks_that_are_spawned_with_a_data_set_count_their_own_epochs(tmp_path: Path) -> None:
-    """A data set that was sent to ranks begins in each of them where it was, whatever was read meanwhile."""
+    """A data set that was sent to ranks begins in each of them where it was, whatever was read in between."""
     dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
     found = tmp_path / "rank"
     rank = multiprocessing.get_context("spawn").Process(
@@ -156,7 +156,7 @@ def _read_and_be_killed(directory: str, process_ids: Path) -> None:
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    """Killed by SIGKILL in an iteration, it leaves no shared memory and no file that the next run would find."""
+    """A process killed by SIGKILL in an iteration leaves no shared memory and no file for the next run to find."""
     directory = write(tmp_path / "data", 61)
     files = sorted(Path(directory).rglob("*"))
     assert in_child(functools.partial(_read_and_be_killed, directory, tmp_path / "ids")) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Delivered equals planned, or an exception in the consumer: each failure of the original's has a test here."""
+"""Delivered equals planned, or the consumer gets an exception: each failure of the original has a test here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> str:
-    """A data set of 200 samples."""
+    """Return a data set of 200 samples."""
     return write(tmp_path / "remote", NUM_SAMPLES)
 
 
@@ -51,7 +51,7 @@ def _read(local: Path | str, remote: str | None = None, *, num_workers: int = 0,
 
 @contextlib.contextmanager
 def _fails(kind: type[Exception], match: str) -> Iterator[None]:
-    """Expect an error, and let go of the iterators in its traceback: torch ends their workers in 10 s otherwise."""
+    """Expect an error, and release the iterators in its traceback: otherwise torch takes 10 s to end their workers."""
     with pytest.raises(kind, match=match) as raised:
         yield
     traceback.clear_frames(raised.tb)
@@ -65,7 +65,7 @@ def _flip(path: Path) -> None:
 
 @WORKERS
 def test_a_shard_that_is_missing_remotely_raises(tmp_path: Path, remote: str, num_workers: int) -> None:
-    """The original ends the epoch silently, or hangs: ours names shard, address and attempts."""
+    """The original ends the epoch silently, or hangs; ours names shard, address, and attempts."""
     missing = shard_paths(remote)[4]
     missing.unlink()
     with _fails(MissingShardError, rf"{missing.name}.*{remote}.*1 attempt"):
@@ -82,7 +82,7 @@ def test_a_shard_that_is_missing_here_raises(remote: str, num_workers: int) -> N
 
 @WORKERS
 def test_a_bad_hash_raises_and_is_not_served_later(tmp_path: Path, remote: str, num_workers: int) -> None:
-    """A flipped bit raises with both hashes; once it is repaired, every sample is right: the bad file was not kept."""
+    """A flipped bit raises with both hashes; after a repair every sample is right: the bad file was not kept."""
     bad = shard_paths(remote)[3]
     good = bad.read_bytes()
     _flip(bad)
@@ -95,7 +95,7 @@ def test_a_bad_hash_raises_and_is_not_served_later(tmp_path: Path, remote: str, 
 
 @pytest.mark.parametrize("fault", [b"", b"half", None], ids=["empty", "truncated", "deleted"])
 def test_a_cached_shard_that_is_damaged_is_fetched_again(tmp_path: Path, remote: str, fault: bytes | None) -> None:
-    """What is in the cache is checked: an empty, a truncated and a deleted file are fetched again."""
+    """The cache is checked: an empty, a truncated, and a deleted file are fetched again."""
     cache = tmp_path / "cache"
     assert _read(cache, remote) == list(range(NUM_SAMPLES))
     cached = shard_paths(cache)[2]
@@ -108,7 +108,7 @@ def test_a_cached_shard_that_is_damaged_is_fetched_again(tmp_path: Path, remote:
 
 @WORKERS
 def test_a_local_shard_that_is_truncated_raises(remote: str, num_workers: int) -> None:
-    """Where there is nothing to fetch from, a damaged file raises and stays: it may be the only copy."""
+    """Without a remote, a damaged file raises and stays, since it may be the only copy."""
     path = shard_paths(remote)[2]
     os.truncate(path, 100)
     with _fails(DamagedShardError, path.name):
@@ -117,7 +117,7 @@ def test_a_local_shard_that_is_truncated_raises(remote: str, num_workers: int) -
 
 
 def test_no_retry_is_one_attempt(tmp_path: Path, remote: str) -> None:
-    """download_retry=0 reads, with one attempt for each shard; the original takes it for none at all."""
+    """download_retry=0 reads with one attempt for each shard, whereas the original makes none."""
     assert _read(tmp_path / "cache", remote, download_retry=0) == list(range(NUM_SAMPLES))
     os.truncate(shard_paths(remote)[2], 100)
     with _fails(DamagedShardError, "1 attempt"):
@@ -125,7 +125,7 @@ def test_no_retry_is_one_attempt(tmp_path: Path, remote: str) -> None:
 
 
 def test_two_data_sets_share_remote_and_cache(tmp_path: Path, remote: str) -> None:
-    """Two instances in one process on one directory read at once, and a third after them: the original refuses."""
+    """Two instances in one process read one directory at the same time, and a third later; the original refuses."""
     cache = str(tmp_path / "cache")
     first, second = StreamingDataset(cache, remote), StreamingDataset(cache, remote, shuffle=True)
     read = list(zip(first, second, strict=True))
@@ -135,7 +135,7 @@ def test_two_data_sets_share_remote_and_cache(tmp_path: Path, remote: str) -> No
 
 
 def test_a_changed_remote_is_noticed(tmp_path: Path, remote: str) -> None:
-    """When the data set after the address is another one, its samples are read, not the cached ones."""
+    """If the data set at the address is another one, its samples are read, not the cached ones."""
     cache = tmp_path / "cache"
     assert _read(cache, remote) == list(range(NUM_SAMPLES))
     shutil.rmtree(remote)
@@ -144,7 +144,7 @@ def test_a_changed_remote_is_noticed(tmp_path: Path, remote: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written_serves(tmp_path: Path, remote: str) -> None:
-    """A cache that is complete is read as a local data set too, with the remote gone."""
+    """A complete cache is also read as a local data set, with the remote gone."""
     cache = tmp_path / "cache"
     _read(cache, remote)
     shutil.rmtree(remote)
@@ -155,7 +155,7 @@ def test_a_cache_that_cannot_be_written_serves(tmp_path: Path, remote: str) -> N
 
 @WORKERS
 def test_shards_are_evicted_and_fetched_again(tmp_path: Path, remote: str, num_workers: int) -> None:
-    """With a limit below the size of the data, epochs are whole, and the cache stays below the limit."""
+    """With a limit below the size of the data, epochs are complete, and the cache stays below the limit."""
     cache = tmp_path / "cache"
     limit = sum(path.stat().st_size for path in [Path(remote, "index.json"), *shard_paths(remote)[:5]])
     dataset = StreamingDataset(str(cache), remote, shuffle=True, shuffle_block_size=30, batch_size=8, cache_limit=limit)
@@ -167,7 +167,7 @@ def test_shards_are_evicted_and_fetched_again(tmp_path: Path, remote: str, num_w
 
 @pytest.mark.parametrize("is_enough", [True, False])
 def test_a_limit_that_is_too_low_is_refused_at_construction(tmp_path: Path, remote: str, is_enough: bool) -> None:
-    """There is room for four of the largest shards, and for one beside all indexes, or there is no data set."""
+    """A limit has room for four of the largest shards, and for one beside all indexes; otherwise it is refused."""
     index, largest = Path(remote, "index.json").stat().st_size, max(path.stat().st_size for path in shard_paths(remote))
     assert index > 3 * largest
     limit = index + largest - (not is_enough)
@@ -177,7 +177,7 @@ def test_a_limit_that_is_too_low_is_refused_at_construction(tmp_path: Path, remo
 
 
 def test_a_limit_has_room_for_four_shards(tmp_path: Path) -> None:
-    """As in the original library, whose limits work here."""
+    """As in the original library, whose limits work here, four shards are enough."""
     with MDSWriter(out=str(tmp_path / "remote"), columns={"n": "bytes"}, size_limit=20_000) as writer:
         for _ in range(10):
             writer.write({"n": bytes(10_000)})
@@ -202,7 +202,7 @@ def test_a_pickled_column_is_refused(tmp_path: Path, num_workers: int) -> None:
 
 
 def test_samples_are_had_by_number_from_a_remote(tmp_path: Path, remote: str) -> None:
-    """A sample that is asked for by number is fetched with its shard, and an error names that shard."""
+    """A sample that is requested by number is fetched with its shard, and an error names that shard."""
     dataset = StreamingDataset(str(tmp_path / "cache"), remote)
     shard_paths(remote)[-1].unlink()
     assert dataset[3] == {"n": 3}
@@ -212,7 +212,7 @@ def test_samples_are_had_by_number_from_a_remote(tmp_path: Path, remote: str) ->
 
 
 def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> None:
-    """What was written to catch the original library's errors catches these, and they can be pickled."""
+    """Handlers for the original library's errors catch these too, and the errors can be pickled."""
     with pytest.raises(FileNotFoundError, match="index"):
         StreamingDataset(str(tmp_path / "nothing"))
     with pytest.raises(FileNotFoundError, match="index"):

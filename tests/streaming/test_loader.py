@@ -41,11 +41,11 @@ EXAMPLE = """
     for i, batch in enumerate(dataloader_2):
         print(i, batch['x'], batch['y'])
 """
-"""The documentation's, word for word."""
+"""This is the documentation's example, word for word."""
 
 
 def test_the_documented_example_runs_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example of the documentation, with nothing changed but its paths, resumes at batch 5 and loses none."""
+    """The example of the documentation, with only its paths changed, resumes at batch 5 and loses no batch."""
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 
     with MDSWriter(out=str(tmp_path / "remote"), columns={"x": "int", "y": "int"}) as writer:
@@ -71,7 +71,7 @@ def _loader(directory: str, *, batch_size: int = 8, **options: Any) -> Streaming
 
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
-    """A data set of 101 samples."""
+    """Return a data set of 101 samples."""
     return write(tmp_path / "data", 101)
 
 
@@ -90,7 +90,7 @@ def _place(state: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_only_batches_that_were_handed_out_count(directory: str, num_workers: int) -> None:
-    """The state after each batch counts the batches so far, whatever workers have fetched ahead."""
+    """The state after each batch counts the batches so far, whatever the workers have fetched ahead."""
     loader = _loader(directory, num_workers=num_workers)
     assert _place(loader.state_dict()) == (0, 0)
     places = [_place(loader.state_dict()) for _ in loader]
@@ -98,7 +98,7 @@ def test_only_batches_that_were_handed_out_count(directory: str, num_workers: in
 
 
 def test_a_state_is_small_and_plain(directory: str) -> None:
-    """It has the original's keys, is JSON, and is below 1 kB."""
+    """A state has the original's keys, is JSON, and is below 1 kB."""
     loader = _loader(directory)
     _taken(loader, 3)
     text = json.dumps(loader.state_dict())
@@ -108,7 +108,7 @@ def test_a_state_is_small_and_plain(directory: str) -> None:
 
 
 def test_the_length_stays_that_of_a_whole_epoch(directory: str) -> None:
-    """After a resume the length of loader and data set is what it was: Lightning counts on it."""
+    """After a resume, the length of loader and data set is unchanged, since Lightning relies on it."""
     loader = _loader(directory)
     _taken(loader, 5)
     resumed = _loader(directory)
@@ -120,7 +120,7 @@ def test_the_length_stays_that_of_a_whole_epoch(directory: str) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: bool) -> None:
-    """With workers, living on or not: the rest of the epoch, then whole epochs, as without an interruption."""
+    """With workers, persistent or not, the rest of the epoch follows, then whole epochs, as without an interruption."""
     whole = _loader(directory)
     expected = [batches(whole) for _ in range(3)]
     options = {"num_workers": 2, "persistent_workers": persistent}
@@ -132,14 +132,14 @@ def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: b
     resumed.load_state_dict(state)
     assert first + batches(resumed) == expected[1]
     assert batches(resumed) == expected[2]
-    # The loader that was left early begins the next epoch, or continues where it is told.
+    # The loader that was left early begins the next epoch, or continues where its state says.
     assert batches(loader) == expected[2]
     loader.load_state_dict(state)
     assert first + batches(loader) == expected[1]
 
 
 def test_an_iteration_that_was_left_early_can_be_gone_on_with(directory: str) -> None:
-    """Left early, the next iteration is the next epoch in whole; with its own state loaded, the rest of this one."""
+    """After an early exit, the next iteration is the whole next epoch or, with its state loaded, the current rest."""
     whole = _loader(directory)
     expected = [batches(whole), batches(whole)]
     left = _loader(directory)
@@ -154,7 +154,7 @@ def test_an_iteration_that_was_left_early_can_be_gone_on_with(directory: str) ->
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_workers: int) -> None:
-    """An iterator that was made already, of which no batch was asked for, begins at the place that is loaded."""
+    """An existing iterator that has not yet yielded a batch begins at the place that is loaded."""
     saved = _loader(directory)
     first = _taken(saved, 4)
     loader = _loader(directory, num_workers=num_workers)
@@ -165,7 +165,7 @@ def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_
 
 
 def test_a_state_loaded_behind_a_batch_ends_the_iterator(directory: str) -> None:
-    """An iterator that has given batches raises after a state was loaded: it would continue elsewhere, unseen."""
+    """An iterator that has yielded batches raises after a state was loaded, since it would silently jump."""
     loader = _loader(directory)
     made = iter(loader)
     next(made)
@@ -201,7 +201,7 @@ def test_samples_without_batches_are_counted(directory: str) -> None:
 
 
 def test_the_size_of_a_batch_is_known_from_the_plan(directory: str) -> None:
-    """Whatever a collate function makes of the samples, batches count what was planned."""
+    """Whatever a collate function does with the samples, batches count as planned."""
     loader = _loader(directory, collate_fn=lambda samples: {"one": torch.zeros(1), "many": [len(samples)] * 70})
     for _ in zip(range(3), loader, strict=False):
         pass
@@ -209,7 +209,7 @@ def test_the_size_of_a_batch_is_known_from_the_plan(directory: str) -> None:
 
 
 def test_what_cannot_be_counted_is_refused(directory: str) -> None:
-    """Other data sets, batches of another size than the data set was told, and batches in any order are refused."""
+    """Other data sets, batches of another size than the data set has, and batches in any order are refused."""
     with pytest.raises(TypeError, match="needs a StreamingDataset"):
         StreamingDataLoader(range(3))
     with pytest.raises(ValueError, match="batch_size=4"):
@@ -232,13 +232,13 @@ def test_an_epoch_that_ends_early_raises(directory: str, num_workers: int) -> No
 
 
 def test_the_public_names_are_these() -> None:
-    """The classes are the package's own, loaded when they are asked for."""
+    """The classes are the package's own, loaded on first access."""
     assert lightning_faulttolerant.StreamingDataLoader is StreamingDataLoader
     assert lightning_faulttolerant.StreamingDataset is StreamingDataset
 
 
 class _Generated(StreamingDataset):
-    """What users write: an iteration that begins when its first sample is asked for."""
+    """A typical user class: an iteration that begins with the request for its first sample."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
@@ -246,7 +246,7 @@ class _Generated(StreamingDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_iteration_that_is_a_generator_is_that_of_the_loader(tmp_path: Path, num_workers: int) -> None:
-    """Each epoch comes once, in its order, and a state leads to where it was taken, if __iter__ is a generator."""
+    """If __iter__ is a generator, each epoch comes once, in order, and a state leads back to where it was taken."""
     write(tmp_path, 20)
 
     def loader(kind: type[StreamingDataset]) -> StreamingDataLoader:

@@ -1,4 +1,4 @@
-"""A run that was begun with the original library resumes here, in its order, and a state of ours is one of its own."""
+"""A run of the original library resumes here, in its order, and a state of ours works in the original."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _original(directory: str, **options: Any) -> Any:
 
 
 def _read_with_the_original(directory: str, answer: Path) -> None:
-    """Read two epochs in each order, the second with a state in it, and the end of that epoch from a state of ours."""
+    """Read two epochs in each order, with a state from the second, and the end of that epoch from a state of ours."""
     warnings.simplefilter("ignore")
     tempfile.tempdir = str(answer.parent)  # it leaves lock files
     found = {}
@@ -55,7 +55,7 @@ def _read_with_the_original(directory: str, answer: Path) -> None:
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """A data set, and what the original reads of it, in a process of its own."""
+    """Return a data set, and what the original reads of it in its own process."""
     directory = write(tmp_path_factory.mktemp("data"), NUM_SAMPLES)
     answer = tmp_path_factory.mktemp("answer") / "answer.json"
     ended = run(functools.partial(_read_with_the_original, directory, answer))
@@ -65,7 +65,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_run_of_the_original_goes_on_here(read: tuple[str, dict[str, Any]], order: str) -> None:
-    """Its epochs are ours, batch for batch, and its state is resumed at the next batch."""
+    """The original's epochs are ours, batch for batch, and its state resumes at the next batch."""
     directory, found = read[0], read[1][order]
     loader = StreamingDataLoader(StreamingDataset(directory, **ORDERS[order]), batch_size=BATCH_SIZE)
     assert batches(loader) == found["first"]

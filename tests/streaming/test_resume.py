@@ -1,4 +1,4 @@
-"""The law of a resume: what was read before and after a cut is what is read without one, in order, at every cut."""
+"""The law of a resume: at every cut, the samples before and after it are those of an uncut run, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCAL_ALGORITHMS = (None, "py1e", "py1s")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A data set of 61 samples in 5 shards."""
+    """Return a data set of 61 samples in 5 shards."""
     return write(tmp_path_factory.mktemp("data"), NUM_SAMPLES)
 
 
@@ -32,7 +32,7 @@ def _loader(directory: str, *, batch_size: int = 8, num_workers: int = 0, **opti
 
 
 def _epochs(loader: StreamingDataLoader, *, until: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the batches of all epochs that are left, with their epochs."""
+    """Yield the batches of all remaining epochs, with their epochs."""
     while (epoch := loader.dataset.next_epoch) < until:
         for batch in loader:
             yield epoch, batch["n"].tolist()
@@ -60,7 +60,7 @@ def test_a_run_that_is_cut_anywhere_goes_on(
     parts: int | None,
     is_same_loader: bool,
 ) -> None:
-    """Cut again and again, within epochs and at their ends, by leaving early or in a new process: the same batches."""
+    """Cut again and again, within and between epochs, by an early exit or a new process, the batches are the same."""
 
     def make() -> StreamingDataLoader:
         return _loader(
@@ -108,7 +108,7 @@ def _as_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def _global_batches(
     directory: str, state: dict[str, Any] | None, *, num_ranks: int, batch_size: int, num_steps: int, **options: Any
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the samples of each global step of all ranks, and their state, which must be one."""
+    """Return the samples of each global step of all ranks, and their state, which must be the same on all."""
     steps: list[list[int]] = []
     states = []
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(directory: str, worlds: list[int
             num_canonical_nodes=parts,
         )
         for step in steps:
-            # Where samples don't divide, the last step of an epoch has some of those before it once more.
+            # If the samples don't divide evenly, the last step of an epoch repeats some of the earlier ones.
             again = len(step) - len(expected[done])
             assert 0 <= again < num_ranks
             assert set(expected[done]) <= set(step) if again else sorted(expected[done]) == sorted(step)
@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(directory: str, worlds: list[int
 
 
 def test_another_global_batch_goes_on_behind_the_last_sample(directory: str) -> None:
-    """With another global batch no sample of the epoch is lost or read again."""
+    """With another global batch, no sample of the epoch is lost or read again."""
     before, state = _global_batches(directory, None, num_ranks=2, batch_size=5, num_steps=3)
     after, _ = _global_batches(directory, state, num_ranks=1, batch_size=7, num_steps=5)
     read = [number for step in (*before, *after) for number in step]
@@ -163,7 +163,7 @@ def test_another_global_batch_goes_on_behind_the_last_sample(directory: str) -> 
 
 
 def test_the_order_is_the_same_on_any_world(directory: str) -> None:
-    """A resume takes the canonical nodes of the first run over, so that the order stays though the nodes change."""
+    """A resume takes over the canonical nodes of the first run, so the order stays though the nodes change."""
     with pytest.MonkeyPatch.context() as patch:
         _as_world(World(num_ranks=2, ranks_per_node=1), patch)
         two = _loader(directory, batch_size=4)

@@ -1,4 +1,4 @@
-"""What a data set of shards shows of them, and what may be done with them, by the original library's names."""
+"""The view of a sharded data set on its shards, and the operations on them, by the original library's names."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ NUM_SAMPLES = 101
 
 @pytest.fixture
 def remote(tmp_path: Path) -> str:
-    """A data set of some shards."""
+    """Return a data set of some shards."""
     return write(tmp_path / "remote", NUM_SAMPLES)
 
 
 @pytest.fixture
 def cached(tmp_path: Path, remote: str) -> tuple[StreamingDataset, Path]:
-    """A data set that is fetched from there, and the directory of its cache."""
+    """Return a data set that is fetched from the remote, and its cache directory."""
     return StreamingDataset(str(tmp_path / "cache"), remote), tmp_path / "cache"
 
 
 def test_shards_are_sequences_of_their_samples(cached: tuple[StreamingDataset, Path]) -> None:
-    """Together the shards have each sample once, in order; a shard is fetched when a sample of it is asked for."""
+    """Together the shards have each sample once, in order, and a shard is fetched when a sample of it is requested."""
     dataset, cache = cached
     assert dataset.num_shards == len(dataset.shards) == len(dataset.samples_per_shard) > 3
     assert [shard.samples for shard in dataset.shards] == dataset.samples_per_shard.tolist()
@@ -50,7 +50,7 @@ def test_shards_are_sequences_of_their_samples(cached: tuple[StreamingDataset, P
 
 
 def test_a_shard_says_what_the_index_says_of_it(tmp_path: Path) -> None:
-    """Its columns, its compression, and the sizes of its files."""
+    """A shard gives its columns, its compression, and the sizes of its files."""
     plain = StreamingDataset(write(tmp_path / "plain", 30)).shards[0]
     assert (plain.column_names, plain.column_encodings, plain.compression) == (("n",), ("int",), None)
     size = shard_paths(tmp_path / "plain")[0].stat().st_size
@@ -72,7 +72,7 @@ def test_shards_are_numbered_over_all_streams(tmp_path: Path) -> None:
 
 
 def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset, Path]) -> None:
-    """What is prepared is here without being read, what is evicted is gone, and is fetched again when it is needed."""
+    """A prepared shard is local without being read, an evicted one is gone and is fetched again on demand."""
     dataset, cache = cached
     empty = dataset.cache_usage
     for shard in range(dataset.num_shards):
@@ -90,7 +90,7 @@ def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset,
 
 
 def test_the_shard_that_was_used_least_recently_is_evicted(cached: tuple[StreamingDataset, Path]) -> None:
-    """The coldest one is that which was fetched first; with none left there is an error."""
+    """The coldest shard is the one fetched first, and with none left there is an error."""
     dataset, cache = cached
     paths = []
     for shard in (2, 0, 1):
@@ -104,7 +104,7 @@ def test_the_shard_that_was_used_least_recently_is_evicted(cached: tuple[Streami
 
 
 def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[StreamingDataset, Path]) -> None:
-    """With `blocking=False` nothing is waited for, and nothing is fetched twice."""
+    """With `blocking=False`, nothing is waited for, and nothing is fetched twice."""
     dataset, cache = cached
     (cache / marks.DIRECTORY).mkdir(parents=True, exist_ok=True)
     path = cache / marks.DIRECTORY / f"{shard_paths(cache.parent / 'remote')[1].name}{LOCK_SUFFIX}"
@@ -122,7 +122,7 @@ def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[Stream
 
 
 def test_an_only_copy_is_not_evicted(remote: str) -> None:
-    """Of a data set without a remote nothing is deleted, neither by its number nor as the coldest."""
+    """Of a data set without a remote, nothing is deleted, neither by its number nor as the coldest."""
     dataset = StreamingDataset(remote)
     dataset.prepare_shard(0)
     with pytest.raises(ValueError, match="only copy"):
@@ -145,7 +145,7 @@ def test_a_shard_that_there_is_not_is_an_error(cached: tuple[StreamingDataset, P
 
 
 def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
-    """What a data set was made with is there by the same names, with what it makes of it."""
+    """The arguments of a data set are available under the same names, with the values that it derives."""
     dataset = StreamingDataset(
         str(tmp_path / "cache"),
         remote,
@@ -174,7 +174,7 @@ class _Doubled(StreamingDataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_derived_class_may_have_its_own_get_item(remote: str, num_workers: int) -> None:
-    """`[]`, an iteration and a loader give what it makes of samples."""
+    """`[]`, an iteration, and a loader give the samples of the derived class's own `__getitem__`."""
     dataset = _Doubled(remote, batch_size=8)
     assert dataset[-1] == {"n": 200}
     assert numbers(dataset) == list(range(0, 202, 2))
@@ -183,7 +183,7 @@ def test_a_derived_class_may_have_its_own_get_item(remote: str, num_workers: int
 
 
 def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
-    """Torch's samplers choose its samples; it can be pickled, and has a split."""
+    """Torch's samplers choose the samples of a local data set, which can be pickled, and has a split."""
     write(tmp_path / "train", 20)
     dataset = LocalDataset(tmp_path, split="train")
     assert (len(dataset), dataset.size, dataset[-1]) == (20, 20, {"n": 19})
@@ -194,7 +194,7 @@ def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
 
 
 def test_a_local_data_set_refuses_pickled_columns(tmp_path: Path) -> None:
-    """As the streaming one, unless they are allowed."""
+    """A local data set refuses pickled columns as the streaming one does, unless they are allowed."""
     with MDSWriter(out=str(tmp_path / "data"), columns={"n": "pkl"}) as writer:
         writer.write({"n": 5})
     with pytest.raises(UnsafeDataError):

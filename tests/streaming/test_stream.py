@@ -16,7 +16,7 @@ from tests.streaming.shard_files import batches, numbers, write
 
 @pytest.fixture
 def directories(tmp_path: Path) -> list[str]:
-    """Two data sets, of 60 and of 40 samples, the second from 1000 on."""
+    """Return two data sets, of 60 and of 40 samples, the second numbered from 1000."""
     return [write(tmp_path / "a", 60), write(tmp_path / "b", 40, first=1000)]
 
 
@@ -46,7 +46,7 @@ def _counts(read: list[int]) -> tuple[int, int]:
 def test_an_epoch_has_of_each_stream_what_its_weight_says(
     directories: list[str], weights: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    """By proportion, by repeat, by choose and without a weight; a part is other samples in each epoch."""
+    """A weight is a proportion, a repeat, a choose, or none, and a part has other samples in each epoch."""
     dataset = _mixed(directories, *weights, **options)
     first, second = numbers(dataset), numbers(dataset)
     assert _counts(first) == _counts(second) == expected
@@ -69,7 +69,7 @@ def test_a_stream_says_what_its_weight_comes_to(
     options: dict[str, Any],
     expected: list[tuple[float, float, int]],
 ) -> None:
-    """Both the streams that were given and those of the data set; what was given counts for the next data set."""
+    """The given streams and the data set's have the resolved weights, and the next data set uses the given ones."""
     given = [Stream(local=directory, **weight) for directory, weight in zip(directories, weights, strict=True)]
     dataset = StreamingDataset(streams=given, **options)
     for streams in (given, dataset.streams):
@@ -81,7 +81,7 @@ def test_a_stream_says_what_its_weight_comes_to(
 
 
 def test_a_weight_may_be_set_later(directories: list[str]) -> None:
-    """What is set on a stream before a data set has it counts; a second weight beside the resolved ones is refused."""
+    """A weight set on a stream before its data set is created counts; a second one beside a resolved one is refused."""
     streams = [Stream(local=directory) for directory in directories]
     streams[0].choose = 7
     assert _counts(numbers(StreamingDataset(streams=streams))) == (7, 40)
@@ -97,7 +97,7 @@ class _Named(Stream):
 
 
 def test_a_derived_stream_stays_what_it_is(directories: list[str]) -> None:
-    """Its class and its own attributes are those of the data set's stream; the given one keeps what it left open."""
+    """The data set's stream keeps class and attributes of the given one, which keeps its unset options."""
     given = [_Named(name="a", local=directories[0]), _Named(name="b", local=directories[1])]
     dataset = StreamingDataset(streams=given, download_retry=5)
     assert [stream.name for stream in dataset.streams if isinstance(stream, _Named)] == ["a", "b"]
@@ -148,7 +148,7 @@ def test_batches_are_of_the_streams_as_asked(
 
 
 def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -> None:
-    """Their order depends on the global batch, so another one is an error, at once or, not strict, where it begins."""
+    """The order depends on the global batch, so another one is an error, at once or, not strict, where it begins."""
     state = {**_batched(directories, "stratified").state_dict(), "sample_in_epoch": 30}
     other = _batched(directories, "stratified", batch_size=20)
     with pytest.raises(FingerprintMismatchError, match="stratified 10 -> stratified 20"):
@@ -159,7 +159,7 @@ def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -
 
 
 def test_a_state_of_another_mixture_is_refused(directories: list[str]) -> None:
-    """Other weights are another order: an error that says so."""
+    """Other weights are another order, and the error says so."""
     state = _mixed(directories, {"repeat": 1}, {"repeat": 2}).state_dict(0, True)
     with pytest.raises(FingerprintMismatchError, match="samples of an epoch: 140 -> 160"):
         _mixed(directories, {"repeat": 2}, {"repeat": 1}).load_state_dict(state)
@@ -175,7 +175,7 @@ def test_samples_are_numbered_over_all_streams(directories: list[str]) -> None:
 
 
 def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path) -> None:
-    """What a stream leaves open is as the data set says; each is cached in its own directory."""
+    """An option that a stream leaves open is the data set's, and each stream is cached in its own directory."""
     for name in ("a", "b"):
         write(tmp_path / "remote" / name / "val", 20, first=100 * ord(name))
     streams = [Stream(remote=str(tmp_path / "remote" / name), local=str(tmp_path / name)) for name in "ab"]
@@ -203,7 +203,7 @@ def test_a_remote_without_a_directory_is_cached_in_the_temporary_one(
 
 @pytest.mark.parametrize("split", [None, "train"])
 def test_the_directory_of_a_remote_is_that_of_the_original(split: str | None, tmp_path: Path) -> None:
-    """`local` says where shards are cached, in the directory that the original library would take."""
+    """`local` names the directory of cached shards, the same as in the original library."""
     theirs = mosaic().Stream
     remote = str(tmp_path / "remote")
     stream = Stream(remote=remote, split=split)
@@ -220,7 +220,7 @@ def test_the_directory_of_a_remote_is_that_of_the_original(split: str | None, tm
     ],
 )
 def test_bad_streams_are_refused(streams: Any, message: str) -> None:
-    """A stream with two weights, a negative one, or without a place raises."""
+    """A stream with two weights, a negative one, or without a location raises."""
     with pytest.raises(ValueError, match=message):
         streams()
 

@@ -37,7 +37,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_rank_is_what_the_launcher_says(case: str) -> None:
-    """Without a process group, the environment of each launcher says which rank this is, of how many."""
+    """Without a process group, the environment of each launcher gives this rank, and the number of ranks."""
     environment, expected = CASES[case]
     assert current_world(environment) == expected
 
@@ -48,14 +48,14 @@ def test_the_rank_is_what_the_launcher_says(case: str) -> None:
     ids=["no rank", "a second node of unknown size"],
 )
 def test_a_rank_that_cannot_be_told_is_refused(environment: dict[str, str]) -> None:
-    """Several ranks of which this one can't be told raise: guessed, two would read the same samples."""
+    """Several ranks, with this one unknown, raise: by a guess, two ranks would read the same samples."""
     with pytest.raises(StreamingError, match="can't be told"):
         current_world(environment)
 
 
 @pytest.mark.parametrize("values", [{"rank": 2, "num_ranks": 2}, {"num_ranks": 3, "ranks_per_node": 2}])
 def test_an_impossible_world_is_refused(values: dict[str, int]) -> None:
-    """A rank outside of the world, and a node that is no whole part of it, raise."""
+    """A rank outside the world, and a node size that does not divide it, raise."""
     with pytest.raises(StreamingError):
         World(**values)
 
@@ -100,7 +100,7 @@ def test_replicated_ranks_of_a_process_group_read_the_same(tmp_path: Path) -> No
 
 
 def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set made before the launcher has said anything reads its part all the same."""
+    """A data set created before the launcher has set anything still reads its part."""
     dataset = StreamingDataset(write(tmp_path / "data", 40))
     for name, value in LIGHTNING.items():
         monkeypatch.setenv(name, value)
@@ -110,7 +110,7 @@ def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_workers_that_are_started_anew_are_told_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process group is not to be seen in a spawned worker: the main process hands its rank over."""
+    """A spawned worker does not see the process group, so the main process passes its rank on."""
     dataset = StreamingDataset(write(tmp_path / "data", 40), batch_size=4)
     world = World(rank=1, num_ranks=2, ranks_per_node=2)
     monkeypatch.setattr(dataset_module, "current_world", lambda: world)

@@ -1,4 +1,4 @@
-"""Each step below the directory is counted, goes wrong as chosen, and nothing is left replaced."""
+"""Each step below the directory is counted, fails as chosen, and nothing stays replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _functions() -> dict[tuple[str, str], object]:
 
 
 def test_the_injector_needs_no_lightning():
-    """Faults must be importable, and work, where Lightning is not loaded; the rest of the module is still there."""
+    """Faults must be importable, and work, where Lightning is not loaded; the rest of the module must still exist."""
     program = (
         "import sys; from lightning_faulttolerant.testing import FaultyFiles; sys.exit('lightning' in sys.modules)"
     )
@@ -57,7 +57,7 @@ def _protocol(directory: Path) -> None:
 
 
 def test_steps_of_a_protocol_are_seen_in_order(tmp_path):
-    """Each step must be counted once, under its kind, with its path and, of a write, how much it was."""
+    """Each step must be counted once, under its kind, with its path and, for a write, its size."""
     with FaultyFiles(tmp_path) as files:
         _protocol(tmp_path)
     assert _kinds(files) == ["open", "write", "fsync", "close", "rename", "fsync_directory"]
@@ -91,7 +91,7 @@ def test_steps_of_a_protocol_are_seen_in_order(tmp_path):
     ],
 )
 def test_functions_of_the_standard_library_are_seen(tmp_path, action, kinds):
-    """What changes or lists files must be counted whichever function does it; what reads, or is elsewhere, must not."""
+    """Every function that changes or lists files must be counted; those that read, or work elsewhere, must not."""
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "leaf").touch()
@@ -126,7 +126,7 @@ def test_relative_paths_links_and_descriptors_are_located(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("mode", ["w", "wb", "a", "ab", "x+b", "w+", "xt", "r+", "r+b"])
 def test_a_file_opened_in_the_block_is_like_any_other(tmp_path, mode):
-    """What `open` returns must have the type, mode and behaviour that it has without the block."""
+    """`open` must return an object with the same type, mode, and behavior as without the block."""
     for name in ("plain", "seen"):
         if "r" in mode:
             (tmp_path / name).write_text("old content")
@@ -143,7 +143,7 @@ def test_a_file_opened_in_the_block_is_like_any_other(tmp_path, mode):
 
 
 def test_wrong_arguments_of_open_are_refused_as_ever(tmp_path):
-    """A block must not accept what `open` refuses."""
+    """A block must not accept arguments that `open` refuses."""
     with FaultyFiles(tmp_path):
         for mode, options in (("wb", {"encoding": "utf-8"}), ("w", {"buffering": 0}), ("wx", {}), ("q", {})):
             with pytest.raises(ValueError, match=r".+"):
@@ -156,7 +156,7 @@ def test_wrong_arguments_of_open_are_refused_as_ever(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS])
 def test_chosen_step_fails_with_its_error(tmp_path, number):
-    """The chosen step must raise the error as the system would, and not be done; the others must continue."""
+    """The chosen step must raise the system's error and have no effect; the others must continue."""
     with FaultyFiles(tmp_path, fail_with(number), kind="rename") as files, pytest.raises(OSError) as caught:  # noqa: PT011
         _protocol(tmp_path)
     assert (caught.value.errno, caught.value.strerror) == (number, os.strerror(number))
@@ -166,7 +166,7 @@ def test_chosen_step_fails_with_its_error(tmp_path, number):
 
 
 def test_number_and_kind_choose_the_step(tmp_path):
-    """`at` must count the steps of the kind; `lasting` choose all from there; without `at` each one is chosen."""
+    """`at` must count the steps of the kind, `lasting` must choose all from there, and without `at` all are chosen."""
     chosen = []
 
     def note(step, carry_out):
@@ -182,7 +182,7 @@ def test_number_and_kind_choose_the_step(tmp_path):
 
 
 def test_short_write_is_made_good_by_a_buffer_and_shown_by_a_raw_file(tmp_path):
-    """Half of the bytes must be written and reported, as a system call may."""
+    """Half of the bytes must be written and reported, as a system call may do."""
     with FaultyFiles(tmp_path, write_short, kind="write", at=1) as files:
         (tmp_path / "buffered").write_bytes(b"12345")
     assert (tmp_path / "buffered").read_bytes() == b"12345"
@@ -222,7 +222,7 @@ def test_process_is_killed_at_the_step(tmp_path, fault, is_renamed):
 
 @pytest.mark.parametrize("fault", [None, fail_with(errno.EIO), lose])
 def test_everything_is_put_back(tmp_path, fault):
-    """After the block, also one that raised, each function must be the very object that it was before."""
+    """After the block, also one that raised, each function must be the same object as before."""
     before = _functions()
     for kind in ("unlink", "mkdir"):
         with pytest.raises(OSError), FaultyFiles(tmp_path, fault, kind=kind):  # noqa: PT011, PT012
@@ -235,7 +235,7 @@ def test_everything_is_put_back(tmp_path, fault):
 
 
 def test_file_that_outlives_the_block_goes_on(tmp_path):
-    """A file that is still open when the block ends must write and close as any file, and no longer be counted."""
+    """A file that is still open when the block ends must write and close as any file, and must no longer be counted."""
     with FaultyFiles(tmp_path, fail_with(errno.EIO), kind=("write", "close")) as files:
         file = open(tmp_path / "a", "wb")  # noqa: SIM115
         file.write(b"12")
@@ -245,7 +245,7 @@ def test_file_that_outlives_the_block_goes_on(tmp_path):
 
 
 def test_error_at_close_comes_out_and_the_file_is_closed(tmp_path):
-    """A close that fails, as on NFS, must raise its error and give the descriptor back all the same."""
+    """A close that fails, as on NFS, must raise its error and still release the descriptor."""
     with FaultyFiles(tmp_path, fail_with(errno.EDQUOT), kind="close"):
         file = open(tmp_path / "a", "wb")  # noqa: SIM115
         descriptor = file.fileno()
@@ -273,7 +273,7 @@ def test_all_threads_are_seen_and_each_step_has_its_number(tmp_path):
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    """An unknown kind, a number below 1, a fault that does not fit its step and a block in a block must be refused."""
+    """An unknown kind, a number below 1, a fault that does not fit its step, and a block in a block must be refused."""
     with pytest.raises(ValueError, match="no kind of step named"):
         FaultyFiles(tmp_path, kind="writes")
     with pytest.raises(ValueError, match="counted from 1"):

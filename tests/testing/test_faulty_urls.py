@@ -1,4 +1,4 @@
-"""A remote file system whose steps are counted and go wrong as chosen."""
+"""A remote file system with steps that are counted and fail as chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_faulttolerant.testing import FaultyURLs, fail_with, write_short
 
 
 def test_steps_are_counted_and_files_are_kept():
-    """Each step must be seen in its block, and what was written be there after it."""
+    """Each step must be seen in its block, and the written files must exist after it."""
     fs = fsspec.filesystem("faulty")
     with FaultyURLs() as files:
         with fsspec.open("faulty://counted/a", "wb") as file:

@@ -1,4 +1,4 @@
-"""After a power loss there is what was synced, and of the rest what the chosen kind of file system keeps."""
+"""After a power loss, the synced data exist, and of the rest what the chosen kind of file system keeps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _replace(directory: Path, *, syncs_file: bool = True, syncs_directory: bool 
     ],
 )
 def test_what_is_left_follows_from_what_was_synced(tmp_path, keeps, options, expected):
-    """A missing fsync must show as a lost or an empty file, under the kind of file system that shows it."""
+    """A missing fsync must show as a lost or an empty file, with the kind of file system that reveals it."""
     (tmp_path / "file").write_text("old")
     (tmp_path / "other").write_text("other")
     with PowerLoss(tmp_path, keeps=keeps) as loss:
@@ -58,7 +58,7 @@ def test_what_is_left_follows_from_what_was_synced(tmp_path, keeps, options, exp
 
 
 def test_power_is_lost_before_the_chosen_step(tmp_path):
-    """Nothing may happen from the chosen step on, also not in a program that catches everything and cleans up."""
+    """Nothing may happen from the chosen step on, even in a program that catches everything and cleans up."""
     (tmp_path / "file").write_text("old")
     (tmp_path / "other").write_text("other")
     for at in range(1, 8):
@@ -75,7 +75,7 @@ def test_power_is_lost_before_the_chosen_step(tmp_path):
 
 
 def test_other_exceptions_come_out(tmp_path):
-    """Only the power loss itself may be taken back at the end of the block."""
+    """Only the power loss itself may be suppressed at the end of the block."""
     with pytest.raises(KeyError), PowerLoss(tmp_path):
         raise KeyError
 
@@ -97,7 +97,7 @@ def test_directories_links_and_renamed_directories_are_kept(tmp_path):
 
 
 def test_content_is_that_of_the_last_fsync(tmp_path):
-    """What was written over a synced file must be lost, and a file that is not touched must stay as it is."""
+    """Content written over a synced file must be lost, and an untouched file must stay as it is."""
     (tmp_path / "untouched").write_text("0")
     with PowerLoss(tmp_path):
         for content in ("1", "2", "3"):
@@ -109,7 +109,7 @@ def test_content_is_that_of_the_last_fsync(tmp_path):
 
 
 def test_a_new_file_with_the_number_of_a_deleted_one_is_another_file(tmp_path):
-    """A file system gives inode numbers again: the deleted file's synced content must not become the new one's."""
+    """File systems reuse inode numbers, so the deleted file's synced content must not become the new one's."""
     (tmp_path / "old").write_text("old")
     with PowerLoss(tmp_path):
         for _ in range(5):
@@ -131,6 +131,6 @@ def test_failed_removal_changes_nothing(tmp_path):
 
 
 def test_unknown_kind_of_keeping_is_refused(tmp_path):
-    """A word that is none of the three must be refused at once."""
+    """A word other than the three must be refused immediately."""
     with pytest.raises(ValueError, match='"synced", "names" or "removals"'):
         PowerLoss(tmp_path, keeps="all")

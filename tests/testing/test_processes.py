@@ -1,4 +1,4 @@
-"""The processes of the ranks: how long they may take, and what one that does not end says of where it is."""
+"""The processes of the ranks: how long they may take, and what a process that does not end reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_faulttolerant.testing.processes import run_ranks
 
 
 def wait_in_the_worker() -> None:
-    """Wait for what never comes."""
+    """Wait for an event that never comes."""
     time.sleep(60)
 
 
@@ -44,7 +44,7 @@ def test_those_that_do_not_end_tell_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that has continued by an hour while nobody ran ends no run."""
+    """A clock that advances by an hour while no process ran does not end a run."""
     pauses = itertools.chain([0.0, 0.0, 3600.0, 3600.0], itertools.repeat(7200.0))
 
     def monotonic(now: Callable[[], float] = time.monotonic) -> float:
@@ -61,7 +61,7 @@ def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, mon
 def test_the_signal_is_the_cause_where_another_fails_before_the_next_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """A rank whose neighbor was killed ends with a code of its own, maybe before anyone has looked."""
+    """A rank with a killed neighbor ends with its own exit code, maybe before the next check."""
     until_all_have_ended = 1.0
     monkeypatch.setattr(processes.time, "sleep", lambda seconds, sleep=time.sleep: sleep(until_all_have_ended))
 

@@ -1,4 +1,4 @@
-"""Saves and captures take at most their share of the time, and no save holds up the next for long."""
+"""Saves and captures take at most their share of the time, and no save delays the next one for long."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_faulttolerant.trainer.budget import Budget
 
 
 class Run:
-    """A run in which nothing takes time but what it is told of: batches, saves and captures.
+    """A run in which only batches, saves and captures take time.
 
     Args:
-        share: Of the budget.
+        share: The budget's share of the time.
         save_seconds: How long each save takes, by its number.
         capture_seconds: How long a capture takes.
         batch_seconds: How long a batch takes.
-        captures_always: Whether a capture is taken at each boundary, wanted or not.
+        captures_always: Whether a capture is taken at each boundary, requested or not.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Run:
             self.budget.begin_saved()
 
     def train(self, seconds: float) -> None:
-        """Train for so long."""
+        """Train for `seconds` seconds."""
         end = self.now + seconds
         while self.now < end:
             if self.now >= self.budget.save_at:
@@ -64,7 +64,7 @@ class Run:
             self.now += self.batch_seconds
 
     def save(self) -> None:
-        """Save, or fail to."""
+        """Save, or fail to save."""
         began = self.now
         failed = self.fails(began - 1000.0)
         (self.failures if failed else self.saves).append(began - 1000.0)
@@ -77,7 +77,7 @@ class Run:
             assert self.budget.spend_on_save(began) == self.now - began
 
     def intervals(self) -> list[float]:
-        """Return the seconds from one save to the next."""
+        """Return the seconds between saves."""
         return [after - before for before, after in zip(self.saves, self.saves[1:], strict=False)]
 
 
@@ -88,7 +88,7 @@ class Run:
 )
 @settings(max_examples=30)
 def test_saves_and_captures_together_keep_the_share(share: float, costs: list[float], capture: float) -> None:
-    """Over a long run both together take at most the share, the warm-up aside, and saves are not put off."""
+    """Over a long run, except for the warm-up, both together take at most the share, and saves are not put off."""
     typical = sum(costs) / len(costs)
     interval = typical / share
     run = Run(
@@ -103,32 +103,32 @@ def test_saves_and_captures_together_keep_the_share(share: float, costs: list[fl
     begin, num_saves = run.now, len(run.saves)
     run.train(100 * interval)
     total = run.now - begin
-    # A few saves more than there is room for: the stretch of time begins and ends anywhere.
+    # A few saves more than the share allows: the measured time begins and ends anywhere.
     assert run.seconds_saved + run.seconds_captured <= share * total + 9 * max(costs)
     assert run.seconds_captured <= share / 2 * total + capture * typical
     assert len(run.saves) - num_saves >= 40
 
 
 def test_first_save_does_not_set_the_pace() -> None:
-    """A first save of 5 s, with later ones of 0.2 s, puts off neither the second nor those after it."""
+    """A first save of 5 s, with later ones of 0.2 s, delays neither the second save nor those after it."""
     run = Run(save_seconds=lambda number: 0.2 if number else 5.0)
     run.train(600)
     first, second, *later = run.intervals()
-    assert first <= 26  # it blocked the second for 500 s when it set the pace
+    assert first <= 26  # it delayed the second for 500 s when it set the pace
     assert second <= 13
     assert max(later) <= 20.2
     assert len(run.saves) >= 30
 
 
 def test_one_slow_save_is_spread_over_those_behind_it() -> None:
-    """One save of 5 s among such of 0.2 s doesn't stop saving for 500 s."""
+    """One save of 5 s among saves of 0.2 s doesn't stop saving for 500 s."""
     run = Run(save_seconds=lambda number: 5.0 if number == 40 else 0.2)
     run.train(3000)
     assert 20 < max(run.intervals()) < 90
 
 
 def test_slow_store_gets_its_share_and_no_more() -> None:
-    """Where each save takes 30 s, the first hours cost some saves more than the share, and later ones don't."""
+    """If each save takes 30 s, some saves in the first hours cost more than the share, but later ones don't."""
     run = Run(save_seconds=lambda number: 30.0)
     run.train(40_000)
     assert run.saves[1] <= 160
@@ -138,7 +138,7 @@ def test_slow_store_gets_its_share_and_no_more() -> None:
 
 @pytest.mark.parametrize("start_seconds", [0.5, 4.0, 30.0, 300.0])
 def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_seconds: float) -> None:
-    """A resumed run has saved something new by then, though it knows nothing of what a save costs here."""
+    """A resumed run has saved new progress by then, although it does not know how long a save takes here."""
     run = Run(is_resumed=True, start_seconds=start_seconds, save_seconds=lambda number: start_seconds / 2)
     run.train(2 * start_seconds)
     assert run.saves
@@ -155,21 +155,21 @@ def test_resumed_run_does_not_save_what_it_has_read() -> None:
 
 
 def test_very_short_run_saves_once() -> None:
-    """A run that is over sooner than it was started pays for no second save."""
+    """A run that takes less time than its start does not make a second save."""
     run = Run(start_seconds=6.0)
     run.train(2.5)
     assert len(run.saves) == 1
 
 
 def test_captures_that_must_be_taken_do_not_put_off_saves_for_ever() -> None:
-    """Where a capture at each boundary takes more than the whole budget, saves have half of it all the same."""
+    """If captures at each boundary take more than the whole budget, saves still get half of it."""
     run = Run(capture_seconds=0.05, captures_always=True)
     run.train(2000)
     assert run.intervals()[-1] <= 2 * 20.2
 
 
 def test_captures_have_all_of_it_where_an_interval_says_when_to_save() -> None:
-    """With every_n_train_steps the user has spent on saves what he wants: captures have the budget."""
+    """With every_n_train_steps the user decides how often to save: captures have the whole budget."""
     run = Run(0.1, capture_seconds=0.01, batch_seconds=0.01, paces_saves=False)
     run.budget.save_at = float("inf")
     run.train(100)
@@ -177,7 +177,7 @@ def test_captures_have_all_of_it_where_an_interval_says_when_to_save() -> None:
 
 
 def test_share_of_one_is_no_limit() -> None:
-    """With the whole time as its budget, each boundary saves and captures, that of a resumed run's start too."""
+    """With the whole time as its budget, each boundary saves and captures, also at the start of a resumed run."""
     for is_resumed in (False, True):
         run = Run(1.0, save_seconds=lambda number: 5.0, capture_seconds=1.0, is_resumed=is_resumed)
         run.train(60)
@@ -186,7 +186,7 @@ def test_share_of_one_is_no_limit() -> None:
 
 
 def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pace() -> None:
-    """A full disk costs nothing: the next try comes soon, later ones as often as saves came."""
+    """A full disk costs no time: the next try comes soon, later ones as often as saves came."""
     run = Run(save_seconds=lambda number: 0.2, fails=lambda now: 300 <= now < 900)
     run.train(1500)
     first, second, *_, before, last = run.failures
@@ -198,7 +198,7 @@ def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pa
 
 
 def test_failures_that_take_long_do_not_take_all_of_the_time() -> None:
-    """A store that lets us wait for a minute before it fails is tried ever more rarely, and never given up."""
+    """A store that takes a minute to fail is tried ever more rarely, but never given up."""
     run = Run(
         save_seconds=lambda number: 60.0 if 300 <= run.now - 1000 < 40_000 else 0.2,
         fails=lambda now: 300 <= now < 40_000,
@@ -209,7 +209,7 @@ def test_failures_that_take_long_do_not_take_all_of_the_time() -> None:
 
 
 def test_clock_is_one_that_goes_forward() -> None:
-    """Without a clock of its own the budget measures real time."""
+    """By default, the budget measures real time."""
     budget = Budget(0.5)
     began = budget.now()
     assert budget.spend_on_save(began) >= 0.0

@@ -1,4 +1,4 @@
-"""`AtomicCheckpointIO` under a Trainer, with the callback, without it, and by itself."""
+"""`AtomicCheckpointIO` under a Trainer, with and without the callback, and by itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
 
 
 def damage(path: Path) -> None:
-    """Flip bits in the middle of a file's tensors, of which torch.load would not notice anything."""
+    """Flip bits among the tensors of a file, where torch.load would not notice the change."""
     content = bytearray(path.read_bytes())
     at = content.index(bytes(CHECKPOINT["state_dict"]["weight"].numpy()))
     content[at + 6] ^= 64
@@ -40,7 +40,7 @@ def damage(path: Path) -> None:
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    """Missing parents are made, the file verifies, and plain torch reads it, too."""
+    """Missing parents are created, the file verifies, and plain torch reads it too."""
     path = tmp_path / "a/b/c.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
     verify_file(path)
@@ -51,7 +51,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["plain.ckpt", "file://{directory}/url.ckpt", "~/home.ckpt"])
 def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative to the directory, as a file URL, in the home directory: both write and find the same file."""
+    """A relative path, a file URL, and a path in the home directory mean the same file to both plugins."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     path = path.format(directory=tmp_path)
@@ -66,7 +66,7 @@ def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monke
 
 
 def test_a_save_removes_what_a_killed_one_left_long_ago(tmp_path: Path) -> None:
-    """Kills in the middle of saves do not fill the disk; who may still write there, and files of others, stay."""
+    """Kills during saves do not fill the disk; temporary files of possibly living writers, and other files, stay."""
     dead = "elsewhere-1-0123456789abcdef"
     names = {f".a.ckpt.tmp-{dead}": 7200, f".b.ckpt.tmp-{dead}": 60, ".c.ckpt.tmp-mine": 7200, "d.ckpt": 7200}
     names[f".e.ckpt.tmp-{os.uname().nodename}-{os.getppid()}-0123456789abcdef"] = 7200
@@ -78,7 +78,7 @@ def test_a_save_removes_what_a_killed_one_left_long_ago(tmp_path: Path) -> None:
 
 
 def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the disk is raised, never swallowed; the file from before is there, and nothing else."""
+    """A disk error is raised, never swallowed; the old file stays, and no other file is left."""
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
 
@@ -93,7 +93,7 @@ def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
-    """A flipped bit that Lightning's own takes for a weight is an error, whatever is said of unpickling."""
+    """A flipped bit that Lightning's plugin takes for a weight is an error, whatever `weights_only` says."""
     path = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
     damage(path)
@@ -107,7 +107,7 @@ def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_the_error_that_it_is_in_lightning(tmp_path: Path) -> None:
-    """Type and message are those of Lightning's own."""
+    """Type and message are the same as in Lightning."""
     messages = []
     for plugin in (TorchCheckpointIO(), AtomicCheckpointIO()):
         with pytest.raises(FileNotFoundError) as caught:
@@ -117,7 +117,7 @@ def test_missing_file_is_the_error_that_it_is_in_lightning(tmp_path: Path) -> No
 
 
 class RunsCode:
-    """Its pickle makes a directory when it is loaded."""
+    """Its pickle creates a directory when it is loaded."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -127,7 +127,7 @@ class RunsCode:
 
 
 def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
-    """Nothing is run by default; the error says how to load it all the same, and so it goes."""
+    """By default no code runs; the error says how to load the file anyway, and that works."""
     path, made = tmp_path / "a.ckpt", tmp_path / "made"
     AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "code": RunsCode(made)}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
@@ -144,7 +144,7 @@ def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_map_location_is_torchs(tmp_path: Path) -> None:
-    """By default tensors come back to main memory; what the caller says holds."""
+    """By default tensors come back to main memory; the caller's `map_location` wins."""
     path = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
     assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].device.type == "cpu"
@@ -153,7 +153,7 @@ def test_map_location_is_torchs(tmp_path: Path) -> None:
 
 
 def test_directory_is_lightnings_affair(tmp_path: Path) -> None:
-    """A sharded checkpoint gives what it gives without us, and is removed whole."""
+    """A sharded checkpoint behaves as in Lightning, and is removed whole."""
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded/.metadata").touch()
     kinds = []
@@ -167,7 +167,7 @@ def test_directory_is_lightnings_affair(tmp_path: Path) -> None:
 
 
 def test_storage_options_are_refused(tmp_path: Path) -> None:
-    """As Lightning's own does."""
+    """They are refused, as in Lightning."""
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt", storage_options={"a": 1})
 
@@ -184,7 +184,7 @@ def test_url_of_another_file_system() -> None:
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a directory without a word."""
+    """Serves a directory without log output."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -192,7 +192,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """The address of a web server for `tmp_path`."""
+    """Yield the address of a web server for `tmp_path`."""
     handler = functools.partial(Handler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
@@ -201,7 +201,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 
 def test_checkpoint_of_a_web_server(server: str, tmp_path: Path) -> None:
-    """It is loaded and verified; unlike Lightning, which runs what is in it, with weights_only=True."""
+    """It is loaded and verified with weights_only=True; Lightning would run code in it."""
     plugin = AtomicCheckpointIO()
     plugin.save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt")
     assert plugin.load_checkpoint(f"{server}/a.ckpt")["epoch"] == 1
@@ -226,7 +226,7 @@ def weights(trainer: Trainer) -> list[Any]:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
-    """As a plugin, by itself or in AsyncCheckpointIO, it writes the files and reads the one that fit continues from."""
+    """As a plugin, or inside AsyncCheckpointIO, it writes the files, and reads the file that fit continues from."""
 
     def plugin() -> Any:
         return AsyncCheckpointIO(AtomicCheckpointIO()) if wrapped else AtomicCheckpointIO()
@@ -245,7 +245,7 @@ def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
 
 
 def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
-    """ModelCheckpoint's files are written by it within fit; after fit the strategy has Lightning's own again."""
+    """It writes ModelCheckpoint's files during fit; after fit the strategy has Lightning's plugin again."""
     seen: list[Any] = []
 
     class Looks(Net):
@@ -262,12 +262,12 @@ def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
 
 
 class Own(TorchCheckpointIO):
-    """What a user has made of Lightning's own."""
+    """A user's subclass of Lightning's plugin."""
 
 
 @pytest.mark.parametrize("make", [Own, AsyncCheckpointIO, lambda: AtomicCheckpointIO(weights_only=False)])
 def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None:
-    """Only the very default is replaced: a subclass, a wrapper and one of ours that was given stay."""
+    """Only the exact default is replaced: a subclass, a wrapper, and an AtomicCheckpointIO of the user's stay."""
     seen: list[Any] = []
 
     class Looks(Net):
@@ -281,7 +281,7 @@ def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None
 
 
 def test_it_is_put_back_behind_a_fit_that_fails(tmp_path: Path) -> None:
-    """An exception leaves nothing of ours on the strategy either."""
+    """After an exception too, the strategy has Lightning's plugin again."""
 
     class Fails(Net):
         def on_train_start(self) -> None:
@@ -295,7 +295,7 @@ def test_it_is_put_back_behind_a_fit_that_fails(tmp_path: Path) -> None:
 
 
 class Configured(Net):
-    """Has a hyperparameter that is no plain value."""
+    """Has a hyperparameter that is not a plain value."""
 
     def __init__(self, space: Any = None) -> None:
         super().__init__()
@@ -303,14 +303,14 @@ class Configured(Net):
 
 
 def file_of_before(directory: Path) -> Path:
-    """Return a checkpoint of a run without us whose hyperparameters hold a Namespace."""
+    """Return a checkpoint of a run without the callback, with a Namespace among its hyperparameters."""
     trainer = fit_net([], directory, module=Configured(argparse.Namespace(a=1)), max_epochs=1)
     trainer.save_checkpoint(directory / "before.ckpt")
     return directory / "before.ckpt"
 
 
 def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
-    """What Lightning 2.5 unpickled without a word is refused with the remedy, and loaded by it."""
+    """A file that Lightning 2.5 unpickled without a warning is refused; the remedy in the error loads it."""
     path = file_of_before(tmp_path)
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
         fit_net([FaultTolerance(tmp_path / "a")], tmp_path, module=Configured(), ckpt_path=path)
@@ -320,7 +320,7 @@ def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
 
 
 def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
-    """`fit(weights_only=False)` is in so many words; before Lightning 2.6 there are none."""
+    """Since Lightning 2.6, `fit(weights_only=False)` allows it; earlier versions have no such argument."""
     path = file_of_before(tmp_path)
     trainer = make_trainer([FaultTolerance(tmp_path / "a")], tmp_path)
     loader = DataLoader(NoisyDataset(20), batch_size=4)
@@ -331,7 +331,7 @@ def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
 
 
 def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
-    """A fit with the callback does not continue from weights that nobody has trained."""
+    """A fit with the callback does not continue from damaged weights."""
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
     content = bytearray((tmp_path / "a.ckpt").read_bytes())
     weight = load_file(tmp_path / "a.ckpt")["state_dict"]["layers.0.weight"]
@@ -342,7 +342,7 @@ def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
 
 
 def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
-    """`test(ckpt_path="best")` after fit works as without us."""
+    """`test(ckpt_path="best")` after fit works as it does without the callback."""
     saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss")
 
     class Tested(Net):
@@ -356,7 +356,7 @@ def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
 
 
 class Sought(Configured):
-    """Has a learning rate that can be searched for."""
+    """Has a learning rate that a finder can search for."""
 
     def __init__(self, space: Any = None) -> None:
         super().__init__(space)
@@ -367,7 +367,7 @@ class Sought(Configured):
 
 
 def test_finder_restores_what_it_saved_as_without_us(tmp_path: Path) -> None:
-    """What a finder has just written itself is read as Lightning reads it, whatever the hyperparameters hold."""
+    """A file that a finder has just written is read as Lightning reads it, whatever the hyperparameters hold."""
 
     def fit(callbacks: list[Callback], name: str) -> tuple[str, Any]:
         (tmp_path / name).mkdir()

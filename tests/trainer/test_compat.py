@@ -1,4 +1,4 @@
-"""The contract with Lightning: each private name that is touched exists in the installed version."""
+"""The contract with Lightning: the installed version has each private name that we use."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name is there after a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists after a fit; if a new Lightning drops it, the failure names the feature that breaks."""
     found = missing(trainer, path, SEAMS)
     assert found is None, found
 
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_failure_names_the_feature(path: str) -> None:
-    """On an object that has none of them each check fails, and says what breaks."""
+    """On an object that has none of the names, each check fails and says what breaks."""
     message = missing(object(), path, SEAMS)
     assert message is not None
     assert path in message
@@ -42,7 +42,7 @@ def test_failure_names_the_feature(path: str) -> None:
     assert len(SEAMS[path]) > 5
 
 
-# Asked for with a default, or set rather than read: their lack breaks nothing at once.
+# Read with a default, or only set: nothing breaks immediately without them.
 OTHER_NAMES = {
     "_ckpt_path": "trainer._checkpoint_connector",
     "_restarting": "trainer.fit_loop",
@@ -60,7 +60,7 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_each_further_name_on_the_trainer_exists(name: str, trainer: Trainer) -> None:
-    """Names that compat reaches for on the loops and connectors besides the seams exist too."""
+    """Names besides the seams that compat uses on the loops and connectors exist too."""
     owner: Any = trainer
     for part in OTHER_NAMES[name].split(".")[1:]:
         owner = getattr(owner, part)
@@ -68,7 +68,7 @@ def test_each_further_name_on_the_trainer_exists(name: str, trainer: Trainer) ->
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source of compat touches is checked by some test of this file."""
+    """Some test of this file checks each private name that the source of compat uses."""
     paths = (*SEAMS, *OTHER_NAMES.values())
     checked = {part for path in paths for part in path.split(".")} | OTHER_NAMES.keys() | ELSEWHERE
     assert private_names(compat) - checked == set()
@@ -102,7 +102,7 @@ def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
 
 
 def test_patches_on_a_real_trainer_leave_nothing(trainer: Trainer) -> None:
-    """The loops and connectors of a trainer have, attribute by attribute, what they had."""
+    """The loops and connectors of a trainer have all their original attributes again."""
     owners = {
         trainer.fit_loop.epoch_loop: (compat.BEFORE_FETCH, compat.AFTER_FETCH, "reset"),
         compat.checkpoint_connector(trainer): ("resume_start", "restore_training_state"),

@@ -1,4 +1,4 @@
-"""A deadline: what users may pass, and how long before it the run stops."""
+"""Deadlines: the values that users may pass, and how long before the deadline the run stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_faulttolerant.trainer.deadline import RESERVE_SECONDS, Deadline, 
 
 
 def test_kinds_of_deadlines() -> None:
-    """A datetime is a place in time, in local time if it has no zone; a timedelta counts from now."""
+    """A datetime is a point in time, in local time if it has no zone; a timedelta counts from now."""
     moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     assert checked_deadline(moment) == moment.timestamp()
     assert checked_deadline(moment.astimezone(timezone(timedelta(hours=7)))) == moment.timestamp()
@@ -23,7 +23,7 @@ def test_kinds_of_deadlines() -> None:
 
 
 def test_deadlines_as_text() -> None:
-    """What a configuration file can hold means what Python's own types, printed like that, mean."""
+    """Values from a configuration file mean the same as the Python types that they are printed from."""
     moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     for text in ("2040-01-02 03:04:05+00:00", "2040-01-02T03:04:05Z", moment.isoformat()):
         assert checked_deadline(text) == moment.timestamp()
@@ -43,13 +43,13 @@ def test_deadlines_as_text() -> None:
     ],
 )
 def test_what_is_no_deadline(deadline: Any, error: type[Exception], message: str) -> None:
-    """A number could be many things, and a past timedelta is a mistake: both are refused when the callback is made."""
+    """A number could mean many things, and a past timedelta is a mistake: both are refused at construction."""
     with pytest.raises(error, match=message):
         FaultTolerance(deadline=deadline)
 
 
 class Run:
-    """A run on a clock of its own that begins at 0 and has a deadline at 1000."""
+    """A run on a fake clock that begins at 0 and has a deadline at 1000."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class Run:
         )
 
     def stops_at(self, seconds_a_batch: float) -> float:
-        """Return when it stops if batches take so long, looking on each second."""
+        """Return when it stops if batches take this long; it is checked every second."""
         began = self.now
         while not self.deadline.is_near():
             self.now += 1.0
@@ -69,14 +69,14 @@ class Run:
 
 
 def test_margin_is_a_reserve_a_save_and_a_batch() -> None:
-    """The run stops so long before its deadline that a batch can end and a save be done."""
+    """The run stops early enough before its deadline that a batch can end and a save can finish."""
     run = Run()
     run.save_seconds = 50.0
     assert run.stops_at(20.0) == pytest.approx(1000 - RESERVE_SECONDS - 60 - 20, abs=1.5)
 
 
 def test_longest_batch_counts() -> None:
-    """One long batch, or one long pause between two, is reckoned with from then on."""
+    """One long batch, or one long pause between two batches, counts from then on."""
     run = Run()
     for pause in (1.0, 1.0, 100.0, 1.0):
         run.now += pause
@@ -86,14 +86,14 @@ def test_longest_batch_counts() -> None:
 
 
 def test_time_before_the_first_batch_does_not_count() -> None:
-    """How long the run took to begin says nothing of its batches."""
+    """How long the run took to begin says nothing about its batches."""
     run = Run()
     run.now = 500.0
     assert run.stops_at(1.0) == pytest.approx(1000 - RESERVE_SECONDS, abs=2.5)
 
 
 def test_deadline_that_has_passed_is_near() -> None:
-    """Whoever begins too late stops at once."""
+    """A run that begins too late stops immediately."""
     run = Run()
     run.now = 2000.0
     assert run.deadline.is_near()

@@ -1,4 +1,4 @@
-"""What a report and an error say of what a script drew; what is noted, and for which loaders it is put back."""
+"""Randomly drawn data: what reports and errors say of it, what is noted, and for which loaders it is put back."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def again(
     kill: int = 3,
     **arguments: Any,
 ) -> str:
-    """Start a script that `make` makes the data of, kill it, and start it again; return what the second start prints.
+    """Start a script whose data `make` creates, kill it, and start it again; return the output of the second start.
 
-    Each start has another seed; at its end it prints what `show` returns.
+    Each start has another seed; at its end it prints the result of `show`.
     """
 
     def main(start: int) -> None:
@@ -64,7 +64,7 @@ def again(
 
 
 def test_report_lists_what_was_put_back(tmp_path: Path) -> None:
-    """Each split and each order is a note; the test set of the second start is that of the first."""
+    """Each split and each order is a note; the second start has the test set of the first."""
     tests = []
 
     def make() -> Loaders:
@@ -85,7 +85,7 @@ def test_report_lists_what_was_put_back(tmp_path: Path) -> None:
 
 
 class WithMean(Shuffled):
-    """Has a number that follows from its first samples."""
+    """Has a number that depends on its first samples."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         super().__init__(num)
@@ -93,7 +93,7 @@ class WithMean(Shuffled):
 
 
 class Captioned(Names):
-    """Has sentences in the order of a file, names of classes, and files in the order of their numbers."""
+    """Has sentences in file order, class names, and files in numerical order."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         super().__init__(num)
@@ -110,7 +110,7 @@ class OtherNames(Names):
 
 
 class OtherLabels(Names):
-    """Has other labels next to the names of its files."""
+    """Has other labels next to its file names."""
 
     def in_order(self, names: list[str]) -> Any:
         return [(name, random.randrange(100)) for name in names]
@@ -129,19 +129,19 @@ class OtherNumbers(Names):
 
 
 def part_without_the_rest() -> Loaders:
-    """Return a part of a data set, whose other samples may be anywhere."""
+    """Return a part of a data set without the parts with the other samples."""
     return loaders_of(Subset(Names(), random.sample(range(36), 20)), Names(8))
 
 
 def part_whose_test_set_comes_later() -> Loaders:
-    """Return parts of which one is not there any more when training begins."""
+    """Return parts; one of them no longer exists when training begins."""
     train, validation, _ = random_split(Names(), [20, 8, 8])
     _.indices = []
     return loaders_of(train, validation)
 
 
 def two_parts_of_one_size() -> Loaders:
-    """Return parts of which two can't be told apart."""
+    """Return parts; two of them can't be distinguished."""
     parts = random_split(Names(), [20, 4, 4, 8])
     HIDDEN.append([{"first": {"in": parts[1]}}, {"second": {"in": parts[2]}}])
     return loaders_of(parts[0], parts[3])
@@ -164,7 +164,7 @@ HIDDEN: list[Any] = []
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp_path: Path) -> None:
-    """The error has both values and says what to do; with ``strict=False`` the report has them."""
+    """The error shows both values and the remedy; with ``strict=False`` the report shows them."""
     output = again(tmp_path / "strict", make)
     assert re.search(rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*call seed_everything before it is", output)
     output = again(tmp_path / "lenient", make, strict=False)
@@ -173,7 +173,7 @@ def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp
 
 
 def test_late_loader_is_put_back_or_refused(tmp_path: Path) -> None:
-    """What a loader that is set up late has back is said, and what it has not is an error, or part of the report."""
+    """A late loader's restored order is reported; any other difference is an error, or part of the report."""
 
     def make(kind: Callable[[int], Any]) -> Callable[[], Loaders]:
         return lambda: loaders_of(Names(NUM_TRAIN), kind(NUM_VALIDATION))
@@ -188,7 +188,7 @@ def test_late_loader_is_put_back_or_refused(tmp_path: Path) -> None:
 
 
 class Timed(Names):
-    """Notes how long it took to read it, and where."""
+    """Notes how long it took to read it, and the process."""
 
     def __init__(self, num: int = NUM_SAMPLES) -> None:
         super().__init__(num)
@@ -197,7 +197,7 @@ class Timed(Names):
 
 
 def test_few_values_next_to_the_samples_are_noted(tmp_path: Path) -> None:
-    """What is too short to hold samples is no error, but never silent; with something drawn, it may come from that."""
+    """Values too short for samples are always noted; they are refused only if something was drawn."""
     output = again(tmp_path / "alone", of(Timed))
     assert "Resumed exactly" in output
     for name in ("load_times", "process"):
@@ -213,7 +213,7 @@ def test_few_values_next_to_the_samples_are_noted(tmp_path: Path) -> None:
 
 
 def test_number_of_the_module_is_refused(tmp_path: Path) -> None:
-    """Numbers that may come from a split are compared on the module too; where nothing was drawn, an edit stands."""
+    """Numbers that may come from a split are compared on the module too; if nothing was drawn, an edit is accepted."""
 
     class Weighted(Net):
         def __init__(self, weight: float) -> None:
@@ -229,7 +229,7 @@ def test_number_of_the_module_is_refused(tmp_path: Path) -> None:
 
 
 def test_data_may_lie_elsewhere(tmp_path: Path) -> None:
-    """Names of files are the same in another directory, and come in the first start's order there."""
+    """File names are the same in another directory, and come in the first start's order there."""
 
     class Moved(Shuffled):
         def in_order(self, names: list[str]) -> Any:
@@ -259,7 +259,7 @@ def test_first_start_says_what_has_no_seed(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line names it, and what to call; none where there is a seed, or nothing was drawn."""
+    """One line names it and the function to call; there is no line with a seed, or if nothing was drawn."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.seed() if seed is None else torch.manual_seed(seed)
     with caplog.at_level("INFO"):
@@ -272,7 +272,7 @@ def test_first_start_says_what_has_no_seed(
 
 
 class LoaderNet(Net):
-    """Makes its loader in a hook: Lightning then keeps the arguments' names in the loader's parts."""
+    """Creates its loader in a hook: Lightning then keeps the arguments' names in the loader's parts."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(NoisyDataset(20), batch_size=4)
@@ -281,7 +281,7 @@ class LoaderNet(Net):
 def test_what_lightning_keeps_in_loaders_is_not_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of arguments are nobody's samples: a run without a seed is not said to have drawn them."""
+    """Argument names are not samples: a run without a seed is not reported as having drawn them."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.seed()
     trainer = make_trainer([FaultTolerance(dirpath=tmp_path)], tmp_path, max_steps=1)
@@ -294,14 +294,14 @@ def test_what_lightning_keeps_in_loaders_is_not_told(
 
 
 def drawn_of(names: list[str], place: str = "train/0") -> tuple[Drawn, Any]:
-    """Return what is noted of a data set with these names, and the data set."""
+    """Return the notes of a data set with these names, and the data set."""
     drawn, dataset = Drawn(Rules), SimpleNamespace(names=names, number=1)
     drawn.note({f"{place}.dataset": dataset}, of_loader=True)
     return drawn, dataset
 
 
 def test_a_save_is_a_copy() -> None:
-    """What is noted later is not in a state that is still being written."""
+    """Later notes do not reach a state that is still being written."""
     drawn, dataset = drawn_of(["b", "a"])
     saved = drawn.state_dict()
     dataset.number, dataset.names = 2, ["c", "a"]
@@ -311,7 +311,7 @@ def test_a_save_is_a_copy() -> None:
 
 
 def test_objects_of_several_loaders_are_put_in_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of a list costs most, and loaders share lists; it is found again when the list is another one."""
+    """The order of a list costs most, and loaders share lists; it is computed again only if the list has changed."""
     calls = []
     original = orders.kept_order
     monkeypatch.setattr(orders, "kept_order", lambda value: [calls.append(value), original(value)][1])
@@ -330,7 +330,7 @@ def test_objects_of_several_loaders_are_put_in_order_once(monkeypatch: pytest.Mo
     ("is_shared", "reloads", "expected"), [(False, 0, "cab"), (True, 0, "bca"), (False, 1, "bca")], ids=str
 )
 def test_late_loader(is_shared: bool, reloads: int, expected: str) -> None:
-    """It gets its order back, if training had no chance to change that, and draws no other one in each epoch."""
+    """It gets its order back if training could not have changed it, and does not draw another one in each epoch."""
     saved = drawn_of(list("cab"), "validation/0")[0].state_dict()
     drawn = Drawn(Rules)
     late = SimpleNamespace(names=list("bca"), number=1)

@@ -1,4 +1,4 @@
-"""Whatever changes the order of samples or the arithmetic shows in the fingerprint, with both values."""
+"""Any change to the order of samples or to the arithmetic shows in the fingerprint, with both values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def changed(place: int) -> torch.Tensor:
-    """Return ones with one other value."""
+    """Return ones, except for one value."""
     tensor = ones(8, 2)
     tensor.view(-1)[place] = 2
     return tensor
@@ -124,7 +124,7 @@ LOADERS: dict[str, tuple[DataLoader[Any], DataLoader[Any], str]] = {
 
 @pytest.mark.parametrize("case", LOADERS)
 def test_each_change_of_a_loader_gives_a_line(case: str) -> None:
-    """Batch size, sampler, workers, data and split: each change has its line with both values."""
+    """Each change of batch size, sampler, workers, data or split has a line with both values."""
     saved, now, expected = LOADERS[case]
     lines = list(differences(loader_fingerprint(saved), loader_fingerprint(now)))
     assert any(expected in line for line in lines), lines
@@ -165,7 +165,7 @@ def files_of(names: list[str], directory: str, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["text", "path", "labelled"])
 def test_list_of_files_is_compared_without_directories(kind: str) -> None:
-    """Another order gives a line, as of a directory that is listed unsorted; another place of the data none."""
+    """Another order, as from an unsorted directory listing, gives a line; another place of the data gives none."""
     one = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/data", kind))))
     moved = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/scratch/12", kind))))
     other = loader_fingerprint(loader(Rows(ones(8), more=files_of(["b", "a", "c"], "/data", kind))))
@@ -182,7 +182,7 @@ def test_subset_by_names_passes() -> None:
 
 
 def test_taking_it_draws_nothing_and_reads_nothing(tmp_path: Path) -> None:
-    """No random number is drawn and no sample read (the data set here would raise)."""
+    """No random number is drawn and no sample is read (the data set here would raise)."""
     trainer, model = make_trainer([], tmp_path), Model()
     trainer.strategy.connect(model)
     before = rng_state()
@@ -211,7 +211,7 @@ def test_seed_of_a_distributed_sampler_gives_a_line() -> None:
 
 
 def test_large_data_is_sampled() -> None:
-    """Of an array of any size about a thousand elements are looked at, spread over the whole."""
+    """About a thousand elements of an array of any size are read, spread over the whole array."""
     rows = torch.zeros(1_000_000)
     late = rows.clone()
     late[500_000:] = 1
@@ -227,13 +227,13 @@ MODULES = {
 
 @pytest.mark.parametrize("case", MODULES)
 def test_each_change_of_the_module_gives_a_line(case: str) -> None:
-    """Shapes and class of the module have their lines."""
+    """Shape and class of the module each have a line."""
     saved, now, expected = MODULES[case]
     assert expected in list(differences(module_fingerprint(saved), module_fingerprint(now)))
 
 
 def test_parameter_that_is_new_gives_a_line() -> None:
-    """A parameter that was not there before is shown against nothing."""
+    """A new parameter is shown against 'nothing'."""
     more = Model()
     more.extra = nn.Linear(1, 1, bias=False)
     [line] = differences(module_fingerprint(Model()), module_fingerprint(more))
@@ -241,7 +241,7 @@ def test_parameter_that_is_new_gives_a_line() -> None:
 
 
 def test_each_change_of_an_optimizer_gives_a_line() -> None:
-    """Learning rate, other arguments and the class have their lines."""
+    """Learning rate, other arguments, and the class each have a line."""
     parameters = [nn.Parameter(ones(1))]
     saved = optimizer_fingerprint(torch.optim.SGD(parameters, lr=0.1))
     rate = optimizer_fingerprint(torch.optim.SGD(parameters, lr=0.2))
@@ -253,7 +253,7 @@ def test_each_change_of_an_optimizer_gives_a_line() -> None:
 
 
 def test_rate_that_a_scheduler_changed_is_no_difference() -> None:
-    """The arguments that the optimizer was made with count, not where a schedule has taken them."""
+    """The optimizer's original arguments count, not the values that a schedule has reached."""
     optimizer = torch.optim.SGD([nn.Parameter(ones(1))], lr=0.1)
     saved = optimizer_fingerprint(optimizer)
     optimizer.param_groups[0]["lr"] = 0.01
@@ -270,7 +270,7 @@ def test_rate_that_a_scheduler_changed_is_no_difference() -> None:
     ],
 )
 def test_each_change_of_the_trainer_gives_a_line(arguments: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    """What groups batches or changes the arithmetic has its line; continuing for longer is no difference."""
+    """Each setting that groups batches or changes the arithmetic has a line; longer training is not a difference."""
     saved = trainer_fingerprint(make_trainer([], tmp_path))
     assert expected in list(differences(saved, trainer_fingerprint(make_trainer([], tmp_path, **arguments))))
     longer: Trainer = make_trainer([], tmp_path, max_epochs=7)
@@ -278,7 +278,7 @@ def test_each_change_of_the_trainer_gives_a_line(arguments: dict[str, Any], expe
 
 
 def test_error_shows_all_lines_and_what_to_do() -> None:
-    """The error lists each difference, names the checkpoint and the three ways on."""
+    """The error lists each difference, and names the checkpoint and the three ways to continue."""
     error = mismatch(["a: 1 when it was saved, 2 now", "b: x"], path="run/autosave-1.ckpt")
     assert isinstance(error, FingerprintMismatchError)
     for text in ("run/autosave-1.ckpt", "  - a: 1 when it was saved, 2 now", "  - b: x", "strict=False", "run_id"):
@@ -286,7 +286,7 @@ def test_error_shows_all_lines_and_what_to_do() -> None:
 
 
 def test_fingerprint_goes_through_a_safe_checkpoint(tmp_path: Path) -> None:
-    """Nothing in it keeps a checkpoint from loading with ``weights_only=True``, and it comes back equal."""
+    """A checkpoint with the fingerprint loads with ``weights_only=True``, and the fingerprint comes back equal."""
     trainer = make_trainer([], tmp_path)
     trainer.strategy.connect(Model(note={"a": object()}))
     state = Fingerprint(trainer).state_dict({"train/0": loader_fingerprint(loader())})

@@ -1,4 +1,4 @@
-"""What users expect of all that is printed: whole lines, in any terminal, on rank zero only, at the level they set."""
+"""Printed messages are whole lines, in any terminal, from rank zero only, at the level that the user sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OURS = ("Resuming from", "Resumed exactly", "  from ", "  exact ", "Stopped by")
 
 
 class Screen:
-    """What a terminal shows of what was written to it: it knows what progress bars use, and no more."""
+    """The visible content of a terminal: it understands only the control sequences that progress bars use."""
 
     def __init__(self) -> None:
         self.lines: list[str] = [""]
@@ -64,7 +64,7 @@ class Screen:
 
 
 def in_terminal(main: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Run `main` in a process whose output is a terminal; return its exit code and what that shows at the end."""
+    """Run `main` in a process whose output is a terminal; return its exit code and the terminal's final content."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     terminal = {"TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
@@ -83,7 +83,7 @@ def in_terminal(main: Callable[[], Any]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("bar", ["rich", "tqdm", pytest.param("none", marks=pytest.mark.slow)])
 def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -> None:
-    """In a terminal each line of ours begins a line, and nothing else is on it, whichever bar is drawn around it."""
+    """In a terminal each of our lines starts at the left edge and stands alone, whichever bar is drawn around it."""
 
     def main(*faults: Callback) -> None:
         sys.argv = ["script.py"]
@@ -94,7 +94,7 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
     assert code == 143, stopped
     code, resumed = in_terminal(main)
     assert code == 0, resumed
-    lines = [line.removeprefix("INFO: ") for line in stopped + resumed]  # which this process's logging has before each
+    lines = [line.removeprefix("INFO: ") for line in stopped + resumed]  # this process's logging adds the prefix
     for text in OURS:
         assert any(line.startswith(text) for line in lines), (text, lines)
         assert not [line for line in lines if text in line.lstrip() and not line.startswith(text)], lines
@@ -107,7 +107,7 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
-    """Where the output can't show a character of a path, the lines are there all the same, and no logging fails."""
+    """If the output can't show a character of a path, the lines still appear, and logging does not fail."""
     directory = tmp_path / "Übung-\N{SNOWMAN}"
 
     def main(*faults: Callback) -> None:
@@ -128,7 +128,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
     ("level", "is_shown"), [pytest.param(logging.INFO, True, marks=pytest.mark.slow), (logging.WARNING, False)]
 )
 def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path: Path) -> None:
-    """Who sets the level of our logger above that of information gets none; what Lightning says is not touched."""
+    """With our logger's level above INFO, none of our information appears; Lightning's messages are not affected."""
 
     def main(*faults: Callback) -> None:
         logging.getLogger("lightning_faulttolerant").setLevel(level)
@@ -148,7 +148,7 @@ def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path:
 @for_ranks[0]
 @for_ranks[1]
 def test_ranks_behind_the_first_say_nothing(tmp_path: Path) -> None:
-    """Through a start, autosaves, a stop and a resume on two ranks, only rank 0 says anything of ours."""
+    """Through a start, autosaves, a stop and a resume on two ranks, only rank 0 prints our messages."""
 
     def said(*faults: Callback) -> tuple[list[int], list[str]]:
         def main(rank: int) -> None:

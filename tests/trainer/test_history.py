@@ -1,4 +1,4 @@
-"""Where the history of a run is kept, here and in a store, and that what goes wrong there never hurts."""
+"""The history of a run, in a file and in a store: where it is kept, and that its errors never hurt the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def url() -> str:
-    """Return a URL below which there is nothing."""
+    """Return a URL below which nothing exists."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -53,22 +53,22 @@ def stored(url: str) -> list[Line]:
 
 
 def events(lines: list[Line]) -> list[str]:
-    """Return the kinds of lines."""
+    """Return the kinds of the lines."""
     return [line["event"] for line in lines]
 
 
 def message(caplog: pytest.LogCaptureFixture) -> str:
-    """Return the only thing that was said."""
+    """Return the only message that was logged."""
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     return record.getMessage()
 
 
-# What a fit tells.
+# The events of a fit.
 
 
 def test_rank_without_a_file_tells_nothing(trainer: Trainer) -> None:
-    """On ranks other than the first nothing is ever due, and nothing written."""
+    """On ranks other than the first, nothing is ever due, and nothing is written."""
     history = History(trainer)
     history.begin(HERE)
     history.start(None, None)
@@ -78,7 +78,7 @@ def test_rank_without_a_file_tells_nothing(trainer: Trainer) -> None:
 
 
 def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
-    """A fit begins, starts and ends once, however often these are told; each line says when and of which fit."""
+    """A fit begins, starts and ends once, however often these are reported; each line has its time and its fit."""
     history = History(trainer, open_history(str(tmp_path), check=hold), fit=3)
     position = Position(where=BOUNDARY, epoch=1, batch=2, global_step=3)
     history.begin(HERE)
@@ -106,7 +106,7 @@ def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
 def test_sign_of_life_is_due_ten_seconds_later(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
-    """Whatever is told is a sign of life: the next is due ten seconds after it, sooner in a fit that is young."""
+    """Every line is a sign of life: the next one is due ten seconds later, or sooner in a young fit."""
     monkeypatch.setattr(time, "perf_counter", lambda: 5000.0)
     history = History(trainer, open_history(str(tmp_path), check=hold))
     monkeypatch.setattr(time, "perf_counter", lambda: 5000.0 + age)
@@ -126,7 +126,7 @@ def test_sign_of_life_is_due_ten_seconds_later(
     ],
 )
 def test_end_has_a_reason(exception: BaseException | None, reason: str, text: str) -> None:
-    """The reason is a few words; the text may say more, but not endlessly."""
+    """The reason is a few words; the text may be longer, up to a limit."""
     told = reason_of(exception)
     assert told[0] == reason
     assert told[1].startswith(text)
@@ -134,7 +134,7 @@ def test_end_has_a_reason(exception: BaseException | None, reason: str, text: st
 
 
 def test_start_of_a_process_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The system says when a process was started; of an interactive one the time before is nobody's training."""
+    """The system knows when a process was started; in an interactive one, earlier time does not count as training."""
 
     def check() -> None:
         assert before - 0.05 <= process_began(os.getpid()) <= time.time()
@@ -153,7 +153,7 @@ def test_start_of_a_process_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_script_that_ended_is_noted_where_there_is_a_history(tmp_path: Path) -> None:
-    """The end of a script is noted after its fits; without any nothing is written."""
+    """The end of a script is noted after its fits; without fits nothing is written."""
     LocalHistory(str(tmp_path)).close()
     assert list(tmp_path.iterdir()) == []
     file = LocalHistory(str(tmp_path))
@@ -188,7 +188,7 @@ def test_history_that_cannot_be_written_is_announced_once(
 
 
 def test_interrupt_is_not_held_back(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a signal handler raises inside the history ends the fit as it would anywhere else."""
+    """An exception that a signal handler raises inside the history ends the fit as it would anywhere else."""
 
     def raises(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -199,7 +199,7 @@ def test_interrupt_is_not_held_back(trainer: Trainer, tmp_path: Path, monkeypatc
 
 
 def test_long_file_is_shortened(tmp_path: Path) -> None:
-    """A file never becomes much longer than allowed, and tells the same."""
+    """A file never becomes much longer than allowed, and its summary stays the same."""
     story = Story().begin().start()
     for _ in range(3000):
         story.train(10, 5).alive().train(10, 5).autosave(seconds=0.25)
@@ -215,7 +215,7 @@ def test_long_file_is_shortened(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_become_shorter_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all of it is needed it is not written again for each line."""
+    """If all of it is needed, it is not rewritten for each line."""
     calls = []
     shorten = history_file.shortened
     monkeypatch.setattr(history_file, "shortened", lambda *a, **k: calls.append(1) or shorten(*a, **k))
@@ -232,7 +232,7 @@ def test_file_that_cannot_become_shorter_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_object_holds_the_lines_of_all_processes(url: str) -> None:
-    """What an earlier process has told stays in front of what the next one does; the end of the script is noted."""
+    """An earlier process's lines stay before the lines of the next one; the end of the script is noted."""
     for _ in range(2):
         file = open_history(url, check=hold)
         for line in Story().begin().start().end().lines:
@@ -245,7 +245,7 @@ def test_object_holds_the_lines_of_all_processes(url: str) -> None:
 
 
 def test_end_of_a_script_whose_fits_were_elsewhere_is_noted(url: str) -> None:
-    """A process that has told nothing itself, since its fits ran in others, notes its end after their lines."""
+    """A process without its own lines, because its fits ran in others, notes its end after their lines."""
     file = RemoteHistory(url, check=hold)
     file.add(Story().begin().lines[0])
     file.flush()
@@ -267,7 +267,7 @@ def count_replacements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_two_threads_that_add_at_once_begin_to_send_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sign of life and an autosave that is written in the background may both find that the minute is over."""
+    """A sign of life and a background autosave may both find that the minute is over."""
     file = RemoteHistory(url, check=hold)
     is_other_there = threading.Barrier(2)
 
@@ -296,7 +296,7 @@ def test_two_threads_that_add_at_once_begin_to_send_once(url: str, monkeypatch: 
 
 
 def test_object_is_replaced_once_a_minute(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autosaves and signs of life wait for their minute, a start and an end do not."""
+    """Autosaves and signs of life wait until the minute is over; a start and an end do not."""
     calls = count_replacements(monkeypatch)
     file = RemoteHistory(url, check=hold)
     story = Story().begin().start()
@@ -323,7 +323,7 @@ def test_object_is_replaced_once_a_minute(url: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
-    """Of signs of life one after the other only the newest is kept."""
+    """Of consecutive signs of life, only the newest is kept."""
     file = RemoteHistory(url, check=hold)
     story = Story().begin().start()
     for _ in range(5):
@@ -336,7 +336,7 @@ def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
 
 
 def test_long_object_is_shortened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent never becomes longer than allowed, and tells the same."""
+    """The object never becomes longer than allowed, and its summary stays the same."""
     sizes = count_replacements(monkeypatch)
     file = RemoteHistory(url, check=hold, max_bytes=60_000, every_seconds=0.0)
     story = Story().begin().start()
@@ -346,7 +346,7 @@ def test_long_object_is_shortened(url: str, monkeypatch: pytest.MonkeyPatch) -> 
         file.add(line)
     file.flush()
     assert max(sizes) <= 60_000
-    assert len(file._lines) + len(file._earlier or ()) < 1000  # nor does what is kept
+    assert len(file._lines) + len(file._earlier or ()) < 1000  # nor does the number of lines that are kept
     [chapter] = history_of(stored(url)).chapters
     assert chapter.fits[0].num_autosaves == 2000
 
@@ -354,7 +354,7 @@ def test_long_object_is_shortened(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_store_that_fails_loses_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trainer: Trainer
 ) -> None:
-    """What could not be sent is sent later; what could not be read first is never written over."""
+    """Lines that could not be sent are sent later; an object that could not be read first is never overwritten."""
     earlier = RemoteHistory(url, check=hold)
     earlier.add({"event": "begin", "fit": 1, "time": 1.0})
     earlier.flush()
@@ -380,7 +380,7 @@ def test_store_that_fails_loses_nothing(
 
 
 def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    """A process whose run another one has taken over leaves that one's history alone."""
+    """A process whose run was taken over does not touch the history of the new process."""
 
     def is_lost() -> None:
         raise RunInUseError("taken over")
@@ -396,7 +396,7 @@ def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog:
 
 
 def test_history_in_s3_is_one_object(s3: str) -> None:
-    """The real API of a store is spoken: read, replace, read again."""
+    """The history uses the real API of a store: read, replace, read again."""
     for _ in range(2):
         file = open_history(f"{s3}/run", check=hold)
         file.add({"event": "begin", "fit": 1, "time": 1.0})

@@ -1,4 +1,4 @@
-"""Hyperparameters are compared by what they say: text may differ, nothing else may; the time in them is found."""
+"""Only text may differ between hyperparameters; every other difference is refused, and times are found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model(LightningModule):
 
 
 def compared(saved: Any, now: Any, ignored: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-    """Return which differences are refused, and which are reported."""
+    """Return the refused differences and the reported ones."""
     return Hyperparameters(Model(**now), ignored=ignored).compare(Hyperparameters(Model(**saved)).state_dict())
 
 
@@ -73,7 +73,7 @@ def compared(saved: Any, now: Any, ignored: tuple[str, ...] = ()) -> tuple[list[
     ],
 )
 def test_what_is_not_text_is_refused(saved: Any, now: Any, expected: str) -> None:
-    """Numbers, flags, None, objects, and whatever is there in one start only, wherever they are."""
+    """Numbers, flags, None, objects, and values that exist in one start only are refused, wherever they are."""
     assert compared(saved, now) == ([f"hyperparameters.{expected}"], [])
 
 
@@ -103,26 +103,26 @@ def test_what_is_not_text_is_refused(saved: Any, now: Any, expected: str) -> Non
     ],
 )
 def test_text_that_differs_is_reported(saved: Any, now: Any, expected: str) -> None:
-    """Strings and paths, alone and in dicts and lists."""
+    """Strings and paths are only reported, alone and in dicts and lists."""
     assert compared(saved, now) == ([], [f"hyperparameters.{expected}"])
 
 
 def test_what_is_the_same_gives_no_line() -> None:
-    """Also what equals nothing, not even itself, and an object whose text is an address."""
+    """Values that are not equal to themselves, and objects whose text is an address, give no line either."""
     values = {"a": float("nan"), "b": [float("nan"), "x"], "c": {"d": None}, "e": 1}
     assert compared({**values, "o": object()}, {**values, "o": object(), "e": 1.0}) == ([], [])
     assert Hyperparameters(Model(note=object())).state_dict()["note"] == "a object"
 
 
 def test_each_difference_has_its_line() -> None:
-    """What is refused and what is reported come out side by side."""
+    """Refused and reported differences are returned separately."""
     refused, reported = compared({"name": "a", "rate": 1, "o": {"n": "a"}}, {"name": "b", "rate": 2, "o": {"n": "b"}})
     assert (len(refused), len(reported)) == (1, 2)
 
 
 @pytest.mark.parametrize("ignored", ["start", "o.start", "o", "rates.1", "rates", "a.b"])
 def test_ignored_names(ignored: str) -> None:
-    """A name leaves out what has it and what lies below it, and nothing else; a name may have dots of its own."""
+    """A name leaves out its value and the values below it, and nothing else; a name may contain dots."""
     saved = {"start": 1, "o": {"start": 1, "starts": 1}, "rates": [1, 2], "started": 1, "a.b": 1}
     now = {"start": 2, "o": {"start": 2, "starts": 2}, "rates": [1, 3], "started": 2, "a.b": 2}
     every = {"start", "o.start", "o.starts", "rates.1", "started", "a.b"}
@@ -133,7 +133,7 @@ def test_ignored_names(ignored: str) -> None:
 
 @pytest.fixture
 def process_id(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let this process have an id that is known."""
+    """Give this process a known id."""
     monkeypatch.setattr(os, "getpid", lambda: PROCESS_ID)
     return PROCESS_ID
 
@@ -150,7 +150,7 @@ PASSING = [
 
 @pytest.mark.parametrize("value", PASSING, ids=repr)
 def test_time_and_process_id_are_found(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In seconds, milliseconds and nanoseconds; in text as a date with a time of day, or as a word."""
+    """Times are found in seconds, milliseconds and nanoseconds; in text, as a date with a time of day, or as a word."""
     monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
     assert is_passing(value, now=NOW)
 
@@ -175,20 +175,20 @@ COMMON = [
 
 @pytest.mark.parametrize("value", COMMON, ids=repr)
 def test_common_values_are_no_time(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told of seeds, sizes, rates, versions, names, and other days."""
+    """Seeds, sizes, rates, versions, names, and other days are not taken for times."""
     monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
     assert not is_passing(value, now=NOW)
 
 
 @pytest.mark.parametrize("value", [64, "resnet-64"])
 def test_small_process_ids_are_not_looked_for(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container process 64 is as common as a batch size of 64."""
+    """In a container, process id 64 is as common as a batch size of 64."""
     monkeypatch.setattr(os, "getpid", lambda: 64)
     assert not is_passing(value, now=NOW)
 
 
 def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The day of Greenwich counts, and that on which the process began."""
+    """The day in Greenwich counts, and the day on which the process began."""
     monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW - 86_400)
     there = datetime.fromtimestamp(NOW, timezone.utc)
     assert is_passing(f"{there:%Y-%m-%d %H:%M}", now=NOW)
@@ -197,7 +197,7 @@ def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...] = (), **values: Any) -> list[str]:
-    """Return what is said at two saves."""
+    """Return the messages of two saves."""
     lines: list[str] = []
     monkeypatch.setattr(hyperparameters, "tell", lines.append)
     found = Hyperparameters(Model(**values), ignored=ignored)
@@ -207,7 +207,7 @@ def told(monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...] = (), **value
 
 
 def test_one_line_names_all_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers can be ignored, strings need nothing; what is ignored already is not named."""
+    """Numbers can be ignored, strings need nothing; hyperparameters that are already ignored are not named."""
     now, name = int(time.time()), f"{datetime.now():%Y-%m-%d_%H-%M}"
     [line] = told(monkeypatch, ("o.left",), o={"start": now, "left": now}, name=name, rate=0.1)
     assert f"o.start={now}, name='{name}'." in line or f"name='{name}', o.start={now}." in line

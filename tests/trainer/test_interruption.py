@@ -1,4 +1,4 @@
-"""What is said of a fit that an exception or a signal ends: where the next start continues."""
+"""The message about a fit that an exception or a signal ends: where the next start continues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.runs import fit_net
 
 
 class StopInSanityCheck(Callback):
-    """Asks the run to stop before anything is trained."""
+    """Requests a stop before anything is trained."""
 
     def on_sanity_check_start(self, trainer: Trainer, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class FailsToSave(Callback):
-    """Raises while the first autosave is made."""
+    """Raises while the first autosave is created."""
 
     def on_save_checkpoint(self, *_: Any) -> None:
         raise ZeroDivisionError("in the first save")
@@ -34,7 +34,7 @@ def ours(directory: Path) -> FaultTolerance:
 
 
 def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where there is no autosave, none is named."""
+    """If no autosave exists, none is named."""
     with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
         fit_net([ours(tmp_path), FailsToSave()], tmp_path)
     assert "ZeroDivisionError: this start has saved nothing yet." in caplog.text
@@ -43,7 +43,7 @@ def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCa
 def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stop in the sanity check leaves the start where it began: at the beginning, or at the autosave before."""
+    """After a stop in the sanity check, the next start begins where this one did: at the beginning or a checkpoint."""
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
         fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path)
     assert "Run the same command again to continue from the beginning." in caplog.text

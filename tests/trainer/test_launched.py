@@ -1,4 +1,4 @@
-"""What the process of a script learns of fits that ran in other processes."""
+"""The knowledge of a script's process about fits that ran in other processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.processes import in_child, run
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    """Return the script of a process that nobody has."""
+    """Return the script of a process that does not exist."""
     found = Script(-1, f"test-{os.getpid()}")
     yield found
     found.forget()
 
 
 def test_fits_are_counted_across_processes(script: Script) -> None:
-    """A process that is made for the next fit knows how many there were, and which have not come to their end."""
+    """A process that is started for the next fit knows how many fits began before, and which have not finished."""
     script.begin_fit("here", 1)
     script.end_fit("here")
     child = pickle.loads(pickle.dumps(script))
@@ -35,7 +35,7 @@ def test_fits_are_counted_across_processes(script: Script) -> None:
 
 
 def test_report_comes_back_as_it_was(script: Script) -> None:
-    """A report is told with its tuples; a fit that began from the beginning tells that there is none."""
+    """A report comes back with its tuples; a fit that began from the beginning has none."""
     report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, exact=("c",), not_exact=("d",))
     assert ResumeReport.load(script.report(1)) is None
     script.tell_report(1, {name: getattr(report, name) for name in ResumeReport.__dataclass_fields__})
@@ -46,7 +46,7 @@ def test_report_comes_back_as_it_was(script: Script) -> None:
 
 
 def test_process_is_told_from_its_children() -> None:
-    """A forked process has another script than its parent, once it asks."""
+    """A forked process has another script than its parent once it asks."""
     own = this_script(lambda script: None)
     assert this_script(lambda script: None) is own
     assert in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own)) == 0
@@ -60,7 +60,7 @@ def _assert(holds: bool) -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["all-end", "one-fails"])
 @pytest.mark.parametrize("trains_itself", [True, False], ids=["own-fit", "no-own-fit"])
 def test_autosaves_go_when_the_script_ends(ends: bool, trains_itself: bool, tmp_path: Path) -> None:
-    """Fits of one script, in its own process and in others, are numbered together, and all removed if all ended."""
+    """Fits of one script, in its own process and in others, share their numbers, and all are removed if all ended."""
 
     def fit(script: Script, *, comes_to_its_end: bool = True) -> None:
         own = open_run(tmp_path, "run", script)

@@ -1,4 +1,4 @@
-"""Loaders without a place in a checkpoint are skipped as far as they were consumed, and nobody else is."""
+"""Loaders without a place in a checkpoint skip their consumed batches; other loaders don't."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stateful(list[int]):
 
 
 def first_after(loader: list[int], *, index: int, num_ahead: int = 0, **state: Any) -> int | None:
-    """Return the first batch of a loader in the place `train/0` after the skip, of a run that had drawn `index`."""
+    """Return the first batch after the skip of a loader in the place `train/0`; the run had drawn `index` batches."""
     iterator = iter(loader)
     saved = {"combined": {"index": index}, "left": ["train/0"], **state}
     skip_consumed([iterator], [loader], saved, stage="train", num_ahead=num_ahead)
@@ -51,12 +51,12 @@ def first_after(loader: list[int], *, index: int, num_ahead: int = 0, **state: A
     ],
 )
 def test_skips_what_was_consumed(loader: Any, arguments: dict[str, Any], first: int | None) -> None:
-    """The next batch is the one that was not consumed yet."""
+    """The next batch is the first one that was not consumed."""
     assert first_after(loader, **arguments) == first
 
 
 def test_loader_that_cant_say_where_it_is() -> None:
-    """Under strict that is an error; else its place is left out, and the reason is noted."""
+    """With strict, this is an error; otherwise its place is left out, and the reason is noted."""
 
     def lost() -> Any:
         raise NotExactError("a worker died")

@@ -1,4 +1,4 @@
-"""The object state of a fit: what is resumed where the script has changed between two starts."""
+"""The object state of a fit: what is resumed if the script has changed between two starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fit(tmp_path: Path, module: LightningModule, callbacks: list[Callback], **ar
 
 
 class Weighted(Net):
-    """Counts its steps, and keeps a constant beside the count."""
+    """Counts its steps, and has a constant."""
 
     def __init__(self, scale: float = 1.0, start: int = 0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Weighted(Net):
 
 
 def test_constant_that_the_user_edits_stands(tmp_path: Path) -> None:
-    """What training has not changed is what the script says; the count continues."""
+    """A value that training has not changed is as in the script; the count continues."""
     path = save(tmp_path, Weighted())
     module = Weighted(scale=2.0, start=100)
     module.offsets.append(3.0)
@@ -96,7 +96,7 @@ class Sums(Statistics):
 
 
 class Holder(Net):
-    """Makes its statistics when it trains, and counts in a list, if it has one."""
+    """Creates its statistics when it trains, and counts in a list, if it has one."""
 
     def __init__(self, kind: type[Statistics]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Holder(Net):
 
 
 def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object whose class is not there under its name any more is not restored, and the report says so."""
+    """An object whose class no longer exists under its name is not restored, and the report says so."""
     path = save(tmp_path, Holder(Statistics))
     monkeypatch.delattr(sys.modules[__name__], "Statistics")
     module = Holder(Sums)
@@ -125,7 +125,7 @@ def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_attribute_that_is_gone_is_named(tmp_path: Path) -> None:
-    """A container that the script does not make any more is not restored, and the report says so."""
+    """A container that the script no longer creates is not restored, and the report says so."""
     path = save(tmp_path, Holder(Statistics))
     module = Holder(Statistics)
     del module.counts
@@ -135,7 +135,7 @@ def test_attribute_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 class Turns(Net):
-    """Takes turns with an iterator, which can't be copied."""
+    """Alternates its values with an iterator, which can't be copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Turns(Net):
 
 
 def test_what_cannot_be_carried_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a warning when it is found, once, and an error when the run is resumed, unless that is not strict."""
+    """The loss is one warning when it is found, and an error at the resume unless the resume is not strict."""
     path = save(tmp_path, Turns())
     line = "module.turns: an iterator (itertools.cycle), which can't be copied"
     warnings = [record.message for record in caplog.records if "module.turns" in record.message]
@@ -160,14 +160,14 @@ def test_what_cannot_be_carried_is_refused(tmp_path: Path, caplog: pytest.LogCap
 
 
 class Iterates(Net):
-    """Takes more batches from a loader of its own."""
+    """Takes more batches from its own loader."""
 
     def on_fit_start(self) -> None:
         self.more = iter(DataLoader(NoisyDataset(8), batch_size=4))
 
 
 def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Nobody follows it: an error before the first batch, or a line of the report if that is not strict."""
+    """Such a loader can't be followed: an error before the first batch, or without strict a line of the report."""
     reason = r"The iterator module\.more can't be resumed exactly: it is of a loader that nobody follows"
     with pytest.raises(NotExactError, match=reason):
         fit(tmp_path, Iterates(), [FaultTolerance(tmp_path / "strict")])
@@ -180,14 +180,14 @@ BATCHES: Any = None
 
 
 def test_iterator_that_the_script_has_looked_at_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dataiter = iter(loader)` at the top of a script, to see a batch, is not refused: training takes none from it."""
+    """`dataiter = iter(loader)` at the top of a script, to see a batch, is not refused: training does not use it."""
     monkeypatch.setattr(sys.modules[__name__], "BATCHES", iter(DataLoader(NoisyDataset(8), batch_size=4)))
     next(BATCHES)
     fit(tmp_path, Net(), [FaultTolerance(tmp_path / "strict")])
 
 
 def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
-    """One that an older version has written is resumed from, and the report says what it lacks."""
+    """A checkpoint of an older version is resumed from, and the report says what it lacks."""
     path = save(tmp_path, Weighted())
     checkpoint = torch.load(path, weights_only=True)
     part = checkpoint[PART]
@@ -203,12 +203,12 @@ def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
 
 
 def registered(path: Path, seen: dict[str, Any], **arguments: Any) -> FaultTolerance:
-    """Return a callback with a state of `seen`."""
+    """Return a callback that has `seen` as a registered state."""
     return FaultTolerance(path, **arguments).register("simulator", lambda: dict(seen), seen.update)
 
 
 class Sees(Callback):
-    """Counts batches for somebody else."""
+    """Counts batches in a dict of another object."""
 
     def __init__(self, seen: dict[str, Any]) -> None:
         self._add = seen.__setitem__
@@ -219,7 +219,7 @@ class Sees(Callback):
 
 
 def test_registered_state(tmp_path: Path) -> None:
-    """It continues; without the registration the report says that nobody takes it."""
+    """It continues; without the registration, the report says that the name is not registered."""
     seen: dict[str, Any] = {}
     path = tmp_path / "saved.ckpt"
     fit(tmp_path, Net(), [registered(tmp_path / "first", seen), Sees(seen), SavesAt(path)])
@@ -235,7 +235,7 @@ def test_registered_state(tmp_path: Path) -> None:
 
 
 def test_bad_registrations_are_refused() -> None:
-    """A name is taken once, and functions are functions."""
+    """A name can be registered only once, and the functions must be functions."""
     protected = FaultTolerance().register("seen", dict, print)
     with pytest.raises(ValueError, match="registered as 'seen' already"):
         protected.register("seen", dict, print)
@@ -244,7 +244,7 @@ def test_bad_registrations_are_refused() -> None:
 
 
 class Seen(NoisyDataset):
-    """Has a list that the training fills."""
+    """Has a list that training fills."""
 
     def __init__(self, length: int = 20) -> None:
         super().__init__(length)
@@ -262,7 +262,7 @@ class Fills(Net):
 
 @pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
 def test_list_of_a_data_set_is_carried(tmp_path: Path, num_sanity_val_steps: int) -> None:
-    """A data set that comes with the loaders was not made by the sanity check: changes of its lists are carried."""
+    """The sanity check has not created a data set that comes with the loaders: changes of its lists are carried."""
     path, data = tmp_path / "saved.ckpt", Seen()
 
     def train(data: Seen, callbacks: list[Callback], **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of Lightning 1.9's fault tolerance: what Lightning takes from it continues, and the rest is named."""
+"""A checkpoint of Lightning 1.9's fault tolerance: the parts that Lightning reads continue, the rest is named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_faulttolerant.errors import UnsafeCheckpointError
 from tests.runs import Net, fit_net
 
 NUM_STEPS = 3
-_MOVED = {  # where 1.9 has what 2.x keeps in its loops
+_MOVED = {  # the places in 1.9 of what 2.x keeps in its loops
     "epoch_loop.automatic_optimization.state_dict": "epoch_loop.batch_loop.optimizer_loop.state_dict",
     "epoch_loop.automatic_optimization.optim_progress": "epoch_loop.batch_loop.optimizer_loop.optim_progress",
     "epoch_loop.manual_optimization.state_dict": "epoch_loop.batch_loop.manual_loop.state_dict",
@@ -43,7 +43,7 @@ class SaveOnce(Callback):
 
 
 def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
-    """Write a checkpoint from the middle of an epoch in the layout of 1.9; return its path, and what it holds."""
+    """Write a checkpoint from the middle of an epoch in the layout of 1.9; return its path and its content."""
     path = directory / ".pl_auto_save.ckpt"
     fit_net([SaveOnce(path)], directory, limit_val_batches=0, max_epochs=1)
     checkpoint: dict[str, Any] = torch.load(path)
@@ -74,7 +74,7 @@ def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
 
 
 class Look(Callback):
-    """Keeps the weights with which the training continues."""
+    """Keeps the weights that training continues from."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
@@ -82,7 +82,7 @@ class Look(Callback):
 
 
 def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
-    """Weights, optimizer and counters are those of the file; the report says that the rest begins again."""
+    """Weights, optimizer and counters come from the file; the report says that the rest begins again."""
     path, checkpoint = old_checkpoint(tmp_path)
     callback, look = FaultTolerance(run_id="old"), Look()
     module = Net()
@@ -97,7 +97,7 @@ def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
 
 
 def test_one_with_objects_is_refused_with_what_allows_it(tmp_path: Path) -> None:
-    """A file that only an unsafe load takes is an error that names the way; that way it continues."""
+    """A file that needs an unsafe load is an error that names the way to allow it; with that, it continues."""
     path, _ = old_checkpoint(tmp_path, mode=Mode.AUTOMATIC)
     allowed = [AtomicCheckpointIO(weights_only=False)]
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):

@@ -1,4 +1,4 @@
-"""Bad arguments are refused when the callback is made, with the value and the reason."""
+"""Bad arguments are refused when the callback is created, with the value and the reason."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ OF_ANOTHER_TYPE = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
-    """A value that means nothing raises at once, from the callback too, and the message shows it."""
+    """An invalid value raises immediately, from the callback too, and the message shows it."""
     with pytest.raises(ValueError, match=message):
         FaultTolerance(**arguments)
 
 
 @pytest.mark.parametrize(("arguments", "message"), OF_ANOTHER_TYPE)
 def test_argument_of_another_type_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
-    """It raises at once, by its name and with its value, and not in the middle of a fit."""
+    """An argument of the wrong type raises immediately, with its name and value, and not in the middle of a fit."""
     with pytest.raises(TypeError, match=message):
         FaultTolerance(**arguments)
 
 
 @pytest.mark.parametrize("name", ["keep_last", "every_n_train_steps"])
 def test_whole_number_of_numpys_becomes_pythons(name: str) -> None:
-    """What a sweep has drawn as a NumPy integer counts."""
+    """A NumPy integer, as from a sweep, is accepted."""
     value = getattr(Options(**{**DEFAULTS, name: np.int64(3)}), name)
     assert (value, type(value)) == (3, int)
 
@@ -107,7 +107,7 @@ def test_whole_number_of_numpys_becomes_pythons(name: str) -> None:
     ],
 )
 def test_good_arguments_are_kept(arguments: dict[str, Any]) -> None:
-    """Values in range, at their limits too, are kept as they are."""
+    """Values in range, including the limits, are kept as they are."""
     options = Options(**{**DEFAULTS, **arguments})
     assert all(getattr(options, name) == value for name, value in arguments.items())
 
@@ -119,18 +119,18 @@ def test_signals_are_those_of_the_system() -> None:
 
 
 def test_signal_that_is_named_twice_is_handled_once() -> None:
-    """Taken over twice, a signal would never be given back."""
+    """If the callback took a signal over twice, it would never give the signal back."""
     assert Options(**{**DEFAULTS, "stop_signals": ("SIGINT", "SIGINT")}).signals == (signal.SIGINT,)
 
 
 def test_options_cant_be_changed() -> None:
-    """What was checked stays as it is."""
+    """Checked options can't change."""
     with pytest.raises(AttributeError):
         Options(**DEFAULTS).keep_last = 0  # type: ignore[misc]
 
 
 def test_directory_may_be_a_url() -> None:
-    """Paths and file URLs are directories, other URLs are kept; one that Path has spoilt is refused by name."""
+    """Paths and file URLs are directories, and other URLs are kept; a URL that Path has broken is refused by name."""
     assert checked_dirpath(None) is None
     assert checked_dirpath("runs") == "runs"
     assert checked_dirpath(Path("/runs")) == "/runs"
@@ -142,7 +142,7 @@ def test_directory_may_be_a_url() -> None:
 
 @pytest.mark.parametrize("path", ["~/ft", Path("~/ft"), "file://~/ft"])
 def test_tilde_is_the_home_directory(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere in Lightning, `~` is no directory of that name: not for autosaves, nor for a ledger."""
+    """As everywhere in Lightning, `~` is the home directory, for autosaves and for a ledger."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert checked_dirpath(path) == checked_ledger(path) == str(tmp_path / "ft")
     monkeypatch.setenv("PL_FAULT_TOLERANT_LEDGER", str(path))
@@ -155,6 +155,6 @@ def test_tilde_in_a_url_stays() -> None:
 
 
 def test_names_may_be_a_list() -> None:
-    """As LightningCLI gives them."""
+    """LightningCLI passes lists."""
     options = Options(**{**DEFAULTS, "ignore_hyperparameters": ["run_name", "optimizer.start_time"]})
     assert options.ignore_hyperparameters == ("run_name", "optimizer.start_time")

@@ -1,4 +1,4 @@
-"""``PL_FAULT_TOLERANT_OPTIONS`` sets each argument by its name; what a script passes wins; what is wrong is refused."""
+"""``PL_FAULT_TOLERANT_OPTIONS`` sets each argument by name; a script's arguments win; errors are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = option_names(FaultTolerance.__init__)
 
 
 def read(text: str) -> dict[str, Any]:
-    """Return the arguments that a text gives."""
+    """Return the arguments that a text sets."""
     return read_options(FaultTolerance.__init__, text)
 
 
@@ -52,7 +52,7 @@ def read(text: str) -> dict[str, Any]:
     ],
 )
 def test_values_have_the_types_of_the_signature(text: str, expected: dict[str, Any]) -> None:
-    """Whole numbers, numbers, truth values, nothing, times, lists, and texts with commas in quotes."""
+    """Whole numbers, numbers, booleans, none, times, lists, and quoted texts with commas get the right types."""
     found = read(text)
     assert found == expected
     assert {name: type(value) for name, value in found.items()} == {n: type(value) for n, value in expected.items()}
@@ -78,7 +78,7 @@ def test_values_have_the_types_of_the_signature(text: str, expected: dict[str, A
     ],
 )
 def test_wrong_names_and_values_are_refused(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the variable, what is wrong, and what is right, when the callback or the Trainer is made."""
+    """Creating the callback or the Trainer raises an error with the variable, the mistake, and the correct form."""
     monkeypatch.setenv(OPTIONS_VARIABLE, text)
     with pytest.raises(ValueError, match=f"^{OPTIONS_VARIABLE}") as refused:
         FaultTolerance()
@@ -99,14 +99,14 @@ def test_wrong_names_and_values_are_refused(text: str, message: str, monkeypatch
     ],
 )
 def test_values_are_checked_as_arguments_are(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value of the right type that makes no sense is refused by the same check, and the variable is named."""
+    """An invalid value of the right type is refused by the same check, and the error names the variable."""
     monkeypatch.setenv(OPTIONS_VARIABLE, text)
     with pytest.raises(ValueError, match=f"^{OPTIONS_VARIABLE}: .*{message}"):
         FaultTolerance()
 
 
 def test_error_of_an_argument_does_not_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the script itself passes wrongly is told as without the variable."""
+    """A wrong argument of the script gives the same error as without the variable."""
     monkeypatch.setenv(OPTIONS_VARIABLE, "strict=false")
     with pytest.raises(ValueError, match=r"^keep_last must be"):
         FaultTolerance(keep_last=0)
@@ -119,7 +119,7 @@ VALUES = {"bool": "true", "int": "2", "float": "0.5", "timedelta": "0:05:00", "S
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_argument_can_be_set(name: str) -> None:
-    """Whatever argument the callback has, also one that it gets later."""
+    """This holds for every argument of the callback, including future ones."""
     annotation = str(inspect.signature(FaultTolerance).parameters[name].annotation)
     value = "4:00:00" if name == "deadline" else next(text for kind, text in VALUES.items() if kind in annotation)
     assert name in read(f"{name}={value}")
@@ -131,7 +131,7 @@ def options_of(callback: FaultTolerance) -> Any:
 
 
 def test_what_is_passed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what equals the default, a first argument without its name, and None."""
+    """A passed argument wins even if it equals the default, is passed by position, or is None."""
     monkeypatch.setenv(OPTIONS_VARIABLE, "dirpath=/by-variable, strict=false, keep_last=5, every_n_train_steps=7")
     options = options_of(FaultTolerance("/own", strict=True, every_n_train_steps=None))
     assert (options.dirpath, options.strict, options.every_n_train_steps) == ("/own", True, None)
@@ -140,14 +140,14 @@ def test_what_is_passed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_contradicts_an_argument_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that saves by time does so, whatever number of steps the variable gives to others."""
+    """A script that saves by time does so, whatever number of steps the variable sets."""
     monkeypatch.setenv(OPTIONS_VARIABLE, "every_n_train_steps=7")
     options = options_of(FaultTolerance(train_time_interval=timedelta(minutes=1)))
     assert (options.every_n_train_steps, options.train_time_interval) == (None, timedelta(minutes=1))
 
 
 def test_callback_of_the_variable_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A script that adds no callback saves where and as the variable says."""
+    """A script that adds no callback saves where and how the variable says."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setenv(OPTIONS_VARIABLE, f"dirpath='{tmp_path}/a, b', run_id=by-variable, every_n_train_steps=2")
     [callback] = [found for found in make_trainer([], tmp_path).callbacks if isinstance(found, FaultTolerance)]
@@ -185,7 +185,7 @@ def test_children_have_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_refusal_names_what_can_be_set(
     by_variable: bool, advice: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A refusal names the argument in a script with the callback, the variable in one without; what it names works."""
+    """A refusal names the argument if the script adds the callback, else the variable; the named remedy works."""
     if by_variable:
         monkeypatch.setenv(VARIABLE, "1")
     options = f"dirpath={tmp_path}/saves, run_id=run"

@@ -1,4 +1,4 @@
-"""Replacements on single objects are seen there alone, and leave nothing."""
+"""Replacements on single objects affect only those objects, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Owner:
 
 
 def around(name: str) -> Any:
-    """Return a wrapper that adds `name` to what the original gives."""
+    """Return a wrapper that adds `name` to the result of the original."""
     return lambda original: lambda: f"{name}({original()})"
 
 
 def test_patches_are_on_the_object_only_and_leave_nothing() -> None:
-    """A replacement is seen on that object alone; undone, nothing of it is left in its variables."""
+    """A replacement affects that object alone; after the undo, nothing of it is left in the object's variables."""
     owner, other = Owner(), Owner()
     before = dict(vars(owner))
     patches = Patches()
@@ -35,7 +35,7 @@ def test_patches_are_on_the_object_only_and_leave_nothing() -> None:
 
 
 def test_patch_over_somebody_elses_gives_theirs_back() -> None:
-    """Where the object had a replacement of somebody else's already, that one is there again."""
+    """If the object already had another replacement, that one is restored."""
     owner = Owner()
     theirs = around("theirs")(owner.act)
     owner.act = theirs  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ def test_patch_over_somebody_elses_gives_theirs_back() -> None:
 
 
 def test_undo_twice_is_harmless() -> None:
-    """A second undo changes nothing; what was put there in between stays."""
+    """A second undo changes nothing; a replacement that was set in between stays."""
     owner, patches = Owner(), Patches()
     patches.wrap(owner, "act", around("a"))
     patches.undo()

@@ -1,4 +1,4 @@
-"""A position says where a state was taken, and which of two is further on."""
+"""A position says where a state was taken, and which of two positions is further."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runs import fit_net
 
 
 def at(where: str, **arguments: Any) -> Position:
-    """Return a position in epoch 1 unless said otherwise."""
+    """Return a position, by default in epoch 1."""
     return Position(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
 
 
@@ -51,14 +51,14 @@ def test_state_law(where: str) -> None:
     ],
 )
 def test_place_in_words(where: str, resumable: bool, text: str) -> None:
-    """Each place has its words; from a hook that is none of them no run can continue."""
+    """Each place has its words; a run can't continue from any other hook."""
     assert str(at(where)) == text
     assert str(at(where, hook="on_x")) == f"{text}, saved in on_x"
     assert at(where).is_resumable is resumable
 
 
 class Positions(Callback):
-    """Notes the position at the start and the end of each training batch, and what Lightning would save there."""
+    """Notes the position at the start and the end of each training batch, and the progress of a checkpoint there."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int, int]] = []
@@ -71,7 +71,7 @@ class Positions(Callback):
 
 
 def test_position_counts_consumed_batches(tmp_path: Path) -> None:
-    """Inside a batch it is not consumed yet; the progress counts it as begun, over epochs, and grows by one each."""
+    """Inside a batch, it is not consumed yet; the progress counts it as begun, grows by one each, and spans epochs."""
     positions = Positions()
     fit_net([positions], tmp_path, limit_train_batches=3, accumulate_grad_batches=2, limit_val_batches=0)
     assert positions.found == [(0, 0, 0), (0, 1, 0), (0, 2, 1), (1, 0, 2), (1, 1, 2), (1, 2, 3)]
@@ -79,7 +79,7 @@ def test_position_counts_consumed_batches(tmp_path: Path) -> None:
 
 
 def test_finished_is_furthest_and_nothing_is_first() -> None:
-    """A finished fit is after every batch; a checkpoint without loops, of other tools, is at the beginning."""
+    """A finished fit is after every batch; a checkpoint without loops, from other tools, is at the beginning."""
     part = {"position": at(FINISHED).state_dict()}
     assert progress_of({}, part) == float("inf")
     assert progress_of({}, None) == 0

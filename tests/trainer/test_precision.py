@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint would lose bits when they are loaded."""
+"""The weights of a checkpoint that would lose bits when they are loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_faulttolerant.trainer.precision import rounded
     ],
 )
 def test_weights_that_would_lose_bits_are_named(saved: torch.dtype, own: torch.dtype, is_rounded: bool) -> None:
-    """A type that holds each value of the other loses nothing, also where torch has no type for both."""
+    """A type that holds each value of the other loses nothing, even if torch has no common type for both."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2).to(own), requires_grad=False)
     names = [str(dtype).removeprefix("torch.") for dtype in (saved, own)]

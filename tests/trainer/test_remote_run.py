@@ -1,4 +1,4 @@
-"""A run below a URL: refused before any training where it can't be saved, and tidied up when it ends."""
+"""A run below a URL is refused before any training if it can't be saved, and is cleaned up when it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SaysThatItTrains(Callback):
 
 
 def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
-    """Fit with autosaves below a URL, in a process with these variables; return what it prints."""
+    """Fit with autosaves below a URL, in a process with these variables; return its output."""
 
     def main() -> None:
         os.environ.update(CREDENTIALS, AWS_MAX_ATTEMPTS="1", **environment)
@@ -40,7 +40,7 @@ def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
 
 
 def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
-    """Keys that the store does not know are said to be wrong at the start, with what to look at."""
+    """Keys that the store does not know are reported as wrong at the start, with the settings to check."""
     with s3_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as endpoint:
         output = fit_at("s3://bucket/runs", tmp_path, AWS_ENDPOINT_URL=endpoint)
     assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
@@ -49,7 +49,7 @@ def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
-    """No keys at all: an error of botocore's own kind, which is no OSError, reads like the others."""
+    """Without keys, an error of botocore's that is not an OSError reads like the others."""
     nowhere = {name: str(tmp_path / "missing") for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")}
 
     def main() -> None:
@@ -64,7 +64,7 @@ def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str
 
 
 def test_missing_bucket_is_refused_before_training(tmp_path: Path, s3_endpoint: str) -> None:
-    """A bucket that does not exist is an error, and is not made."""
+    """A bucket that does not exist is an error, and is not created."""
     output = fit_at("s3://no-such-bucket/runs", tmp_path, AWS_ENDPOINT_URL=s3_endpoint)
     assert "CheckpointError: The autosaves of this run can't be written to s3://no-such-bucket/runs/" in output
     assert "The specified bucket does not exist" in output
@@ -79,7 +79,7 @@ def test_unreachable_endpoint_is_refused_before_training(tmp_path: Path) -> None
 
 
 def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the client of the store isn't installed, the error says what to install."""
+    """If the client of the store isn't installed, the error says what to install."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "pip install gcsfs" in fit_at("gs://bucket/runs", tmp_path)
 
@@ -101,13 +101,13 @@ if sys.argv[2] == "ends later":  # when its connections have been closed, and th
 
 
 def end_of(s3: str, how: str) -> subprocess.CompletedProcess[str]:
-    """Run a process that opens a run, saves and ends in some way."""
+    """Run a process that opens a run, saves, and ends in the given way."""
     return subprocess.run([sys.executable, "-c", SCRIPT, s3, how], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("how", ["ends", "ends later"])
 def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str, how: str) -> None:
-    """A process that came to its normal end leaves nothing in the store, and prints nothing at its exit."""
+    """A process that ends normally leaves nothing in the store, and prints nothing at its exit."""
     ended = end_of(s3, how)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert open_store(s3).names() == []
@@ -115,7 +115,7 @@ def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str, how: str) -> 
 
 @pytest.mark.parametrize(("how", "exit_code"), [("raises", 1), ("stops", 143)])
 def test_autosaves_stay_and_the_lock_goes_when_the_run_is_not_done(s3: str, how: str, exit_code: int) -> None:
-    """An exception and a stop leave the autosaves for the next start, on whatever host: nobody has to wait for it."""
+    """An exception and a stop leave the autosaves for the next start, which need not wait, on whatever host."""
     ended = end_of(s3, how)
     assert ended.returncode == exit_code
     assert open_store(f"{s3}/run").names() == ["fit-1"]
@@ -123,7 +123,7 @@ def test_autosaves_stay_and_the_lock_goes_when_the_run_is_not_done(s3: str, how:
 
 
 def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:
-    """A run whose lock is gone fails at its next save, before it writes over what another one has there now."""
+    """A run that has lost its lock fails at its next save, before it overwrites the new owner's autosaves."""
 
     class LosesTheLock(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -139,7 +139,7 @@ def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> No
 
 
 def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endpoint: str) -> None:
-    """Parts that a killed process has left in the run's own directory go with the next start, those of others stay."""
+    """The next start removes unfinished parts in the run's own directory; those of other runs stay."""
     from tests.s3 import client
 
     plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
@@ -151,7 +151,7 @@ def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endp
 
 @pytest.mark.parametrize("option", ["dirpath", "default_root_dir"])
 def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None:
-    """Any URL of fsspec's will do, as dirpath and as default_root_dir; only the history is left."""
+    """Any URL of fsspec's works, as dirpath and as default_root_dir; only the history is left."""
     url = f"memory://{uuid.uuid4().hex}"
     below = url if option == "dirpath" else f"{url}/fault_tolerance"
 
@@ -177,7 +177,7 @@ def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None
 
 
 class SavesForSlurm(Callback):
-    """Leaves what Lightning continues from of its own accord."""
+    """Leaves a checkpoint that Lightning continues from on its own."""
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         if trainer.global_step == 2:
@@ -186,7 +186,7 @@ class SavesForSlurm(Callback):
 
 @pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further on than")])
 def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3: str, every: int, taken: str) -> None:
-    """Below a URL, too, the run resumes from whichever is further, a checkpoint of Lightning's own or our autosave."""
+    """Below a URL too, the run resumes from a checkpoint of Lightning's or our autosave, whichever is further."""
 
     def main(*faults: Any, ckpt_path: str | None = None) -> None:
         callback = FaultTolerance(every_n_train_steps=every)

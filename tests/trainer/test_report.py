@@ -1,4 +1,4 @@
-"""The report says at one glance whether a resume was exact, and if not, why."""
+"""The report shows at a glance whether a resume was exact, and if not, why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_faulttolerant.trainer.report import OBJECTS, ORDER, still_exact
 
 
 def make(**arguments: object) -> ResumeReport:
-    """Return a report of an exact resume, but for `arguments`."""
+    """Return a report of an exact resume, except for `arguments`."""
     defaults = {
         "path": "run/autosave-3.ckpt",
         "position": "before batch 3 of epoch 1",
@@ -22,7 +22,7 @@ def make(**arguments: object) -> ResumeReport:
 
 
 def test_exact_resume_reads_as_one() -> None:
-    """Place, step, seconds, file and parts are there, and nothing that is not exact."""
+    """The report shows place, step, seconds, file and parts, and no part that is not exact."""
     report = make(seconds=0.125)
     assert report.is_exact
     assert str(report).splitlines() == [
@@ -33,7 +33,7 @@ def test_exact_resume_reads_as_one() -> None:
 
 
 def test_each_reason_has_its_line() -> None:
-    """What is not exact turns the verdict, and each reason and note stands on a line of its own."""
+    """A part that is not exact changes the verdict, and each reason and note has its own line."""
     report = make(not_exact=("metrics: gone", "loader: other"), notes=("threads: 4, then 8",))
     assert not report.is_exact
     lines = str(report).splitlines()
@@ -46,12 +46,12 @@ def test_each_reason_has_its_line() -> None:
 
 
 def test_note_alone_is_no_blemish() -> None:
-    """Another machine is worth a note; the state is exact all the same."""
+    """Another machine is worth a note, but the state is still exact."""
     assert make(notes=("other CPU",)).is_exact
 
 
 def test_report_cant_be_changed() -> None:
-    """A report is a fact."""
+    """A report can't be changed."""
     with pytest.raises(AttributeError):
         make().epoch = 2  # type: ignore[misc]
 
@@ -67,12 +67,12 @@ def test_report_cant_be_changed() -> None:
     ],
 )
 def test_what_is_not_exact_is_no_longer_among_what_is(reason: str, lost: str) -> None:
-    """A part that a reason is about isn't listed as exact; others are."""
+    """A part with a reason against it isn't listed as exact; the others are."""
     parts = ("weights", "optimizers", "metrics", ORDER, OBJECTS)
     assert still_exact(parts, [reason], loaders=[], objects=[]) == tuple(part for part in parts if part != lost)
 
 
 def test_reasons_of_loaders_and_objects() -> None:
-    """Whatever a loader says is about the order; what was not restored of objects is about these."""
+    """A reason from a loader is about the order; objects that were not restored are about the objects."""
     assert still_exact((ORDER, OBJECTS), ["any"], loaders=["any"], objects=[]) == (OBJECTS,)
     assert still_exact((ORDER, OBJECTS), [], loaders=[], objects=["any"]) == (ORDER,)

@@ -1,4 +1,4 @@
-"""SLURM: the job's number, the end of its time, and what is said when it can't be queued again."""
+"""SLURM: the job's number, the end of its time, and the message if it can't be queued again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_faulttolerant.trainer.slurm import end_time, requeue
 
 @pytest.fixture
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an ``scontrol`` on the PATH, and return the file in which it notes its arguments."""
+    """Put an ``scontrol`` on the PATH, and return the file to which it writes its arguments."""
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called.txt\n')
     script.chmod(0o755)
@@ -38,7 +38,7 @@ def test_number_of_the_job(environment: dict[str, str], number: str, called: Pat
     "environment", [{}, {"SLURM_JOB_ID": "12; rm -rf /"}, {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "10"}]
 )
 def test_job_without_a_number(environment: dict[str, str], called: Path) -> None:
-    """What is no number of a job is not passed on."""
+    """A value that is not a job number is not passed on."""
     assert "the job has no number" in requeue(environment)
     assert not called.exists()
 
@@ -51,7 +51,7 @@ def test_scontrol_that_hangs(called: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Seconds since 1970; anything else is said and not minded."""
+    """The value is in seconds since 1970; any other value is reported and ignored."""
     assert end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000.0
     assert end_time({}) is None
     assert caplog.text == ""
@@ -60,7 +60,7 @@ def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_job_that_is_queued_again_is_the_same_run() -> None:
-    """A requeued job keeps its command, so that it finds its autosaves, whatever SLURM says of its restart."""
+    """A requeued job keeps its command, so it finds its autosaves, whatever SLURM says about its restart."""
     first = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12"}).run_id
     again = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}).run_id
     assert first == again

@@ -1,4 +1,4 @@
-"""Stop signals: noted at once, acted upon at a boundary that all ranks agree on, and given back afterwards."""
+"""Stop signals are noted immediately, acted on at a boundary that all ranks agree on, and given back afterwards."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BOTH = (signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture(autouse=True)
 def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Watch ten times as closely, and see to it that each test leaves the handlers that it found."""
+    """Watch ten times as often, and check that each test restores the original handlers."""
     monkeypatch.setattr(watch_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(stop_module, "_STUCK_FETCH_SECONDS", 0.05)
-    monkeypatch.setattr(stop_module, "end_process", lambda code, why: None)  # it would end the tests
+    monkeypatch.setattr(stop_module, "end_process", lambda code, why: None)  # the original would end the tests
     before = {signum: signal.getsignal(signum) for signum in (*BOTH, signal.SIGUSR1)}
     yield
     after = {signum: signal.getsignal(signum) for signum in before}
@@ -40,7 +40,7 @@ def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(grace_seconds: float) -> Iterator[StopSignals]:
-    """Handle stop signals, with the thread that looks on."""
+    """Handle stop signals, with the watching thread."""
     signals = StopSignals(BOTH, grace_seconds=grace_seconds)
     watch = Watch(signals)
     signals.install({})
@@ -60,7 +60,7 @@ def stop() -> Iterator[StopSignals]:
 
 
 class Clock:
-    """Stands in for ``time`` where it is looked at whether the grace period is over."""
+    """Stands in for ``time`` where the code checks whether the grace period is over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -70,7 +70,7 @@ class Clock:
         return self.now
 
     def let_look_on(self, stop: StopSignals) -> None:
-        """Look on eight times a second, for ten seconds."""
+        """Look eight times a second, for ten seconds."""
         for _ in range(80):
             stop.look()
             self.now += 0.125
@@ -82,14 +82,14 @@ def send(signum: int) -> None:
 
 
 def wait_for_signal(seconds: float = 5.0) -> None:
-    """Wait as a main thread does that can't reach its next boundary."""
+    """Wait like a main thread that can't reach its next boundary."""
     time.sleep(seconds)
     raise AssertionError("nobody stepped in")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_exit_codes(signum: signal.Signals, code: int) -> None:
-    """A process that was stopped ends as the shell expects: with 128 and the signal's number."""
+    """A stopped process ends as the shell expects: with 128 plus the signal's number."""
     assert exit_code(signum) == code
     error = stopped_by(signal_reason(signum), "before batch 3")
     assert isinstance(error, SystemExit)
@@ -106,7 +106,7 @@ def test_first_signal_is_only_noted(signum: signal.Signals, stop: StopSignals) -
 
 
 def test_other_signals_are_left_alone(stop: StopSignals) -> None:
-    """A signal that was not asked for goes to the handler that it had."""
+    """A signal that is not a stop signal goes to its original handler."""
     heard: list[int] = []
     previous = signal.signal(signal.SIGUSR1, lambda signum, frame: heard.append(signum))
     send(signal.SIGUSR1)
@@ -117,7 +117,7 @@ def test_other_signals_are_left_alone(stop: StopSignals) -> None:
 
 @pytest.mark.parametrize("first", BOTH)
 def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals) -> None:
-    """Who presses Ctrl-C again wants out now."""
+    """A user who presses Ctrl-C again wants to stop immediately."""
     send(first)
     with pytest.raises(TrainingStopped, match="at once, at the second signal") as error:
         send(signal.SIGINT)
@@ -126,13 +126,13 @@ def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals)
 
 @pytest.mark.parametrize("signum", BOTH)
 def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: signal.Signals) -> None:
-    """A signal to all ranks is heard of by the line while a rank's own handler can't run yet: it is no second one."""
+    """The line may report a signal to all ranks before a rank's own handler can run: the signal is not a second one."""
     heard: list[int] = []
     stop = StopSignals(BOTH, grace_seconds=60.0)
     stop.is_alone = False
     stop.install({each: lambda number, frame: heard.append(number) for each in BOTH})
     try:
-        stop.note(signal_reason(signal.SIGTERM))  # by the thread
+        stop.note(signal_reason(signal.SIGTERM))  # from the thread
         send(signum)
         assert heard == [signum]
         with pytest.raises(TrainingStopped, match="at the second signal"):
@@ -145,7 +145,7 @@ def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: si
 @pytest.mark.parametrize("code", [stop_module.DEADLINE_EXIT_CODE, 143])
 @pytest.mark.parametrize("requeues", [True, False])
 def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool) -> None:
-    """A rank that hears of a stop by the line has as much time as if it had had the signal itself."""
+    """A rank that hears of a stop by the line has as much time as if it had received the signal itself."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.announced_seconds = lambda: 120.0
     stop.note(StopReason.from_text(StopReason(name="x", exit_code=code, requeues=requeues).to_text()))
@@ -155,14 +155,14 @@ def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool)
 
 
 def test_second_termination_changes_nothing(stop: StopSignals) -> None:
-    """Schedulers send SIGTERM several times, to the group and to the process: once is enough."""
+    """Schedulers send SIGTERM several times, to the group and to the process: they count once."""
     send(signal.SIGTERM)
     send(signal.SIGTERM)
     assert stop.requested == signal_reason(signal.SIGTERM)
 
 
 def test_handler_that_was_there_is_called_too() -> None:
-    """The user's own handler hears the first signal, with its frame, and is back in place afterwards."""
+    """The user's own handler gets the first signal, with its frame, and is back in place afterwards."""
     heard: list[tuple[int, bool]] = []
 
     def own(signum: int, frame: FrameType | None) -> None:
@@ -182,7 +182,7 @@ def test_handler_that_was_there_is_called_too() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("x")])
 def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """A script whose own handler calls sys.exit is saved too, and is told what became of that, once, after it."""
+    """A script whose own handler calls sys.exit is saved too; one message afterwards says what became of the exit."""
 
     def own(*_: object) -> None:
         raise error
@@ -200,7 +200,7 @@ def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, caplog: p
 
 @pytest.mark.parametrize("original", [signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None])
 def test_handlers_that_would_end_the_process_are_not_called(original: Any) -> None:
-    """Python's own handler of Ctrl-C raises, and the default one ends: neither is what stopping means here."""
+    """Python's own handler of Ctrl-C raises, and the default one ends the process: a stop must do neither."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
     stop.install({signal.SIGINT: original})
     send(signal.SIGINT)
@@ -209,7 +209,7 @@ def test_handlers_that_would_end_the_process_are_not_called(original: Any) -> No
 
 
 def test_handler_that_somebody_else_set_since_stays() -> None:
-    """What was set over ours during the fit is not ours to take away."""
+    """A handler that replaced ours during the fit stays."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
     stop.install({})
 
@@ -224,7 +224,7 @@ def test_handler_that_somebody_else_set_since_stays() -> None:
 
 
 def test_uninstalled_twice_or_never_installed() -> None:
-    """Giving back what was not taken is harmless."""
+    """Giving signals back twice, or without having taken them, is harmless."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
     stop.uninstall()
     stop.install({})
@@ -233,7 +233,7 @@ def test_uninstalled_twice_or_never_installed() -> None:
 
 
 def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """Python handles signals in the main thread only: elsewhere that is said, and the fit continues."""
+    """Python handles signals in the main thread only: in another thread this is reported, and the fit continues."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
     thread = threading.Thread(target=stop.install, args=({},))
     thread.start()
@@ -243,7 +243,7 @@ def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixtu
 
 
 def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
-    """A stop that was asked for while no batch comes is not waited for until the grace period is over."""
+    """A stop that is requested while no batch comes does not wait until the grace period is over."""
     stop.fetch_began = time.monotonic() - 100
     send(signal.SIGTERM)
     began = time.monotonic()
@@ -254,7 +254,7 @@ def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
 
 
 def test_watcher_steps_in_when_the_grace_period_ends() -> None:
-    """A batch that takes longer than the grace period is broken off, with the right code."""
+    """A batch that takes longer than the grace period is broken off, with the right exit code."""
     with watched(0.5):
         send(signal.SIGINT)
         began = time.monotonic()
@@ -268,7 +268,7 @@ def test_watcher_steps_in_when_the_grace_period_ends() -> None:
 def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     monkeypatch: pytest.MonkeyPatch, save_seconds: float, expected: float
 ) -> None:
-    """Of ten seconds what a save takes is left, two at least; the batch has two, also where a save can never fit."""
+    """Of ten seconds, a save keeps what it takes, at least two; a batch gets at least two, even if no save can fit."""
     clock = Clock(monkeypatch)
     stop = StopSignals(BOTH, grace_seconds=10.0)
     stop.save_seconds = lambda: save_seconds
@@ -284,13 +284,13 @@ def test_batch_that_came_after_all_is_not_thrown_away(stop: StopSignals) -> None
     """If the batch arrives while the watcher steps in, nothing is raised: the next boundary stops the run."""
     send(signal.SIGTERM)
     stop._must_raise = stop_module._FETCH  # the watcher has decided
-    stop.fetch_began = None  # and the batch is there
+    stop.fetch_began = None  # and the batch has arrived
     send(signal.SIGTERM)
     assert stop.requested == signal_reason(signal.SIGTERM)
 
 
 def test_watcher_leaves_a_save_alone() -> None:
-    """While the state is being saved nobody steps in; afterwards, if the process is still stuck, somebody does."""
+    """The watcher does not step in during a save; it does afterwards, if the process is still stuck."""
     saved: list[bool] = []
 
     def save_and_wait(stop: StopSignals) -> None:
@@ -306,7 +306,7 @@ def test_watcher_leaves_a_save_alone() -> None:
 
 
 def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the grace period is over the process is ended, whatever its main thread does, also in a save."""
+    """When the grace period is over, the process is ended, whatever its main thread does, even in a save."""
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(stop_module, "end_process", lambda code, why: ends.append((code, why)))
     clock = Clock(monkeypatch)
@@ -318,7 +318,7 @@ def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.1)
         assert ends == []
         clock.now += 0.125
-        while not ends:  # pytest's time-out ends what never comes
+        while not ends:  # pytest's timeout ends a test that never gets there
             time.sleep(0.005)
     code, why = ends[0]
     assert code == 143
@@ -328,7 +328,7 @@ def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rank_among_several_is_not_interrupted() -> None:
-    """Others may wait for it in a collective: it comes to the boundary that is appointed, or is ended."""
+    """Others may wait for it in a collective: it reaches the appointed boundary, or is ended."""
     with watched(1.0) as stop:
         stop.is_alone = False
         stop.fetch_began = time.monotonic() - 100
@@ -339,7 +339,7 @@ def test_rank_among_several_is_not_interrupted() -> None:
 
 
 def test_requeue_signal_asks_for_a_requeue() -> None:
-    """The signal that announces the end of a SLURM job is one more stop signal, and has the time that the job has."""
+    """The signal that announces the end of a SLURM job is one more stop signal, with the time that the job has left."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.install({}, requeue_signal=signal.SIGUSR1)
     stop.announced_seconds = lambda: 90.0
@@ -350,20 +350,20 @@ def test_requeue_signal_asks_for_a_requeue() -> None:
 
 
 def test_reason_travels_as_text() -> None:
-    """What one rank was asked for is the same reason on the others."""
+    """The reason of one rank's stop is the same on the others."""
     for reason in (signal_reason(15), StopReason(name="the deadline of today", exit_code=75, requeues=True)):
         assert StopReason.from_text(reason.to_text()) == reason
 
 
 def test_save_fits_if_it_takes_less_than_what_is_left() -> None:
-    """The longest save so far is the measure, with something on top."""
+    """A save needs the time of the longest save so far, plus a reserve."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.save_seconds = lambda: 10.0
     assert [stop.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
 
 
 def test_nobody_steps_in_without_a_request(stop: StopSignals) -> None:
-    """A slow fetch alone is no reason to stop."""
+    """A slow fetch alone is not a reason to stop."""
     stop.fetch_began = time.monotonic() - 100
     time.sleep(0.15)
     assert stop.requested is None

@@ -1,4 +1,4 @@
-"""What minds the end of a fit: it is gone when the fit is, however that ended."""
+"""The parts that watch for the end of a fit are gone when the fit is over, however it ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BreaksInTheEnd(CSVLogger):
 
 
 def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> None:
-    """Where a logger that raises after an exception keeps Lightning's teardown from running, all is given back."""
+    """If a logger that raises after an exception prevents Lightning's teardown, everything is still given back."""
     ours = FaultTolerance(dirpath=tmp_path / "autosaves")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     with pytest.raises(OSError, match="no space left"):
@@ -39,7 +39,7 @@ def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> N
 
 
 class Told:
-    """Rank 0 of two; the other one tells what it is given."""
+    """Rank 0 of two; the other rank reports a given value."""
 
     rank, num_ranks = 0, 2
 
@@ -51,7 +51,7 @@ class Told:
         return [value, self._other]
 
     def from_first(self, step: str, value: Any) -> Any:
-        """Return the own value."""
+        """Return rank 0's value."""
         return value
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Told:
 
 @pytest.mark.parametrize(("left_elsewhere", "fits"), [(40.0, True), (5.0, False)])
 def test_save_has_to_fit_on_each_rank(left_elsewhere: float, fits: bool, tmp_path: Path) -> None:
-    """The rank with the least time left says whether a save is begun."""
+    """The rank with the least time left decides whether a save is begun."""
     stopping = Stopping(make_trainer([], tmp_path), FaultTolerance()._options)
     stopping.signals.save_seconds = lambda: 10.0
     stopping.signals.note(signal_reason(signal.SIGTERM))
@@ -70,7 +70,7 @@ def test_save_has_to_fit_on_each_rank(left_elsewhere: float, fits: bool, tmp_pat
 
 
 def test_stop_behind_the_end_of_a_fit_is_one_of_all_ranks(tmp_path: Path) -> None:
-    """Whoever was asked: all ranks end there for the same reason, and that one is gone before is no news."""
+    """Whichever rank got the request, all ranks end there for the same reason, and none minds who is gone first."""
     stopping = Stopping(make_trainer([], tmp_path), FaultTolerance()._options)
     stopping._ranks = Told(None)
     stopping.stop_if_wanted("here")

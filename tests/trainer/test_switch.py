@@ -1,4 +1,4 @@
-"""The environment variable adds the callback to every Trainer, or switches it off; nothing else than what it says."""
+"""The environment variable adds the callback to every Trainer, or switches it off; other values are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.runs import fit_net, make_trainer
     ],
 )
 def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1, automatic and manual switch on, 0 off; unset and empty leave it to the script."""
+    """1, automatic and manual switch on, 0 switches off; unset and empty leave it to the script."""
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     assert read_switch() == meaning
@@ -38,7 +38,7 @@ def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch
 
 @pytest.mark.parametrize("value", ["2", "yes", "true", " 1", "off"])
 def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that means nothing is an error that shows it and names the good ones, never a silent off."""
+    """An invalid value is an error that shows it and names the valid ones; it never silently switches off."""
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .* or unset, got '{value}'"):
         read_switch()
@@ -46,18 +46,18 @@ def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_entry_point_is_installed(package: str) -> None:
-    """The installed package offers its callback in the group of each of Lightning's, under the package's name."""
+    """The installed package offers its callback in the group of each Lightning package, under this package's name."""
     [found] = [e for e in entry_points(group=f"{package}.callbacks_factory") if "faulttolerant" in e.name]
     assert found.load() is callbacks_from_environment
 
 
 def ours(trainer: Trainer) -> list[FaultTolerance]:
-    """Return the callbacks of ours that a trainer has."""
+    """Return a trainer's callbacks of this package."""
     return [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
 
 
 def test_callback_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable a Trainer gets the callback, without a change to the script; without it, none."""
+    """With the variable a Trainer gets the callback without a change to the script; without it, the Trainer doesn't."""
     assert ours(make_trainer([], tmp_path)) == []
     monkeypatch.setenv(VARIABLE, "1")
     [callback] = ours(make_trainer([], tmp_path))
@@ -65,7 +65,7 @@ def test_callback_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
-    """Fit for a batch and return the directories of the runs that saved meanwhile."""
+    """Fit for a batch and return the directories of the runs that saved during the fit."""
     found: list[Path] = []
 
     class Looking(Callback):
@@ -77,21 +77,21 @@ def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
 
 
 def test_only_one_of_two_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Added by the script and by the environment, the script's acts, with its arguments, and the other does nothing."""
+    """If the script and the environment both add one, the script's acts, with its arguments; the other does nothing."""
     monkeypatch.setenv(VARIABLE, "1")
     callback = FaultTolerance(tmp_path / "own", run_id="switch-both")
     assert fitted([callback], tmp_path) == [tmp_path / "own" / "switch-both"]
 
 
 def test_the_environments_acts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Added by the environment only, it acts, in the default directory, under the run id of the environment."""
+    """If only the environment adds one, it acts, in the default directory, under the run id of the environment."""
     monkeypatch.setenv(VARIABLE, "automatic")
     monkeypatch.setenv("PL_FAULT_TOLERANT_RUN_ID", "switch-env")
     assert fitted([], tmp_path) == [tmp_path / "fault_tolerance" / "switch-env"]
 
 
 def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With 0 the callback does nothing, also where the script has added it: no file, no directory."""
+    """With 0 the callback does nothing, even if the script has added it: no file, no directory."""
     monkeypatch.setenv(VARIABLE, "0")
     assert fitted([FaultTolerance(tmp_path / "own", run_id="switch-off")], tmp_path) == []
     assert not (tmp_path / "own").exists()

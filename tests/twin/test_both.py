@@ -1,4 +1,4 @@
-"""One callback for Trainers of both packages, whatever is imported first, and nothing of the package not in use."""
+"""One callback for Trainers of both packages, in any order of imports, without loading the unused package."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ MADE = "from lightning_faulttolerant import FaultTolerance\nmade = FaultToleranc
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[Starter]:
-    """Starts scripts: forked, from a process that has imported neither package."""
+    """Yield a starter of scripts: forked, from a process that has imported neither package."""
     with starter() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def result_of_plain(scripts: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """What the script prints without the callback, by package."""
+    """Return the output of the script without the callback, by package."""
 
     @functools.cache
     def result(package: str) -> str:
@@ -90,7 +90,7 @@ def result_of_plain(scripts: Starter, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def start_as_users(script: Path, **environment: str) -> Started:
-    """Run a script in its directory: a process of its own."""
+    """Run a script in its directory, in a separate process."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     done = subprocess.run(
         [sys.executable, script.name],
@@ -111,10 +111,10 @@ def start_as_users(script: Path, **environment: str) -> Started:
 def test_script_of_either_package(
     package: str, order: str, tmp_path: Path, scripts: Starter, result_of_plain: Callable[[str], str]
 ) -> None:
-    """Stopped and killed it ends as the uninterrupted one, and the other package is never imported.
+    """Stopped and killed, it ends as the uninterrupted one does, and the other package is never imported.
 
-    Also where the callback is made before the package is imported, where it is the only one, and by the variable: that
-    one is started as a user does.
+    This also holds if the callback is created before the package is imported, if it is the only one, and by the
+    variable: that case is started as a user does.
     """
     first, last = (MADE, "") if order == "first" else ("", "" if order == "variable" else MADE)
     callbacks = {"single": "made", "variable": "None"}.get(order, "[made]")
@@ -125,7 +125,7 @@ def test_script_of_either_package(
     switch = {VARIABLE: "1"} if order == "variable" else {}
     stopped = start(script, **switch, AT="3", SIGNUM=str(int(signal.SIGTERM)))
     assert stopped.exit_code == 143, stopped.output
-    if order != "variable":  # its first autosave is all that it has of so short a run
+    if order != "variable":  # its first autosave is the only one of so short a run
         assert start(script, AT="7", SIGNUM=str(int(signal.SIGKILL))).exit_code == -signal.SIGKILL
     ended = start(script, **switch)
     assert ended.exit_code == 0, ended.output
@@ -137,7 +137,7 @@ def test_script_of_either_package(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
 def test_ranks_that_lightning_makes(strategy: str, tmp_path: Path, scripts: Starter) -> None:
-    """Two ranks in processes that Lightning makes, to which the callback travels, resume after one is killed."""
+    """Two ranks in processes that Lightning starts, which get the callback, resume after one is killed."""
     script = tmp_path / "script.py"
     more = f', devices=2, strategy="{strategy}"'
     script.write_text(SCRIPT.format(first=MADE, last="", package=OTHER, callbacks="[made]", more=more))
@@ -167,7 +167,7 @@ def test_callback_is_one_of_both_packages() -> None:
 
 @pytest.mark.parametrize("helpers", [runs, twin_runs], ids=PACKAGES)
 def test_checkpoint_io_of_both_packages(helpers: Any, tmp_path: Path) -> None:
-    """`AtomicCheckpointIO` is taken by a Trainer of each package, and writes what that one loads."""
+    """A Trainer of each package accepts `AtomicCheckpointIO`, and loads what it writes."""
     plugin = AtomicCheckpointIO()
     trainer = helpers.fit_net([], tmp_path, plugins=[plugin], max_epochs=1)
     assert trainer.strategy.checkpoint_io is plugin
@@ -210,7 +210,7 @@ def test_two_fits_of_two_packages_in_one_process(tmp_path: Path) -> None:
 
 
 def test_fit_of_one_package_inside_a_fit_of_the_other_is_a_part_of_it(tmp_path: Path) -> None:
-    """It has no run and no number of its own, also where it is given the same callback."""
+    """An inner fit has no run and no number of its own, even if it gets the same callback."""
     callback = FaultTolerance(tmp_path / "runs", run_id="nested", every_n_train_steps=1)
 
     class Inner(lightning.pytorch.Callback):
@@ -225,7 +225,7 @@ def test_fit_of_one_package_inside_a_fit_of_the_other_is_a_part_of_it(tmp_path: 
 
 @pytest.mark.parametrize("helpers", [runs, twin_runs], ids=PACKAGES)
 def test_variable_adds_it_to_a_trainer_of_each(helpers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable each Trainer has a callback of its own; without it, none."""
+    """With the variable, each Trainer has its own callback; without it, none."""
     assert not [one for one in helpers.make_trainer([], tmp_path).callbacks if isinstance(one, FaultTolerance)]
     monkeypatch.setenv(VARIABLE, "1")
     first, second = helpers.make_trainer([], tmp_path), helpers.make_trainer([], tmp_path)
@@ -236,13 +236,13 @@ def test_variable_adds_it_to_a_trainer_of_each(helpers: Any, monkeypatch: pytest
 
 @pytest.mark.parametrize(("helpers", "root"), [(runs, "trainer"), (twin_runs, "twin")], ids=PACKAGES)
 def test_trainer_is_served_by_its_own(helpers: Any, root: str, tmp_path: Path) -> None:
-    """What serves a Trainer is made with the classes of its package."""
+    """The parts that serve a Trainer are built with the classes of its package."""
     served = serving.served(helpers.make_trainer([], tmp_path))
     assert served.Session.__module__ == f"lightning_faulttolerant.{root}.session"
 
 
 def test_other_trainers_and_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Something that is no Trainer, and a package before 2.5.6, are named."""
+    """An object that is not a Trainer, and a package before 2.5.6, are refused by name."""
     with pytest.raises(UnsupportedTrainerError, match=r"and of pytorch_lightning, and this is a builtins\.int"):
         serving.served(1)
     monkeypatch.setattr(pytorch_lightning, "__version__", "2.5.5")
@@ -259,7 +259,7 @@ def test_own_tests_of_a_module_of_the_other_package() -> None:
 
 @pytest.mark.parametrize("helpers", [runs, twin_runs], ids=PACKAGES)
 def test_empty_hooks_are_those_of_both_packages(helpers: Any, tmp_path: Path) -> None:
-    """With both packages as bases the callback uses no hook of a batch: none is called, or is lost after a save."""
+    """With both packages as bases, the callback uses no hook of a batch: none is called, or is lost after a save."""
     seen: list[Any] = []
 
     class Saves(helpers.Callback):  # type: ignore[misc,name-defined]

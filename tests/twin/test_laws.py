@@ -52,18 +52,18 @@ SLOW = [
 
 @pytest.fixture(autouse=True)
 def _lightnings_own_affairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning calls jsonargparse by names that newer ones warn of."""
+    """Ignore a warning: Lightning calls jsonargparse by names that newer versions deprecate."""
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def found(law: str) -> Any:
-    """The test of a law."""
+    """Return the test of a law."""
     module, name = law.split(".")
     return getattr(importlib.import_module(f"{PACKAGE}.law.{module}"), name)
 
 
 def case(law: str, *marks: Any) -> Any:
-    """A law with the warnings that its module and itself take for granted."""
+    """Return a law with the warnings that its module and the law itself expect."""
     test = found(law)
     own = getattr(sys.modules[test.__module__], "pytestmark", [])
     all_of_them = [*(own if isinstance(own, list) else [own]), *getattr(test, "pytestmark", [])]

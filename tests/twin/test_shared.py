@@ -1,4 +1,4 @@
-"""What is one for a process is one for both packages, and what serves both loads neither."""
+"""State that is unique in a process is shared by both packages, and modules for both load neither."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_faulttolerant.translation import Translation, TwinFinder
 from lightning_faulttolerant.twin import SHARED, TRANSLATION
 
 TRAINER = Path(lightning_faulttolerant.__file__).parent / "trainer"
-# Values that can change, and may be two, one for each package. By module, with the reason.
+# Values that can change, and may exist twice, one for each package. By module, with the reason.
 APART = {
     "ddp.compat.SEAMS": "never changes",
     "adapters.state._ADAPTERS": "never changes, and holds classes of its package",
@@ -39,12 +39,12 @@ FIXED = ("logging.", "re.", "frozenset", "tuple", "timedelta", "float", "TypeVar
 
 
 def dotted(path: Path) -> str:
-    """The name of a file in the package `trainer`."""
+    """Return the name of a file in the package `trainer`."""
     return ".".join(path.relative_to(TRAINER).with_suffix("").parts).removesuffix(".__init__")
 
 
 def changeable(source: str) -> list[str]:
-    """The names of a module whose values can change: containers, objects that are made, what `global` names."""
+    """Return the names of a module with changeable values: containers, created objects, names in `global`."""
     tree = ast.parse(source)
     found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
     for node in tree.body:
@@ -63,7 +63,7 @@ def changeable(source: str) -> list[str]:
 
 
 def test_what_a_process_has_once_is_shared() -> None:
-    """No module that is made twice keeps something that changes, but for what may be kept by package."""
+    """No module that exists twice keeps a changeable value, except those that may exist per package."""
     apart = {
         f"{dotted(path)}.{name}"
         for path in TRAINER.rglob("*.py")
@@ -75,14 +75,14 @@ def test_what_a_process_has_once_is_shared() -> None:
 
 
 def test_something_that_changes_is_found() -> None:
-    """A dictionary, a set that is made, and a global are found; a pattern and a number are not."""
+    """A dictionary, a new set, and a global are found; a pattern and a number are not."""
     source = "a = {}\nb: set[str] = set()\nc = re.compile('')\nd = 1\ndef f():\n    global e\n    e = 1"
     assert sorted(changeable(source)) == ["a", "b", "e"]
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_module_is_one(name: str) -> None:
-    """Under both names there is one module, and it needs no Lightning at all."""
+    """Both names lead to one module, and it does not need Lightning."""
     ours = importlib.import_module(f"lightning_faulttolerant.trainer.{name}")
     assert importlib.import_module(f"lightning_faulttolerant.twin.{name}") is ours
     assert ours.__name__ == f"lightning_faulttolerant.trainer.{name}"
@@ -102,7 +102,7 @@ def test_the_others_are_two() -> None:
 
 
 def test_source_and_pickles_of_the_twin() -> None:
-    """Its source can be shown, as many lines as the original has, and its classes can be sent to another process."""
+    """The twin's source is available, with the original's number of lines, and its classes go to other processes."""
     from lightning_faulttolerant.trainer.position import Position
     from lightning_faulttolerant.twin import position  # type: ignore[attr-defined]
 
@@ -113,7 +113,7 @@ def test_source_and_pickles_of_the_twin() -> None:
 
 
 def test_compiled_code_is_cached_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin has compiled code of its own, beside that of the original, and it is read the second time."""
+    """The twin has its own compiled code, beside that of the original, and reads it the second time."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "source.py").write_text("import one.part as part\nname = part.__name__\n")
     for name in ("one", "one.part", "other", "other.part", "made"):

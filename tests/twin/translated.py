@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def _make_packages() -> None:
-    """Make what has no file to be found by: directories of tests are no packages on disk."""
+    """Create the packages that have no file: directories of tests are not packages on disk."""
     folders = [path for path in _TESTS.rglob("*") if path.is_dir() and path.name != "__pycache__"]
     for path in (_TESTS, *folders):
         name = ".".join((PACKAGE, *path.relative_to(_TESTS).parts))
@@ -40,7 +40,7 @@ TwinFinder(PACKAGE, str(_TESTS), Translation(_NAMES)).install()
 importlib.import_module("lightning.pytorch")
 _log = rank_zero.log
 importlib.import_module("pytorch_lightning")
-# The package that is imported last takes over where the messages of both go; other tests read Lightning's.
+# The package that is imported last redirects the messages of both; other tests read Lightning's.
 rank_zero.log = _log
 
 
@@ -48,14 +48,14 @@ def tests_of(name: str) -> dict[str, Any]:
     """Return the tests of a module, and its fixtures, for the other package.
 
     Args:
-        name: Such as ``law.test_model``.
+        name: The module, such as ``law.test_model``.
     """
     found = vars(importlib.import_module(f"{PACKAGE}.{name}"))
     return {key: value for key, value in found.items() if not key.startswith("__")}
 
 
 def first_case(test: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of the first case of a test that is parametrized."""
+    """Return the arguments of the first case of a parametrized test."""
     arguments: dict[str, Any] = {}
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":

@@ -1,1 +1,1 @@
-"""Where files can be kept: a directory of this machine, or a prefix of an object store."""
+"""The places for files: a directory of this machine, or a prefix of an object store."""

@@ -1,4 +1,4 @@
-"""fsspec's file system of a URL, with errors that are all OSErrors, and without a draw from the run's generators."""
+"""The fsspec file system of a URL. All its errors are OSErrors, and it does not draw from the run's generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_faulttolerant.clients import (
 from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
 
 _GCS_PROTOCOLS = ("gs", "gcs")
-# Not EIO: a disk that says EIO has lost the data, a network has only not brought it.
+# Not EIO: a disk that reports EIO has lost the data, a network has only failed to deliver it.
 _REMOTE_ERRNO: int = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
 _ERRNOS = {
     FileNotFoundError: errno.ENOENT,
@@ -34,10 +34,10 @@ _ERRNOS = {
 def file_system(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
-    It is asked for each time: an instance of fsspec's belongs to one process and one thread, and fsspec keeps them.
+    Call it each time: an fsspec instance belongs to one process and one thread, and fsspec keeps them.
 
     Args:
-        url: Of a file or a directory.
+        url: The URL of a file or a directory.
 
     Raises:
         CheckpointError: If the package for this kind of URL is not installed, or there is none.
@@ -60,24 +60,24 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def is_s3(fs: Any) -> bool:
-    """Tell whether a file system is s3fs's."""
+    """Return whether a file system is from s3fs."""
     return _protocols(fs) == set(S3_PROTOCOLS)
 
 
 def is_gcs(fs: Any) -> bool:
-    """Tell whether a file system is gcsfs's."""
+    """Return whether a file system is from gcsfs."""
     return _protocols(fs) == set(_GCS_PROTOCOLS)
 
 
 def move(fs: Any, path: str, new_path: str) -> None:
-    """Move a file, in the way that its file system has for it; an object store copies it, and then deletes the first.
+    """Move a file in its file system's own way; an object store copies it and then deletes the original.
 
     Args:
-        fs: Of fsspec.
-        path: In it.
-        new_path: In it, too.
+        fs: An fsspec file system.
+        path: The path in it.
+        new_path: The new path in it.
     """
-    # fsspec's own mv takes [, * and ? in a name for a pattern, and s3fs's passes over files that can't be deleted.
+    # fsspec's own mv treats [, * and ? in a name as a pattern, and s3fs's ignores files that can't be deleted.
     if is_s3(fs) or is_gcs(fs) or type(fs).mv is AbstractFileSystem.mv:
         fs.cp_file(path, new_path)
         fs.rm_file(path)
@@ -87,19 +87,19 @@ def move(fs: Any, path: str, new_path: str) -> None:
 
 @contextlib.contextmanager
 def remote_errors(url: str) -> Iterator[None]:
-    """Raise what goes wrong with a URL as an OSError that has a number and names the URL.
+    """Raise any error with a URL as an OSError that has a number and names the URL.
 
     Args:
-        url: What the block reads or writes.
+        url: The URL that the block reads or writes.
 
     Raises:
-        OSError: Instead of any other error, those of botocore, aiohttp and Google's clients among them.
+        OSError: Instead of any other error, including those of botocore, aiohttp and Google's clients.
     """
     try:
         yield
     except FaultToleranceError:
         raise
-    except Exception as error:  # each client has errors of its own, and few of them are OSErrors
+    except Exception as error:  # each client has its own errors, and few of them are OSErrors
         raised = _as_os_error(error, url)
         if raised is error:
             raise
@@ -108,11 +108,11 @@ def remote_errors(url: str) -> Iterator[None]:
 
 def _as_os_error(error: Exception, url: str) -> OSError:
     if isinstance(error, OSError) and "://" in str(error.filename):
-        return error  # it was made here, for a block within this one
+        return error  # created here, for a block within this one
     text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno and not str(error) else str(error)
     for kind, number in _ERRNOS.items():
         if isinstance(error, kind):
-            is_path = text.strip("/") in url  # some clients say no more
+            is_path = text.strip("/") in url  # the text of some clients is only the path
             return kind(number, os.strerror(number) if is_path else text, url)
     if isinstance(error, OSError) and error.errno not in (None, errno.EIO):
         return OSError(error.errno, error.strerror or text, url)

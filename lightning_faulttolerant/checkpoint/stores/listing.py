@@ -1,4 +1,4 @@
-"""What is directly in a directory."""
+"""The content of a directory, one level deep."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from lightning_faulttolerant.checkpoint.stores.listing import Listing
 
 @final
 class LocalStore:
-    """The files of one directory; made when the first is written. See ``Store`` for the methods.
+    """The files of one directory, which is created with the first file. See ``Store`` for the methods.
 
     Args:
-        directory: Absolute, or relative to where the process is now.
+        directory: Absolute, or relative to the current directory of the process.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -38,14 +38,14 @@ class LocalStore:
         return str(self.directory / name)
 
     def names(self) -> list[str]:
-        """List what is directly in it."""
+        """List the files and folders directly in it."""
         try:
             return sorted(os.listdir(self.directory))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def listing(self) -> Listing:
-        """List files, and folders that are no links."""
+        """List the files, and the folders that are not links."""
         try:
             with os.scandir(self.directory) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
@@ -58,7 +58,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def writer(self, name: str, *, fsync: bool = True) -> Iterator[IO[bytes]]:
-        """Open a temporary file that takes the name when the block ends; missing directories are made."""
+        """Open a temporary file that takes the name when the block ends; missing directories are created."""
         path = self.directory / name
         make_directory(path.parent)
         with atomic_writer(path, fsync=fsync) as file:
@@ -73,12 +73,12 @@ class LocalStore:
         old, new = self.directory / name, self.directory / new_name
         make_directory(new.parent)
         os.replace(old, new)
-        # The new name first: the disk may know the file under both names for a moment, but never under none.
+        # The new name first: the disk may have the file under both names for a moment, but never under none.
         for folder in dict.fromkeys((new.parent, old.parent)):
             fsync_directory(folder)
 
     def delete(self, name: str) -> None:
-        """Delete a file, or a directory with all in it."""
+        """Delete a file, or a directory and its content."""
         path = self.directory / name
         if path.is_dir() and not path.is_symlink():
             remove_directory(path)
@@ -90,15 +90,15 @@ class LocalStore:
         return LocalStore(self.directory / name)
 
     def remove_if_empty(self) -> None:
-        """Remove the directory if it is there and nothing is in it."""
+        """Remove the directory if it exists and is empty."""
         with contextlib.suppress(FileNotFoundError):
             if not self.directory.is_symlink() and not any(self.directory.iterdir()):
                 self.directory.rmdir()
 
     def abort_uploads(self) -> None:
-        """Do nothing: a local writer leaves a file with a name, see ``leftovers``."""
+        """Do nothing: a local writer leaves a named file, see ``leftovers``."""
 
 
 def open_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
-    """Open a file for writing in a directory that exists."""
+    """Open a file for writing in an existing directory."""
     return atomic_writer(path, fsync=fsync)

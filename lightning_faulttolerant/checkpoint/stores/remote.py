@@ -1,6 +1,6 @@
-"""Files of other machines, through fsspec: object stores, and all else that has a URL.
+"""Files on other machines, through fsspec: object stores, and everything else with a URL.
 
-Nothing is believed that fsspec remembers of an earlier listing.
+Listings that fsspec has cached are never used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_faulttolerant.errors import DamagedCheckpointError
 
 _logger = logging.getLogger(__name__)
 
-# Size and number of the blocks that are kept of an open file: where parts of it are read, and where all of it is.
+# Size and number of the cached blocks of an open file: for reading parts of it, and for reading all of it.
 _BLOCKS_OF_PARTS = (1024 * 1024, 64)
 _BLOCKS_OF_WHOLE = (8 * 1024 * 1024, 2)
 
@@ -33,7 +33,7 @@ class RemoteStore:
     """The files below one URL. See ``Store`` for the methods.
 
     Args:
-        url: Of the directory.
+        url: The directory.
     """
 
     def __init__(self, url: str) -> None:
@@ -49,12 +49,12 @@ class RemoteStore:
         return f"{self._url}{name}" if self._url.endswith("/") else f"{self._url}/{name}"
 
     def names(self) -> list[str]:
-        """List what is directly below the URL."""
+        """List the files and folders directly below the URL."""
         listing = self.listing()
         return sorted({*listing.files, *listing.folders})
 
     def listing(self) -> Listing:
-        """List files and folders; of a bucket, only what begins with the URL is asked for."""
+        """List files and folders; in a bucket, only names that begin with the URL are requested."""
         with self._opened("") as (fs, path):
             if is_s3(fs):
                 return _s3_listing(fs, path)
@@ -75,7 +75,7 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def writer(self, name: str, *, fsync: bool = True) -> Iterator[IO[bytes]]:
-        """Open a file that is published when the block ends, then compared with what was sent.
+        """Open a file that is published when the block ends, and then compared with the sent bytes.
 
         Raises:
             DamagedCheckpointError: If it did not arrive as it was sent; it is set aside.
@@ -89,7 +89,7 @@ class RemoteStore:
             with remote_errors(url):
                 upload.publish()
         except BaseException:
-            # The first error is the one to see, a Ctrl-C among them.
+            # The first error is the one to raise, even a Ctrl-C.
             with contextlib.suppress(Exception):
                 upload.discard()
             raise
@@ -106,7 +106,7 @@ class RemoteStore:
             return int(fs.info(path)["size"])
 
     def rename(self, name: str, new_name: str) -> None:
-        """Move a file; object stores copy it, and then delete the first."""
+        """Move a file; an object store copies it and then deletes the original."""
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
             if not (is_s3(fs) or is_gcs(fs)):
@@ -123,7 +123,7 @@ class RemoteStore:
         return RemoteStore(self.path(name))
 
     def remove_if_empty(self) -> None:
-        """Remove the directory, where there is such a thing."""
+        """Remove the directory if the store has directories."""
         with self._opened("") as (fs, path):
             if is_s3(fs) or is_gcs(fs):
                 return
@@ -139,11 +139,11 @@ class RemoteStore:
                 return
             try:
                 _abort_uploads(fs, path)
-            except (OSError, KeyError) as error:  # the right to list them is a right of its own
+            except (OSError, KeyError) as error:  # listing them needs a separate permission
                 _logger.info("Uploads that were left unfinished in %s can't be looked for: %s", self._url, error)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file as it is now; None where there is none."""
+        """Return the current content of a small file, or None if it does not exist."""
         try:
             with self._opened(name) as (fs, path):
                 fs.invalidate_cache()
@@ -153,10 +153,10 @@ class RemoteStore:
             return None
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a small file that must not be there yet; of two who do so at once, one fails where the store can tell.
+        """Write a small file that must not exist yet; of two concurrent writers, one fails if the store can tell.
 
         Raises:
-            FileExistsError: If it is there.
+            FileExistsError: If it exists.
         """
         with self._opened(name) as (fs, path):
             fs.invalidate_cache()
@@ -170,7 +170,7 @@ class RemoteStore:
         self.replace(name, content)
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a small file, over the one that is there."""
+        """Write a small file, replacing the existing one."""
         with self._opened(name) as (fs, path):
             if not (is_s3(fs) or is_gcs(fs)):
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -184,16 +184,16 @@ class RemoteStore:
 
 
 def open_file(url: str, *, whole: bool = False) -> IO[bytes]:
-    """Open a file of which only what is read is transferred, in large blocks if all of it will be read."""
+    """Open a file; only the parts that are read are transferred, in large blocks if all of it will be read."""
     with remote_errors(url):
         fs, path = file_system(url)
         fs.invalidate_cache()
-        if isinstance(fs, MemoryFileSystem):  # it gives the same file object, with its position, to each who opens it
+        if isinstance(fs, MemoryFileSystem):  # it returns the same file object, with its position, to each caller
             return io.BytesIO(fs.cat_file(path))
         block_bytes, num_blocks = _BLOCKS_OF_WHOLE if whole else _BLOCKS_OF_PARTS
         options = {"maxblocks": num_blocks}
         file = fs.open(path, "rb", block_size=block_bytes, cache_type="blockcache", cache_options=options)
-        # S3 has no directories, but s3fs opens what is a part of names as a file without a byte.
+        # S3 has no directories, but s3fs opens a prefix of names as a file without a byte.
         if getattr(file, "details", {}).get("type") == "directory":
             file.close()
             raise IsADirectoryError("It is a directory")

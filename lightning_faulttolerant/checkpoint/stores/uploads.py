@@ -1,6 +1,6 @@
-"""Write a remote file so that it becomes visible whole or not at all, and tell whether it arrived as it was sent.
+"""Write a remote file so that it becomes visible whole or not at all, and check whether it arrived as it was sent.
 
-Nothing here ever closes a file of fsspec's that is only half written: closing publishes what is there.
+Nothing here ever closes an fsspec file that is only half written: closing publishes the part that was written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _logger = logging.getLogger(__name__)
 
 _MD5_ETAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
 _PIECE_BYTES = 8 * 1024 * 1024
-# Buckets of which a file, read back, was right although its ETag was not the MD5 of its parts.
+# Buckets with a file that was right when read back, although its ETag was not the MD5 of its parts.
 _buckets_without_md5: set[str] = set()
 
 
 class Upload(Protocol):
-    """A file on its way."""
+    """A file that is being sent."""
 
     def write(self, piece: memoryview) -> None:
         """Send the next bytes, at most `piece_bytes`."""
@@ -35,18 +35,18 @@ class Upload(Protocol):
         """Make the file visible under its name, whole."""
 
     def discard(self) -> None:
-        """Leave nothing of it."""
+        """Discard the upload without a trace."""
 
     def find_damage(self) -> str | None:
-        """Say in what the published file differs from what was sent."""
+        """Return how the published file differs from the sent bytes."""
 
 
 def begin_upload(fs: Any, path: str) -> Upload:
-    """Begin a file, in the way that its store has for it.
+    """Begin a file, in the way that its store supports.
 
     Args:
-        fs: Of fsspec.
-        path: In it.
+        fs: An fsspec file system.
+        path: The path in it.
     """
     if is_s3(fs):
         return _S3Upload(fs, path)
@@ -54,10 +54,10 @@ def begin_upload(fs: Any, path: str) -> Upload:
 
 
 class Sender(io.RawIOBase):
-    """The writable end of an upload: cuts what is written into pieces, so that no copy of it all is in memory.
+    """The writable end of an upload. It cuts the data into pieces, so that memory never holds a full copy.
 
     Args:
-        upload: Gets the pieces.
+        upload: Receives the pieces.
         url: For messages.
     """
 
@@ -67,7 +67,7 @@ class Sender(io.RawIOBase):
         self._num_bytes = 0
 
     def writable(self) -> bool:
-        """Tell that it can be written."""
+        """Return True: the file can be written."""
         return True
 
     def write(self, data: Any) -> int:
@@ -84,12 +84,12 @@ class Sender(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return how many bytes were sent."""
+        """Return the number of sent bytes."""
         return self._num_bytes
 
 
 class _Parts:
-    """The MD5 of each part of a known size."""
+    """The MD5 of each part, for parts of a known size."""
 
     def __init__(self, part_bytes: int) -> None:
         self.part_bytes = part_bytes
@@ -98,7 +98,7 @@ class _Parts:
         self._part = _md5()
 
     def split(self, piece: memoryview) -> list[memoryview]:
-        """Cut a piece where a part ends, and count it."""
+        """Cut a piece at the ends of parts, and count it."""
         cut = []
         while piece:
             room = self.part_bytes - self.num_bytes % self.part_bytes
@@ -112,12 +112,12 @@ class _Parts:
         return cut
 
     def digests(self) -> list[bytes]:
-        """Return the MD5 of each part, of the last one as it is."""
+        """Return the MD5 of each part; the last part may be incomplete."""
         is_part_begun = self.num_bytes % self.part_bytes or not self._digests
         return [*self._digests, self._part.digest()] if is_part_begun else self._digests
 
     def etag(self, *, is_multipart: bool) -> str:
-        """Return the ETag that S3 gives such a file, unless it is encrypted with a key of the user's own."""
+        """Return the ETag that S3 gives such a file, unless it is encrypted with the user's own key."""
         digests = self.digests()
         return f"{_md5(b''.join(digests)).hexdigest()}-{len(digests)}" if is_multipart else digests[0].hex()
 
@@ -128,7 +128,7 @@ class _S3Upload:
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
-        # The file sends a part as soon as it has this many bytes: written in such pieces, the parts are ours to hash.
+        # The file sends a part as soon as it has this many bytes. With pieces of this size, we can hash each part.
         self._parts = _Parts(self._file.blocksize)
         self._answered_etag: str | None = None
         call = self._file._call_s3
@@ -150,13 +150,13 @@ class _S3Upload:
             self._file.flush(force=True)
         try:
             self._file.commit()
-        except FileNotFoundError:  # the answer of a commit was lost, and sent again it found no upload any more
+        except FileNotFoundError:  # the answer to a commit was lost, and the repeated commit found no upload any more
             if self._head()["ETag"].strip('"') != self._etag():
                 raise
         self._file.closed = True
 
     def discard(self) -> None:
-        self._file.closed = True  # first: what is collected as garbage closes itself
+        self._file.closed = True  # first: a garbage-collected file closes itself
         self._file.discard()
 
     @property
@@ -220,7 +220,7 @@ class _GCSUpload:
 
 
 class _MovedUpload:
-    """A file under a temporary name that is moved at the end: as safe as the move of its file system is."""
+    """A file under a temporary name that is moved at the end: as safe as the move of its file system."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -258,16 +258,16 @@ class _MovedUpload:
 
 
 def check_arrived(upload: Upload, url: str, *, aside: str) -> None:
-    """Compare a published file with what was sent, without reading it where the store tells its checksum.
+    """Compare a published file with the sent bytes, without reading it if the store reports its checksum.
 
     Args:
-        upload: That was published.
-        url: Of the file.
+        upload: A published upload.
+        url: The URL of the file.
         aside: The name that a damaged one will have, for the message.
 
     Raises:
         DamagedCheckpointError: If it differs.
-        OSError: If that can't be found out.
+        OSError: If that can't be checked.
     """
     with remote_errors(url):
         damage = upload.find_damage()

@@ -1,1 +1,1 @@
-"""The drill: run the user's own script uninterrupted and with faults, and compare what both have done."""
+"""The drill: run the user's own script uninterrupted and with faults, and compare the two runs."""

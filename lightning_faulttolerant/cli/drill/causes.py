@@ -1,4 +1,4 @@
-"""What is likely behind a difference, and what to do: by which of the things that make a step differs first."""
+"""The likely cause of a difference and the advice for it, from the first part of a step that differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGGED_VALUES = "logged values"
 SURROUNDINGS = "surroundings"
 _MAX_NAMES = 5
 _MONITORED = re.compile(r"(\w+)\.on_\w+[./]")
-"""A column of DeviceStatsMonitor's: its class, the hook that measures, and what is measured."""
+"""A column of DeviceStatsMonitor: its class, the hook that measures, and the measured quantity."""
 
 COURSE = "course of the run"
 NOT_RESUMED = "not resumed"
@@ -135,7 +135,7 @@ _COURSE = Cause(
 
 
 def cause_of(mismatch: Mismatch) -> Cause:
-    """Return what is likely behind a mismatch, by the events alone.
+    """Return the likely cause of a mismatch, judged by the events alone.
 
     Args:
         mismatch: The first event that differs.
@@ -192,7 +192,7 @@ def _of_end(mismatch: Mismatch) -> Cause:
 
 
 def _goes_on_equal(mismatch: Mismatch) -> bool:
-    """Return whether the weights are the same for all that can be seen after the mismatch."""
+    """Return whether the weights are the same in everything that follows the mismatch."""
     if any(event.kind == ledger.BATCH for event in mismatch.expected_next):
         return mismatch.num_batches_equal_behind > 0
     ends = [
@@ -204,9 +204,9 @@ def _goes_on_equal(mismatch: Mismatch) -> bool:
 
 
 def _source_of(log: Mismatch) -> Mismatch | None:
-    """Return the mismatch of the batch or validation run in which other values were logged, if that one differs too.
+    """Return the mismatch of the batch or validation run that logged the values, if it differs too.
 
-    What a step or a validation run logs is written before its own line.
+    The values that a step or a validation run logs are written before its own line.
     """
     rests = (list(log.expected_next), list(log.found_next))
     places = [next((i for i, event in enumerate(rest) if event.kind != ledger.LOG), None) for rest in rests]
@@ -230,11 +230,11 @@ def _source_of(log: Mismatch) -> Mismatch | None:
 
 
 def not_exact(reasons: Sequence[str], output: str) -> Cause:
-    """Return the cause of a difference in a run that has said itself that it does not continue exactly.
+    """Return the cause of a difference in a run that reported itself that it does not continue exactly.
 
     Args:
-        reasons: What it has said.
-        output: Where the rest of what it has said is.
+        reasons: The reasons that the run reported.
+        output: The file with the rest of its report.
     """
     said = "; ".join(reasons) or f"its output says more: {output}"
     return Cause(
@@ -245,10 +245,10 @@ def not_exact(reasons: Sequence[str], output: str) -> Cause:
 
 
 def surroundings_differ(values: Sequence[Value]) -> Cause:
-    """Return the cause of a difference between runs that have computed in different surroundings.
+    """Return the cause of a difference between runs that computed in different surroundings.
 
     Args:
-        values: What differs.
+        values: The surroundings that differ.
     """
     told = ", ".join(f"{value.name} {value.expected} and then {value.found}" for value in values)
     return Cause(
@@ -262,11 +262,11 @@ def surroundings_differ(values: Sequence[Value]) -> Cause:
 
 
 def different_surroundings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[Value]:
-    """Return in what two processes' surroundings differ.
+    """Return the differences between the surroundings of two processes.
 
     Args:
-        expected: As the ledger has them, of the uninterrupted run.
-        found: Of a process of the other run.
+        expected: Surroundings of the uninterrupted run, as in the ledger.
+        found: Surroundings of a process of the other run.
     """
     return [
         Value(name=name.replace("_", " "), expected=str(expected.get(name)), found=str(found.get(name)))
@@ -276,11 +276,11 @@ def different_surroundings(expected: Mapping[str, Any], found: Mapping[str, Any]
 
 
 def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
-    """Return why a script differs from run to run though nobody interrupts it.
+    """Return the reason why a script differs from run to run without any interruption.
 
     Args:
         mismatch: The first event that differs.
-        difference_place: The same in words.
+        difference_place: The place of that event, in words.
     """
     first = mismatch.fields[0] if mismatch.fields else ""
     if mismatch.kind == ledger.BATCH and mismatch.number == 0 and {"rng", "order"} & set(mismatch.fields):
@@ -324,7 +324,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """Return patterns that match `names`: one for all the columns that a monitor prefixes with its own name."""
+    """Return patterns that match `names`: a single one for all columns that a monitor prefixes with its own name."""
     monitors = (_MONITORED.match(name) for name in names)
     found = [name if monitor is None else f"{monitor[1]}.*" for name, monitor in zip(names, monitors, strict=True)]
     return list(dict.fromkeys(found))[:_MAX_NAMES]

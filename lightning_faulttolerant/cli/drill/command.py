@@ -1,4 +1,4 @@
-"""``drill``: run a script uninterrupted and with faults, and compare the two."""
+"""``drill``: run a script uninterrupted and with faults, and compare the two runs."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ script fails by itself or is not deterministic, no strike came, wrong usage.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``drill`` takes.
+    """Declare the arguments of ``drill``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument(
         "words",
         metavar="COMMAND",
-        nargs=argparse.PARSER,  # all after its first word is its own, also where -- was left out
+        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
         help="what starts your training, with its arguments; after --",
     )
     parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
@@ -98,10 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do the drill, and print what came of it.
+    """Run the drill and print its result.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -131,15 +131,15 @@ def run(arguments: argparse.Namespace) -> int:
         if output is not None:
             _print_end(output, found.last_words)
         print_result(found, sys.stdout, is_kept=is_kept)
-        sys.stdout.flush()  # it is told whatever becomes of the page
+        sys.stdout.flush()  # print the result even if the page can't be written
         if arguments.html is not None:
-            told = found if is_kept else replace(found, directory="")  # it names no directory that is not there
+            told = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
             Path(arguments.html).write_text(page(told), encoding="utf-8")
     except (KeyboardInterrupt, SystemExit):
         print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
         is_kept = arguments.output is not None
         raise
-    except OSError:  # of a command that could not be started nothing is there to look at
+    except OSError:  # a command that could not be started left nothing to look at
         is_kept = arguments.output is not None or next(directory.rglob("*.jsonl"), None) is not None
         raise
     finally:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
-    """Return what a drill has found, and the output of its last process if that failed by itself."""
+    """Return the result of a drill, and the output of its last process if that failed by itself."""
     with ended_by_signals(), progress_on(sys.stderr) as progress:
         progress.tell(f"Drill: {command_text(settings.command)}")
         drill = Drill(settings, progress)
@@ -158,12 +158,12 @@ def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
 
 
 def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the command; Python before 3.12.5 leaves the ``--`` in front of it."""
+    """Return the command. Before 3.12.5, Python leaves the ``--`` in front of it."""
     return tuple(arguments.words[1:] if arguments.words[0] == "--" else arguments.words)
 
 
 def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
-    """Return what is wrong with the arguments, before any hour is spent."""
+    """Return what is wrong with the arguments, before the drill takes hours."""
     if shutil.which(words[0]) is None:
         if not os.path.isfile(words[0]):
             return f"{words[0]}: no such command"
@@ -188,9 +188,10 @@ def _directory(arguments: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make an exception of the first signal that is to end this process, so that nothing is left running.
+    """Turn the first signal that would end this process into an exception, so that nothing is left running.
 
-    More of them would only interrupt that. What is ignored, as SIGHUP under nohup, stays ignored.
+    Further signals are ignored, since they would interrupt the cleanup. An ignored signal, such as SIGHUP under nohup,
+    stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Two runs held against each other, event by event, and the first event in which they differ."""
+"""Compare two runs event by event, and find the first event in which they differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_faulttolerant.cli.drill.result import Difference, Value
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 
-# In the order in which they come about in a step.
+# In the order in which a step computes them.
 _FIELDS = ("order", "content", "rng", "loss", "learning_rates", "metrics", "weights", "optimizers", "step")
 _NAMES = {
     "order": "order of the samples",
@@ -28,14 +28,14 @@ class Mismatch:
     """The first event of a rank in which two runs differ.
 
     Args:
-        rank: Of the processes.
-        expected: The event of the uninterrupted run; None if it has ended before.
-        found: That of the other run.
-        fields: The names of what differs in it, in the order in which they come about; empty where one of the events is
-            another one altogether or not there.
-        number: Training batches before it.
-        expected_next: The uninterrupted run's events after it.
-        found_next: Those of the other.
+        rank: Number of the rank.
+        expected: The event of the uninterrupted run; None if that run ended before.
+        found: The event of the other run.
+        fields: The names of the values that differ, in the order in which a step computes them; empty if one of the
+            events is missing or the two don't correspond.
+        number: Number of training batches before the event.
+        expected_next: The events that follow in the uninterrupted run.
+        found_next: The events that follow in the other run.
     """
 
     rank: int
@@ -48,18 +48,18 @@ class Mismatch:
 
     @property
     def kind(self) -> str:
-        """Of the event; empty if the two are of different kinds."""
+        """The kind of the event; empty if the two events are of different kinds."""
         both = self.expected is not None and self.found is not None
         return self.expected.kind if both and self.fields and self.expected is not None else ""
 
     @property
     def process(self) -> int:
-        """Number of the process of the other run that did it, or did not."""
+        """The number of the process of the other run that wrote the event; -1 if the event is missing."""
         return self.found.process if self.found is not None else -1
 
     @property
     def num_batches_equal_behind(self) -> int:
-        """How many training batches that come after it are equal in all that a step depends on and gives."""
+        """The number of following training batches that are equal in everything a step depends on and produces."""
         number = 0
         pairs = zip(_batches(self.expected_next), _batches(self.found_next), strict=False)
         for one, other in pairs:
@@ -76,12 +76,12 @@ def first_mismatch(
     ignored: Sequence[str] = (),
     may_end_early: bool = False,
 ) -> Mismatch | None:
-    """Return the first event that differs on any rank, None if none does.
+    """Return the first event that differs on any rank, or None.
 
     Args:
         expected: The ranks of the uninterrupted run.
-        found: Those of the other.
-        ignored: Patterns of names of logged values that are passed over.
+        found: The ranks of the other run.
+        ignored: Patterns of names of logged values that are not compared.
         may_end_early: Whether the other run may have been killed before its end.
     """
     expected_by_rank, found_by_rank = ({run.rank: run for run in runs} for runs in (expected, found))
@@ -98,11 +98,11 @@ def first_mismatch(
 
 @final
 class Follower:
-    """Holds the lines of a process that is under way against an uninterrupted run, as far as it has come.
+    """Compares the lines of a running process with the uninterrupted run, as far as the process has come.
 
     Args:
         expected: Rank 0 of the uninterrupted run.
-        ignored: Patterns of names of logged values that are passed over.
+        ignored: Patterns of names of logged values that are not compared.
     """
 
     def __init__(self, expected: RankOfRun, ignored: Sequence[str] = ()) -> None:
@@ -111,7 +111,7 @@ class Follower:
         self._run = RankOfRun(rank=0)
         self._is_over = False
         self.is_different = False
-        """Whether it can be told already that it differs, and by what."""
+        """Whether a difference is certain already and its cause can be named."""
 
     def take(self, line: Line) -> None:
         """Take the next line of rank 0."""
@@ -119,12 +119,13 @@ class Follower:
         if self._is_over or self._run.is_restarted or line.get("event") not in COMPARED:
             return
         events = self._run.fits[int(line.get("fit", 1))]
-        del events[:-1]  # one is needed to know where the next belongs
+        del events[:-1]  # the last event is needed to place the next one
         for event in without(events, self._ignored):
             fields = different_fields(next(self._expected, None), event)
             if fields is not None:
                 self._is_over = True
-                # What is behind the others has to do with what is said of them.
+                # Later events help to name the cause of a difference in other kinds of events, so those don't stop the
+                # run yet.
                 self.is_different = not fields or event.kind in (ledger.BATCH, ledger.LOG)
 
 
@@ -149,7 +150,7 @@ def _first_of_rank(rank: int, expected: list[Event], found: list[Event]) -> Mism
 
 
 def different_fields(one: Event | None, other: Event | None) -> tuple[str, ...] | None:
-    """Return what differs, nothing where the events are not the same ones at all, None if they are equal."""
+    """Return the names of the values that differ; empty if the events don't correspond, None if they are equal."""
     if one is None or other is None or (one.kind, one.fit) != (other.kind, other.fit):
         return ()
     if one.values == other.values:
@@ -161,11 +162,11 @@ def different_fields(one: Event | None, other: Event | None) -> tuple[str, ...] 
 
 
 def without(events: Sequence[Event], ignored: Sequence[str]) -> list[Event]:
-    """Return the events without logged values of these names; an event in which no others are logged goes too.
+    """Return the events without the ignored logged values. Drop an event that logs no others.
 
     Args:
-        events: Of a run.
-        ignored: Patterns of the names.
+        events: Events of a run.
+        ignored: Patterns of the ignored names.
     """
     if not ignored:
         return list(events)
@@ -193,7 +194,7 @@ def _batches(events: Sequence[Event]) -> list[Event]:
 
 
 def difference_of(mismatch: Mismatch) -> Difference:
-    """Return a mismatch as it is shown."""
+    """Return a mismatch in the form in which it is shown."""
     one, other = mismatch.expected, mismatch.found
     shown = one if one is not None else other
     assert shown is not None
@@ -222,7 +223,7 @@ def difference_of(mismatch: Mismatch) -> Difference:
 
 
 def _values(name: str, expected: Any, found: Any) -> list[Value]:
-    """Return the leaves in which two values differ."""
+    """Return the leaves that differ between two values."""
     if expected == found:
         return []
     shown = _NAMES.get(name, name)
@@ -243,10 +244,10 @@ def _values(name: str, expected: Any, found: Any) -> list[Value]:
 
 
 def shown_value(value: Any) -> str:
-    """Return a value of a ledger for people: a number in decimals, to the last digit.
+    """Return a value of a ledger as readable text. A number is written in decimals, to the last digit.
 
     Args:
-        value: As it is in the ledger.
+        value: The value as in the ledger.
 
     Example:
         >>> shown_value((0.1).hex()), shown_value(None), shown_value("9f3c")
@@ -259,10 +260,10 @@ def shown_value(value: Any) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number that is in a ledger as text, None if it is none.
+    """Return a number that the ledger has as text, or None if the text is not a number.
 
     Args:
-        value: As it is in the ledger.
+        value: The value as in the ledger.
 
     Example:
         >>> number_of((0.1).hex()), number_of("nan"), number_of("9f3c")

@@ -1,4 +1,4 @@
-"""A drill from its first process to its verdict."""
+"""Run a drill from its first process to its verdict."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Drill:
     """One drill.
 
     Args:
-        settings: How it is to be done.
-        progress: Shows how far it is.
-        environment: Variables that the script gets.
+        settings: The settings of the drill.
+        progress: Shows the progress of the drill.
+        environment: Environment variables of the script.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Drill:
 
     @property
     def failed_output(self) -> Path | None:
-        """What the last process has printed, if it failed by itself."""
+        """The output of the last process, if it failed by itself."""
         last = self._runner.ran[-1] if self._runner.ran else None
         return last.processes[-1].output if last is not None and last.outcome == running.FAILED else None
 
     def run(self) -> DrillResult:
-        """Do it.
+        """Run the drill.
 
         Raises:
-            KeyboardInterrupt: If somebody interrupts it; nothing is left running.
+            KeyboardInterrupt: If the user interrupts the drill; nothing is left running.
         """
         try:
             verdict = self._run()
@@ -144,18 +144,18 @@ class Drill:
         )
 
     def _remove_autosaves(self) -> None:
-        """Remove what its runs have left where the script keeps its autosaves."""
+        """Remove everything that the runs left in the script's autosave directory."""
         begin = self._settings.run_id("")
         processes = [process for ran in self._runner.ran for process in ran.processes]
         paths = {path for process in processes for path in _autosave_paths(process.lines().values())}
         own = (parent for path in paths for parent in Path(path).parents if parent.name.startswith(begin))
-        # A process that failed before its first autosave has told none, and may have left its lock and history.
+        # A process that failed before its first autosave reported no path, but may have left its lock and history.
         for directory in {Path(DEFAULT_FOLDER).absolute(), *(each.parent for each in own)}:
             left = list(directory.glob(f"{begin}*"))
             for each in left:
                 shutil.rmtree(each, ignore_errors=True)
             if left and directory.name == DEFAULT_FOLDER:
-                with contextlib.suppress(OSError):  # runs of the user's are in it
+                with contextlib.suppress(OSError):  # it contains the user's runs
                     directory.rmdir()
 
 
@@ -165,7 +165,7 @@ def _autosave_paths(ranks: Iterable[Iterable[Mapping[str, object]]]) -> set[str]
 
 
 def _gaps(batches: Sequence[Event]) -> list[float]:
-    """Return for each batch how long it took until the next was done, the first with what came before it."""
+    """Return the seconds between the end of the previous batch and the end of each batch; 0 for the first batch."""
     times = [event.time for event in batches]
     return [0.0, *(max(after - before, 0.0) for before, after in itertools.pairwise(times))]
 

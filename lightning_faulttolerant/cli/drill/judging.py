@@ -1,4 +1,4 @@
-"""The verdict on a drill: whether its two runs are the same, and if not, or if nobody can know, why."""
+"""The verdict on a drill: whether its two runs are the same. If they differ or can't be judged, it gives the reason."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ _CAUGHT = Cause(
 
 
 def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
-    """Judge a run of which a process failed by itself.
+    """Judge a run in which a process failed by itself.
 
     Args:
-        process: The process.
+        process: The process that failed.
         run: Name of its run.
-        is_restart: Whether it had been struck before, so that the script can't continue rather than not run at all.
+        is_restart: Whether the run was struck before. If so, the script can run, but it can't continue.
     """
     code = process.exit_code
     refusal = refusal_in(process.tail(_NUM_LINES))
@@ -123,7 +123,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
 
 
 def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> Verdict:
-    """Judge a run that this package itself has ended, with a reason."""
+    """Judge a run that this package refused to train, with the reason."""
     output = f"The whole output: {process.output}"
     if not is_restart:
         cause = Cause(part="refusal", text=refusal, advice=("Nothing was trained that could be resumed.", output))
@@ -134,11 +134,11 @@ def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> Verdic
 
 
 def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
-    """Judge an uninterrupted run by itself; None if it is good to be compared with.
+    """Judge an uninterrupted run by itself; return None if other runs can be compared with it.
 
     Args:
         ran: The run.
-        ranks: What it did.
+        ranks: Its ranks.
     """
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=False)
@@ -181,11 +181,11 @@ def _of_outcome(ran: Ran) -> Verdict | None:
 
 
 def beyond_the_end(batch: int, num_batches: int) -> Verdict:
-    """Judge a drill that is to strike where the run never comes.
+    """Judge a drill with a strike beyond the end of the run.
 
     Args:
-        batch: Where.
-        num_batches: Of the whole run.
+        batch: The batch of the strike.
+        num_batches: Number of batches of the whole run.
     """
     return _not_judged(
         f"--at {batch} is after the end: the run has {plural(num_batches, 'batch')}.",
@@ -200,13 +200,13 @@ def beyond_the_end(batch: int, num_batches: int) -> Verdict:
 def of_repeated(
     expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
 ) -> Verdict | None:
-    """Judge whether the script is deterministic by itself; None if it is.
+    """Judge whether the script is deterministic by itself; return None if it is.
 
     Args:
         expected: The ranks of an uninterrupted run.
-        found: Those of another.
-        ran: That other run.
-        settings: Of the drill.
+        found: The ranks of a second uninterrupted run.
+        ran: The second run.
+        settings: Settings of the drill.
     """
     is_ended = ran.outcome == running.DIFFERENT
     mismatch = first_mismatch(expected, found, ignored=settings.ignored, may_end_early=is_ended)
@@ -226,9 +226,9 @@ def of_interrupted(
     Args:
         expected: The ranks of the uninterrupted run.
         ran: The interrupted run.
-        strikes: Those that count.
-        settings: Of the drill.
-        num_wanted: How many strikes were asked for.
+        strikes: The strikes that count.
+        settings: Settings of the drill.
+        num_wanted: Number of requested strikes.
     """
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
@@ -265,7 +265,7 @@ def of_interrupted(
 def _first_of_stages(
     expected: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
 ) -> tuple[Mismatch | None, list[RankOfRun]]:
-    """Return the first mismatch of all that was done, also of what was done again after a strike, and what counts."""
+    """Return the first mismatch, also among batches that were repeated after a strike, and the ranks at the end."""
     mismatches = []
     ranks: list[RankOfRun] = []
     for number, ranks in enumerate(ran.stages(), 1):
@@ -311,7 +311,7 @@ def _of_mismatch(
 
 
 def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> bool:
-    """Return whether it is of a process that trained on where an exception was to end it."""
+    """Return whether the mismatch is from a process that trained on after an exception that should have ended it."""
     faults = ran.processes[0].faults
     if not faults:
         return False
@@ -328,7 +328,7 @@ def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found:
 
 
 def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun], process: int) -> list[Value]:
-    """Return in what processes of the second run, up to this one, did not compute as those of the first."""
+    """Return the surroundings in which processes of the second run, up to this one, differ from the first run."""
     found_by_rank = {run.rank: run for run in found}
     values: dict[Value, None] = {}
     for one in expected:
@@ -343,7 +343,7 @@ def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun
 
 
 def _inexact(ranks: Sequence[RankOfRun], process: int) -> list[Resumption]:
-    """Return where processes, up to this one, have continued without everything."""
+    """Return the resumptions, up to this process, that could not restore everything."""
     resumed = [resumption for run in ranks for resumption in run.resumed]
     return [resumption for resumption in resumed if resumption.process <= process and not resumption.is_exact]
 

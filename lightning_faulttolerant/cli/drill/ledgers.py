@@ -1,4 +1,4 @@
-"""What a run did, from the ledgers of its processes: joined where a restart resumed, so that each batch counts once."""
+"""The events of a run from the ledgers of its processes, joined where a restart resumed: each batch counts once."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 
 COMPARED = (ledger.BATCH, ledger.VALIDATED, ledger.LOG, ledger.END)
-# What a line says about itself, not about the training.
+# Fields about the line itself, not about the training.
 _NOT_COMPARED = ("event", "fit", "time")
 
 Place = tuple[int, int, int]
-"""Fit, epoch, and batches of the epoch done."""
+"""Fit, epoch, and number of finished batches of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One line of a ledger that is compared.
+    """One line of a ledger that takes part in the comparison.
 
     Args:
         kind: ``batch``, ``validated``, ``log`` or ``end``.
         fit: Number of the fit, from 1.
-        values: What is compared.
-        place: Where in the run it belongs; of a batch, the batches that are done when it is.
-        in_validation: Whether it was made in a validation run.
-        is_epoch_end: Whether it was made after the last batch of a training epoch.
+        values: The values that are compared.
+        place: The event's place in the run. A batch counts as done in its own place.
+        in_validation: Whether it was written in a validation run.
+        is_epoch_end: Whether it was written after the last batch of a training epoch.
         process: Number of the process that wrote it, from 0.
-        is_restarted: Whether that was another one than the run's first, be it one that a launcher in it has made.
-        time: When, seconds since 1970.
+        is_restarted: Whether that process is not the run's first one. A process that a launcher restarted counts too.
+        time: Time of the event, seconds since 1970.
     """
 
     kind: str
@@ -58,15 +58,15 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """Where a fit continued from a checkpoint.
+    """A place where a fit continued from a checkpoint.
 
     Args:
         process: Number of the process, from 0.
-        place: How much was done before.
+        place: The place up to which everything was done before.
         text: The position in words.
-        is_exact: Whether all was restored exactly.
-        not_exact: What was not, as the run itself says.
-        path: Of the checkpoint.
+        is_exact: Whether everything was restored exactly.
+        not_exact: What was not restored exactly, as the run itself reports it.
+        path: Path of the checkpoint.
     """
 
     process: int
@@ -78,11 +78,11 @@ class Resumption:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the fit had come to its end."""
+        """Whether the fit had finished."""
         return self.text.startswith("after the end")
 
     def kept_of(self, events: Sequence[Event]) -> list[Event]:
-        """Return those of the fit's events that had happened when the state was taken that it continued from."""
+        """Return the events of the fit that happened before the restored state was captured."""
         return [event for event in events if self._was_before(event)]
 
     def _was_before(self, event: Event) -> bool:
@@ -101,15 +101,15 @@ class Resumption:
 
 @dataclass(kw_only=True, slots=True)
 class RankOfRun:
-    """What one rank did over all processes of a run.
+    """The events of one rank over all processes of a run.
 
     Args:
-        rank: Its number.
-        fits: For each fit of the script the events that count, in order.
-        begun: The lines with which its fits began, each with the number of the process.
-        resumed: Where fits continued, in order.
-        autosaves: For each autosave the process and the place of its position.
-        is_restarted: Whether a fit was begun more than once.
+        rank: Number of the rank.
+        fits: For each fit of the script, the events that count, in order.
+        begun: The lines that begin a fit, each with the number of the process.
+        resumed: The resumptions, in order.
+        autosaves: For each autosave, the number of the process and the place.
+        is_restarted: Whether a fit began more than once.
     """
 
     rank: int
@@ -122,7 +122,7 @@ class RankOfRun:
 
     @property
     def events(self) -> list[Event]:
-        """All that counts, in order."""
+        """All events that count, in order."""
         return [event for fit in sorted(self.fits) for event in self.fits[fit]]
 
     @property
@@ -131,13 +131,13 @@ class RankOfRun:
         return [event for event in self.events if event.kind == ledger.BATCH]
 
     def add(self, process: int, line: Line) -> None:
-        """Take the next line of a process."""
+        """Add the next line of a process."""
         fit, kind = int(line.get("fit", 1)), line.get("event")
         events = self.fits.setdefault(fit, [])
         if kind == ledger.FIT:
             self.is_restarted |= fit in self._earlier
             self.begun.append((process, line))
-            # Until it is known whether the fit resumes or begins again. A process that did nothing takes nothing away.
+            # Keep these until the fit resumes or begins again. A process that did nothing discards nothing.
             self._earlier[fit] = events or self._earlier.get(fit, [])
             self.fits[fit] = []
         elif kind == ledger.RESUMED:
@@ -151,10 +151,10 @@ class RankOfRun:
 
 
 class BatchNumbers:
-    """Tells how many training batches of a whole run are done at a place.
+    """Counts the training batches of a whole run that are done at a place.
 
     Args:
-        batches: Of the uninterrupted run.
+        batches: Training batches of the uninterrupted run.
     """
 
     def __init__(self, batches: Sequence[Event]) -> None:
@@ -165,30 +165,30 @@ class BatchNumbers:
 
     @property
     def num_fits(self) -> int:
-        """How many fits the script has."""
+        """The number of fits in the script."""
         return self._places[-1][0] if self._places else 0
 
     def at(self, place: Place) -> int:
-        """Return how many batches are done where so many of that fit and epoch are."""
+        """Return the number of batches of the whole run that are done at a place."""
         return bisect.bisect_right(self._places, place)
 
     def of(self, resumption: Resumption) -> int:
-        """Return how many batches did not have to be done again."""
+        """Return the number of batches that did not have to be done again."""
         return self.at((resumption.place[0] + 1, -1, -1) if resumption.is_finished else resumption.place)
 
     def place_of(self, number: int) -> Place:
-        """Return fit, epoch and index of the batch before which `number` are done."""
+        """Return the fit, epoch and index of the batch that has `number` batches before it."""
         fit, epoch, done = self._places[min(number, len(self._places) - 1)]
         return fit, epoch, done - 1
 
 
 def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
-    """Join what the processes of a run wrote on one rank; after a place where a later one continued, its word counts.
+    """Join the lines of all processes on one rank. After a place where a later process continued, its lines count.
 
     Args:
-        rank: Whose ledgers these are.
-        processes: The lines of each process of the drill, in order. A launcher that starts its ranks again makes them
-            write on in the same file.
+        rank: Number of the rank.
+        processes: The lines of each process of the drill, in order. A rank that a launcher restarts goes on writing to
+            the same file.
     """
     run = RankOfRun(rank=rank)
     for process, lines in enumerate(processes):
@@ -198,7 +198,7 @@ def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
 
 
 def resumption_of(process: int, line: Line) -> Resumption:
-    """Return where a fit continued.
+    """Return the place where a fit continued.
 
     Args:
         process: Number of the process that wrote the line.
@@ -223,7 +223,7 @@ def _event(process: int, fit: int, line: Line, before: Sequence[Event], *, is_re
     return Event(
         kind=kind,
         fit=fit,
-        # A run may have millions: their names are kept once.
+        # A run may have millions of events, so their names are stored once.
         values={sys.intern(name): value for name, value in line.items() if name not in _NOT_COMPARED},
         place=place,
         in_validation=kind == ledger.VALIDATED or bool(line.get("validating", False)),

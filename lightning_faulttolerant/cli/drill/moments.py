@@ -1,4 +1,4 @@
-"""The moments at which a run is struck: random ones, spread over all of its training batches."""
+"""The moments at which a run is struck: random by default, spread over all of its training batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MAX_TWICE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """When a strike is to come.
+    """The moment of a strike.
 
     Args:
-        batch: Training batch of the whole run, from 0: all before it are done.
-        fraction: How much of the time until the next batch is done is to pass.
-        hook: Where in the batch an exception is raised.
-        num_twice: How many batches before it the process is to save, so that they are done again.
+        batch: Training batch of the whole run, from 0: all batches before it are done.
+        fraction: Share of the time until the next batch is done that passes before the strike.
+        hook: The place in the batch where an exception is raised.
+        num_twice: How many batches before it the process saves, so that those batches are done again.
     """
 
     batch: int
@@ -31,11 +31,11 @@ class Moment:
 
 
 def moments_of(settings: DrillSettings, num_batches: int) -> list[Moment]:
-    """Return the moments of a drill: those that it asks for, or one at random in each of equal parts of the run.
+    """Return the moments of a drill: the requested ones, or a random one in each of equal parts of the run.
 
     Args:
-        settings: Of the drill.
-        num_batches: Of the uninterrupted run.
+        settings: Settings of the drill.
+        num_batches: Number of batches of the uninterrupted run.
     """
     generator = random.Random(settings.seed)
     if settings.at:
@@ -51,13 +51,13 @@ def moments_of(settings: DrillSettings, num_batches: int) -> list[Moment]:
 
 
 def plan_of(settings: DrillSettings, coming: Sequence[Moment], numbers: BatchNumbers, *, num_saved: int) -> StrikePlan:
-    """Return what a process is asked to do so that its strikes can come.
+    """Return what a process has to do so that its strikes can come.
 
     Args:
-        settings: Of the drill.
-        coming: When it is to be struck.
-        numbers: Of the uninterrupted run.
-        num_saved: How many batches are done where it continues.
+        settings: Settings of the drill.
+        coming: The moments of its strikes.
+        numbers: Batch numbers of the uninterrupted run.
+        num_saved: Number of batches that are done where the process continues.
     """
     saves = []
     for moment in coming:
@@ -69,7 +69,7 @@ def plan_of(settings: DrillSettings, coming: Sequence[Moment], numbers: BatchNum
         return StrikePlan(faults=tuple(faults), saves=tuple(saves))
     if not coming:
         return StrikePlan()
-    # At a random moment it may be anywhere in the batch, but not past it.
+    # A random moment may be anywhere in the batch, but not past it.
     last = coming[0].batch + (not settings.at)
     hold = numbers.place_of(min(last, len(numbers) - 1))
     return StrikePlan(saves=() if settings.kind == TERM else tuple(saves), hold=hold)

@@ -1,4 +1,4 @@
-"""The page of a drill: its verdict, the curves of both runs over each other, where it struck, and what differs."""
+"""The page of a drill: its verdict, the curves of both runs over each other, the strikes, and the difference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NUM_VALUES = 12
 
 
 def page(result: DrillResult) -> str:
-    """Return the page of a drill, one file that asks for nothing.
+    """Return the page of a drill, a single file that makes no requests.
 
     Args:
-        result: What the drill has found.
+        result: The result of the drill.
     """
     return document(
         f"Drill: {result.verdict.word}",
@@ -51,7 +51,7 @@ def _head(result: DrillResult) -> Markup:
 
 
 def _script(command: tuple[str, ...]) -> str:
-    """Return the name of the Python file in a command, else of the command itself."""
+    """Return the name of the Python file in a command, or the name of the command itself."""
     return next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name)
 
 

@@ -1,4 +1,4 @@
-"""The picture of a drill: the loss of both runs over each other, and below which process did which batches."""
+"""The picture of a drill: the loss of both runs over each other, and below it the batches that each process did."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LARGEST_LANE = 15.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What one process of the interrupted run did.
+    """The batches that one process of the interrupted run did.
 
     Args:
         process: Its number, from 0.
-        begin: Batches done before its first.
-        counts_until: Those up to here count in the end; the others were done again.
-        end: Batches done when it was struck, or at the end of the run.
+        begin: Batches done before its first one.
+        counts_until: The batches up to here count in the end; the others were done again.
+        end: Batches done when the process was struck, or at the end of the run.
     """
 
     process: int
@@ -40,16 +40,16 @@ class Stretch:
 
 
 def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[Stretch]:
-    """Return what each process did, from where it continued to where it was struck.
+    """Return the batches of each process, from where it continued to where it was struck.
 
     Args:
         strikes: Of the drill, in order.
-        done_by: For each batch of the run, the number of the process that did it for good. Processes that ended before
-            they came to train anything new are numbered, but have no strike.
+        done_by: For each batch of the run, the number of the process whose result counts. Processes that ended before
+            they trained anything new are numbered, but have no strike.
     """
     begins = [0, *(strike.resumed_at for strike in strikes)]
     ends = [*(strike.at for strike in strikes), len(done_by)]
-    lowest = list(accumulate(reversed(begins), min))[::-1]  # what later processes went back to
+    lowest = list(accumulate(reversed(begins), min))[::-1]  # how far back later processes went
     made: list[Stretch] = []
     for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         counts_until = max(begin, min([end, *lowest[index + 1 : index + 2]]))
@@ -60,10 +60,10 @@ def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[Stretch
 
 
 def picture(result: DrillResult) -> Markup | None:
-    """Return the picture, or None where no run came to train.
+    """Return the picture, or None if no run trained.
 
     Args:
-        result: What the drill has found.
+        result: The result of the drill.
     """
     runs = [run for run in (result.uninterrupted, result.repeated, result.interrupted) if run is not None and run.curve]
     if not runs:

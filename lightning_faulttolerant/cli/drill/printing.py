@@ -1,4 +1,4 @@
-"""The result of a drill on a terminal: the strikes, then the verdict, and what to do."""
+"""Print the result of a drill on a terminal: the strikes, then the verdict and the advice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_VALUES = 8
 
 
 def print_result(found: DrillResult, stream: TextIO, *, is_kept: bool) -> None:
-    """Print it.
+    """Print the result of a drill.
 
     Args:
-        found: What the drill has found.
-        stream: Where to.
-        is_kept: Whether ledgers and outputs stay.
+        found: The result of the drill.
+        stream: The stream to print to.
+        is_kept: Whether the ledgers and outputs are kept.
     """
     lines = []
     if found.strikes:
@@ -73,7 +73,7 @@ def _difference(difference: Difference, found: DrillResult) -> list[str]:
 
 
 def _before(difference: Difference, found: DrillResult) -> str:
-    """Return what is known of the batches before it."""
+    """Return a sentence about the batches before the difference."""
     number = difference.num_equal
     where = f" on rank {difference.rank}" if difference.rank else ""
     if not number:
@@ -112,9 +112,9 @@ def _styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as it is typed.
+    """Return a command as the user would type it.
 
     Args:
-        words: Of the command.
+        words: Words of the command.
     """
     return safe(shlex.join(words))

@@ -1,4 +1,4 @@
-"""One start of the user's command: what it writes into its ledger is read while it runs."""
+"""One start of the user's command, with its ledger read while it runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _TAIL_BYTES = 20_000
 
 @final
 class DrillProcess:
-    """One process of one of the drill's runs, with whatever it starts.
+    """One process of one of the drill's runs, with everything that it starts.
 
     Args:
-        settings: Of the drill.
+        settings: Settings of the drill.
         run: Name of the run.
-        number: Of the process in its run, from 0.
-        environment: Variables of the drill's environment.
-        plan: What the process is asked to do for its strikes.
-        follow: Gets each line that is read while it runs.
+        number: Number of the process in its run, from 0.
+        environment: Environment variables of the drill.
+        plan: What the process has to do for its strikes.
+        follow: Called with each line that is read while the process runs.
     """
 
     def __init__(
@@ -49,34 +49,34 @@ class DrillProcess:
         self.number = number
         plan = plan or StrikePlan()
         self.faults = plan.faults
-        """Where it is to raise an exception."""
+        """The places where the process raises an exception."""
         self._follow = follow
         self.output = directory / f"process-{number}.log"
         self.ledger = directory / f"process-{number}.jsonl"
         self.began = time.time()
         self.seconds: float | None = None
-        """From its start to its end, or to the strike."""
+        """Time from the start to the end of the process, or to the strike."""
         self.last_line_at = time.monotonic()
         self.resumed: list[Resumption] = []
-        """Where fits continued before the first batch."""
+        """The places where fits continued before the first batch."""
         self.autosaves: list[Place] = []
         self.last_saved: Place | None = None
-        """The furthest of them."""
+        """The furthest of the autosaves."""
         self.done: Place | None = None
-        """Fit, epoch and batches of the epoch done, by rank 0's last batch."""
+        """Fit, epoch and number of finished batches of the epoch, by rank 0's last batch."""
         self.num_batches = 0
         self._places: list[Place] = []
         self.last_ended = 0
-        """Number of the last fit that has come to its end."""
+        """Number of the last fit that finished."""
         self.num_restarts = 0
-        """How often a launcher in it has started its ranks again."""
+        """How often a launcher in the process restarted its ranks."""
         self.autosaves_before: list[Place] = []
-        """Of those that such a restart, or the end of the process, left."""
+        """The autosaves before the last restart by a launcher or before the end of the process."""
         self._process_id: int | None = None
         self._last_fit = 0
         self._batch_times: tuple[float, float] | None = None
         self.num_expected: int | None = None
-        """Batches until the fit that is under way is over, if it does not end before its last epoch."""
+        """Batches until the current fit is over, if it does not end before its last epoch."""
         self._offset = 0
         self._tree = ProcessTree(
             settings.words(run),
@@ -87,14 +87,14 @@ class DrillProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal, None while it is alive."""
+        """The exit code: negative for a signal, None while the process is alive."""
         code = self._tree.exit_code
         if code is not None and self.seconds is None:
             self.seconds = time.time() - self.began
         return code
 
     def read(self) -> None:
-        """Take in what rank 0 has written since."""
+        """Read the lines that rank 0 has written since the last call."""
         try:
             with self.ledger.open("rb") as file:
                 file.seek(self._offset)
@@ -110,7 +110,7 @@ class DrillProcess:
                 self._follow(line)
 
     def num_before(self, place: Place) -> int:
-        """Return how many of the batches that it has done are before a place."""
+        """Return the number of batches that this process has done before a place."""
         return bisect.bisect_right(self._places, place)
 
     def _take(self, line: Line) -> None:
@@ -136,7 +136,7 @@ class DrillProcess:
             self.resumed.append(resumption_of(self.number, line))
 
     def _begin(self, process_id: int | None, fit: int) -> None:
-        """Take note of a fit that begins: of the next one, or again of one, by what a launcher has made meanwhile."""
+        """Note that a fit begins: the next fit, or the same fit again if a launcher restarted the ranks."""
         is_again = fit <= self._last_fit
         self._last_fit = fit
         if is_again and self._process_id not in (None, process_id):
@@ -147,18 +147,18 @@ class DrillProcess:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a fit has begun in it."""
+        """Whether a fit has begun in the process."""
         return self._process_id is not None
 
     @property
     def batches_per_second(self) -> float | None:
-        """How fast it trains; None before its second batch."""
+        """The training speed; None before the second batch."""
         if self._batch_times is None or self._batch_times[1] <= self._batch_times[0]:
             return None
         return (self.num_batches - 1) / (self._batch_times[1] - self._batch_times[0])
 
     def start(self) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             OSError: If it can't be started.
@@ -168,19 +168,19 @@ class DrillProcess:
         self._tree.start()
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end."""
         self.seconds = time.time() - self.began
         self._tree.terminate()
 
     def kill(self) -> None:
-        """End it and all that it has started, at once."""
+        """End the process and everything that it started, without delay."""
         self.autosaves_before = list(self.autosaves)
         if self.seconds is None:
             self.seconds = time.time() - self.began
         self._tree.close()
 
     def lines(self) -> dict[int, Iterable[Line]]:
-        """Return what each rank has written, by rank; read as it is asked for."""
+        """Return the lines of each rank, by rank. They are read lazily."""
         paths = {0: self.ledger}
         for path in self.ledger.parent.glob(f"{self.ledger.name}.rank-*"):
             found = _RANK.search(path.name)
@@ -189,16 +189,16 @@ class DrillProcess:
         return {rank: each_line(path) for rank, path in sorted(paths.items())}
 
     def tail(self, num_lines: int = 20) -> list[str]:
-        """Return the end of what it has printed."""
+        """Return the end of the process's output."""
         return tail_of(self.output, num_lines)
 
 
 def tail_of(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a file, progress bars as they ended.
+    """Return the last lines of a file, with each progress bar in its final state.
 
     Args:
         path: The file.
-        num_lines: How many.
+        num_lines: Number of lines.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What is shown while a drill runs: live on a terminal with rich, else a line now and then."""
+"""The progress of a drill: live on a terminal with rich, otherwise a line from time to time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _PLAIN_EVERY_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How far a run is.
+    """The progress of a run.
 
     Args:
-        run: Its name.
-        done: Training batches of the whole run that are done; the last ones may be done again.
-        num_batches: Of the whole run; None while nobody knows.
-        num_strikes: So far.
-        num_wanted: Of all; 0 in a run that is not struck.
+        run: Name of the run.
+        done: Number of finished training batches of the whole run. The last ones may be done again.
+        num_batches: Number of batches of the whole run; None while unknown.
+        num_strikes: Number of strikes so far.
+        num_wanted: Number of strikes in total; 0 in a run that is not struck.
         saved: Training batches before the last autosave; None if there is none.
-        batches_per_second: In this process; None before its second batch.
-        is_starting: Whether its fit has not begun yet.
-        text: What it is waiting for; empty while it trains.
+        batches_per_second: Speed of this process; None before its second batch.
+        is_starting: Whether the fit of the process has not begun yet.
+        text: What the drill is waiting for; empty while the process trains.
     """
 
     run: str
@@ -45,10 +45,10 @@ class Status:
 
 
 class Progress(Protocol):
-    """Shows it."""
+    """Shows the progress of a drill."""
 
     def update(self, status: Status) -> None:
-        """Show how far a run is; called often."""
+        """Show the progress of a run. Called often."""
 
     def tell(self, text: str) -> None:
         """Show a line that stays."""
@@ -58,13 +58,13 @@ class Progress(Protocol):
 
 
 def ended_text(status: Status, seconds: float) -> str:
-    """Return what is told of a run that has ended."""
+    """Return the line about a run that has ended."""
     struck = f", {plural(status.num_strikes, 'strike')}" if status.num_wanted else ""
     return f"{status.run:<13}  {plural(status.done, 'batch')}{struck}, {duration(seconds)}"
 
 
 def duration(seconds: float) -> str:
-    """Return a time that something took, short.
+    """Return a duration in short form.
 
     Args:
         seconds: From 0.
@@ -83,10 +83,10 @@ def duration(seconds: float) -> str:
 
 
 class PlainProgress:
-    """Lines of text.
+    """Prints the progress as lines of text.
 
     Args:
-        stream: Where they go.
+        stream: The stream to print to.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -96,7 +96,7 @@ class PlainProgress:
         self._told: Status | None = None
 
     def update(self, status: Status) -> None:
-        """Say how far it is, every ten seconds."""
+        """Print the progress every ten seconds."""
         now = time.monotonic()
         if status.run != self._run:
             self._run, self._told_at = status.run, now
@@ -106,11 +106,11 @@ class PlainProgress:
             self.tell(f"{status.run}: {', '.join([_place(status), *_more(status)])}")
 
     def tell(self, text: str) -> None:
-        """Write a line."""
+        """Print a line."""
         print(safe(text), file=self._stream, flush=True)
 
     def end(self, status: Status, seconds: float) -> None:
-        """Say that a run has ended."""
+        """Print that a run has ended."""
         self._run = ""
         self.tell(ended_text(status, seconds))
 
@@ -138,7 +138,7 @@ def _more(status: Status) -> list[str]:
 
 
 class RichProgress:
-    """Two lines that move, and one that stays for each run.
+    """Shows two live lines, and one lasting line for each run.
 
     Args:
         stream: A terminal.
@@ -160,15 +160,15 @@ class RichProgress:
         self._live.stop()
 
     def update(self, status: Status) -> None:
-        """Draw it again."""
+        """Redraw the live lines."""
         self._live.update(self._lines(status))
 
     def tell(self, text: str) -> None:
-        """Write a line above it."""
+        """Print a line above the live lines."""
         self._console.print(safe(text), markup=False, soft_wrap=True)
 
     def end(self, status: Status, seconds: float) -> None:
-        """Leave a line that stays."""
+        """Print a line that stays."""
         from rich.text import Text
 
         self._live.update(Text(""))
@@ -189,12 +189,12 @@ class RichProgress:
 
 @contextlib.contextmanager
 def progress_on(stream: TextIO) -> Iterator[Progress]:
-    """Give what shows progress there: live if it is a terminal on which lines can move and rich is installed.
+    """Yield a progress display: live if rich is installed and the stream is a terminal that can redraw lines.
 
     Args:
-        stream: Such as ``sys.stderr``.
+        stream: The stream, such as ``sys.stderr``.
     """
-    # On such a terminal rich would show nothing until a run has ended.
+    # On a dumb terminal, rich would show nothing until a run has ended.
     can_move = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if can_move and stream.isatty() and find_spec("rich") is not None:
         with RichProgress(stream) as live:

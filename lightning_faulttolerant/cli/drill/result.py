@@ -1,4 +1,4 @@
-"""What a drill has found: all that its printing and its page are made from."""
+"""The result of a drill: everything that its printed text and its page need."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One training batch of a run, as it counts in the end: of one that was done twice, the second time.
+    """One training batch of a run, as it counts in the end: the second time, if it was done twice.
 
     Args:
-        number: Training batches of the run before it, over all fits and epochs.
+        number: Number of training batches of the run before it, over all fits and epochs.
         fit: Number of its fit in the script, from 1.
-        epoch: Of the fit, from 0.
-        batch: Of the epoch, from 0.
-        loss: On rank 0; None if the step gave none.
+        epoch: Epoch in the fit, from 0.
+        batch: Batch in the epoch, from 0.
+        loss: Loss on rank 0; None if the step returned none.
         process: Number of the process that did it, from 0.
     """
 
@@ -38,22 +38,22 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
-    """One fault that the drill made.
+    """One fault that the drill caused.
 
     Args:
-        number: From 1.
+        number: Number of the strike, from 1.
         kind: ``KILL``, ``TERM`` or ``exception``.
-        fit: Where it hit: the first training batch that was not finished.
-        epoch: Of the fit.
-        batch: Of the epoch.
-        at: The same as a number of batches over the whole run: so many were done before it.
-        resumed_at: So many batches did not have to be done again: where the restart continued.
+        fit: The fit that it hit, at the first training batch that was not finished.
+        epoch: Epoch in the fit.
+        batch: Batch in the epoch.
+        at: The same place as the number of batches of the whole run that were done before it.
+        resumed_at: Number of batches that did not have to be done again, since the restart continued there.
         resumed_text: The same place in the words of the restart.
-        num_twice: Batches that were done before the strike and again after it.
-        seconds_in_process: From the start of the struck process to the strike.
-        seconds_to_first_batch: From the restart to its first finished batch; None if it finished none.
-        exit_code: Of the struck process; negative for a signal that ended it.
-        hook: Where in the batch an exception was raised: ``start``, ``step`` or ``end``; empty for a signal.
+        num_twice: Number of batches that were done before the strike and again after it.
+        seconds_in_process: Time from the start of the struck process to the strike.
+        seconds_to_first_batch: Time from the restart to its first finished batch; None if it finished none.
+        exit_code: Exit code of the struck process; negative for a signal that ended it.
+        hook: The place in the batch where an exception was raised: ``start``, ``step`` or ``end``; empty for a signal.
     """
 
     number: int
@@ -80,12 +80,12 @@ class RunOfDrill:
         curve: Its training batches in order.
         num_processes: How often the command was started.
         num_ranks: How many processes trained together.
-        num_fits: Fits of the script.
-        num_validations: Validation runs.
+        num_fits: Number of fits in the script.
+        num_validations: Number of validation runs.
         num_logs: How often values were logged.
-        num_autosaves: Autosaves that were written.
-        seconds: From its first start to its end, restarts and all.
-        is_complete: Whether it came to its end.
+        num_autosaves: Number of autosaves that were written.
+        seconds: Time from the first start to the end, including restarts.
+        is_complete: Whether the run finished.
     """
 
     name: str
@@ -105,9 +105,9 @@ class Value:
     """One value that differs between the two runs.
 
     Args:
-        name: In words, such as ``loss`` or ``learning rate 0``.
-        expected: In the uninterrupted run, as text for people.
-        found: In the other.
+        name: Name in words, such as ``loss`` or ``learning rate 0``.
+        expected: The value in the uninterrupted run, as readable text.
+        found: The value in the other run.
     """
 
     name: str
@@ -120,13 +120,13 @@ class Difference:
     """The first event in which two runs differ.
 
     Args:
-        place: In words, such as ``batch 31 of epoch 2``.
-        number: Training batches of the run before it, over the whole run.
-        rank: Of the process.
-        values: What differs in it.
-        equal: What of it is equal.
-        num_equal: So many training batches before it are equal.
-        process: Of the interrupted run, from 0: the one that did it.
+        place: Place in words, such as ``batch 31 of epoch 2``.
+        number: Number of training batches of the run before it, over the whole run.
+        rank: Number of the rank.
+        values: The values of the event that differ.
+        equal: The names of the values of the event that are equal.
+        num_equal: Number of training batches before the event that are equal.
+        process: Number of the process of the interrupted run that wrote the event, from 0.
     """
 
     place: str
@@ -140,13 +140,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """What is likely behind a difference, and what to do.
+    """The likely cause of a difference, and the advice for it.
 
     Args:
-        part: Of the state: ``data order``, ``augmentation``, ``main RNG``, ``weights``, ``metrics``, ``logged values``,
-            ``surroundings``, or what else keeps a drill from being judged, such as ``no seed``.
-        text: Why, in a sentence or two.
-        advice: What to do, one thing each.
+        part: Part of the state: ``data order``, ``augmentation``, ``main RNG``, ``weights``, ``metrics``,
+            ``logged values``, ``surroundings``; or another reason why the drill can't be judged, such as ``no seed``.
+        text: The explanation, in a sentence or two.
+        advice: The steps to take, one thing each.
     """
 
     part: str
@@ -156,14 +156,14 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the drill says in the end.
+    """The final verdict of a drill.
 
     Args:
         word: ``exact``, ``differs`` or ``not judged``.
-        text: One sentence.
-        cause: Where it is not ``exact``: why that may be.
-        difference: The first event that differs, if one does.
-        notes: What else is to be known, one sentence each.
+        text: The verdict in one sentence.
+        cause: The likely cause, if the word is not ``exact``.
+        difference: The first event that differs, if any.
+        notes: Further facts, one sentence each.
     """
 
     word: str
@@ -174,29 +174,29 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """The exit status that goes with it."""
+        """The exit status for this verdict."""
         return EXIT_CODES[self.word]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillResult:
-    """A whole drill.
+    """The result of a whole drill.
 
     Args:
-        command: What was run, in words as they were given.
-        verdict: What came of it.
-        strikes: Those that count, in order.
-        num_wanted: How many strikes were asked for.
+        command: The command, as the words that were given.
+        verdict: The verdict.
+        strikes: The strikes that count, in order.
+        num_wanted: Number of requested strikes.
         kind: ``KILL``, ``TERM`` or ``exception``.
-        seed: Of the moments of the strikes.
-        began: When it began, seconds since 1970.
-        seconds: How long it took.
-        directory: Where the ledgers and the output of the script are.
-        versions: Of this package and of what the script computed with: versions, device, threads.
-        uninterrupted: None if it never came to train.
+        seed: Seed of the moments of the strikes.
+        began: Time when the drill began, seconds since 1970.
+        seconds: Duration of the drill.
+        directory: The directory with the ledgers and the output of the script.
+        versions: Versions of this package and of the software that the script computed with, its device and threads.
+        uninterrupted: The uninterrupted run; None if it never trained.
         repeated: The second uninterrupted run of ``--check``.
-        interrupted: None if the drill ended before it.
-        last_words: The end of what the script has printed, if it failed by itself.
+        interrupted: The interrupted run; None if the drill ended before it.
+        last_words: The end of the script's output, if the script failed by itself.
     """
 
     command: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The runs of a drill: one that nobody interrupts, and one that is struck and started again until it ends."""
+"""The runs of a drill: an uninterrupted run, and a run that is struck and restarted until it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _STRUCK = "struck"
 _LOOK_EVERY_SECONDS = 0.005
 _STOP_WITHIN_SECONDS = 90.0
 _SILENCE_SECONDS = 120.0
-# An exception comes where it comes, with or without an autosave before it: so often one more may be needed.
+# An exception is raised at its batch, whether or not there is an autosave before it, so a strike may need several
+# processes. This is the limit per strike.
 _MAX_PROCESSES = 3
 
 Judge = Callable[[DrillProcess], "str | None"]
@@ -35,16 +36,16 @@ Judge = Callable[[DrillProcess], "str | None"]
 
 @dataclass(kw_only=True, slots=True)
 class Ran:
-    """What came of a run.
+    """The outcome and the processes of one run.
 
     Args:
-        name: Of the run.
-        outcome: ``ended``, ``failed`` (the last process, by itself), ``resumed`` (the first process),
-            ``began again`` (a later one), ``different`` (before it was interrupted), ``timed out``, ``not stopped``
-            (after a SIGTERM).
-        processes: In order.
-        seconds: From the first start to the end.
-        is_cut: Whether a strike hit when rank 0 was at its end: other ranks may not have written all.
+        name: Name of the run.
+        outcome: ``ended``, ``failed`` (the last process failed by itself), ``resumed`` (the first process resumed),
+            ``began again`` (a later process began again), ``different`` (it differed before the first strike),
+            ``timed out``, ``not stopped`` (it did not stop after a SIGTERM).
+        processes: The processes, in order.
+        seconds: Time from the first start to the end.
+        is_cut: Whether a strike hit when rank 0 had finished: other ranks may not have written everything.
     """
 
     name: str
@@ -54,14 +55,14 @@ class Ran:
     is_cut: bool = False
 
     def ranks(self) -> list[RankOfRun]:
-        """Return what each rank did over all processes."""
-        return list(self.stages())[-1]  # they are all the same objects, and grow
+        """Return the events of each rank over all processes."""
+        return list(self.stages())[-1]  # each stage holds the same, growing objects
 
     def stages(self) -> Iterator[list[RankOfRun]]:
-        """Give what each rank did, as far as the first process came, then the first two, and so on.
+        """Yield the events of each rank for the first process, then for the first two, and so on.
 
-        What is done twice is in them both times. Each is to be looked at before the next: ranks grow from one to the
-        next.
+        A batch that was done twice is in an earlier stage as first done, and in a later stage as done again. Use each
+        stage before requesting the next one: the same rank objects grow from stage to stage.
         """
         ranks: dict[int, RankOfRun] = {}
         for number, process in enumerate(self.processes):
@@ -73,18 +74,18 @@ class Ran:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether it was begun more than once, by the drill or by a launcher in its process."""
+        """Whether the run was started more than once, by the drill or by a launcher in its process."""
         return len(self.processes) > 1 or any(process.num_restarts for process in self.processes)
 
 
 @final
 class Runner:
-    """Runs the user's command as a drill asks for.
+    """Runs the user's command as the drill requires.
 
     Args:
-        settings: Of the drill.
-        progress: Shows how far it is.
-        environment: Variables of the drill.
+        settings: Settings of the drill.
+        progress: Shows the progress of the runs.
+        environment: Environment variables of the drill.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Runner:
         self._told_silence = False
 
     def close(self) -> None:
-        """End whatever still runs. May be called twice."""
+        """End the current process, if one is running. May be called twice."""
         if self._current is not None:
             self._current.kill()
             self._current = None
@@ -114,9 +115,9 @@ class Runner:
         """Run the command once.
 
         Args:
-            name: Of the run.
-            numbers: Of a run before it, to say how far this one is.
-            follower: Ends it as soon as it differs from that one.
+            name: Name of the run.
+            numbers: Batch numbers of an earlier run, to report the progress of this one.
+            follower: Ends the run as soon as it differs from the earlier one.
         """
         ran = self._begin(name, numbers, follower)
         process = self._next(ran)
@@ -129,10 +130,10 @@ class Runner:
         """Run the command, strike it, and run it again until it ends.
 
         Args:
-            name: Of the run.
-            numbers: Of the uninterrupted run.
-            seconds: For each batch of that run how long it took until the next was done.
-            follower: Ends it if it differs from that one before it is struck.
+            name: Name of the run.
+            numbers: Batch numbers of the uninterrupted run.
+            seconds: Seconds that each batch of the uninterrupted run took.
+            follower: Ends the run if it differs from the uninterrupted run before the first strike.
         """
         ran = self._begin(name, numbers, follower)
         moments = moments_of(self._settings, len(numbers))
@@ -174,18 +175,18 @@ class Runner:
             plan=plan,
             follow=self._follower.take if self._follower is not None and number == 0 else None,
         )
-        self._current = process  # before it is started: what interrupts that leaves nothing running
+        self._current = process  # set before the start, so that an interrupted start leaves nothing running
         self._told_silence = False
         ran.processes.append(process)
         process.start()
         return process
 
     def _coming(self, moments: Sequence[Moment], ran: Ran, last: int) -> Sequence[Moment]:
-        """Return when the next process is to be struck; never if it is to end by itself.
+        """Return the moments at which to strike the next process; none if the process is to end by itself.
 
-        Exceptions are not waited for: one must lie after the place where the process continues, and after the one
-        before, if that came before there was an autosave with progress. All that are left are given, since a launcher
-        may start its ranks again by itself.
+        The drill does not wait for exceptions. An exception must come after the place where the process continues. If
+        the previous exception came before there was an autosave with progress, it must also come after that one. All
+        remaining exceptions are returned, since a launcher may restart its ranks by itself.
         """
         num_struck = self._status.num_strikes
         if num_struck >= len(moments) or len(ran.processes) >= _MAX_PROCESSES * len(moments):
@@ -206,7 +207,7 @@ class Runner:
         return coming
 
     def _num_saved(self, ran: Ran) -> int:
-        """Return how many batches were done where the next process continues."""
+        """Return the number of batches before the place where the next process continues."""
         saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
         return max(saved, default=0)
 
@@ -227,10 +228,10 @@ class Runner:
         outcome = self._watch(process, self._has_gone_wrong)
         num_strikes = self._status.num_strikes + process.num_restarts
         expected = coming[min(process.num_restarts, len(coming) - 1)].batch
-        # A script that catches the exception may end well all the same.
+        # A script that catches the exception may still end with exit code 0.
         has_stopped = outcome == FAILED or (outcome == ENDED and self._done(process) < len(self._numbers))
         was_asked_for = has_stopped and self._done(process) in (expected, expected + 1)
-        if was_asked_for and self._has_progress(process):  # else it came too early, and counts for nothing
+        if was_asked_for and self._has_progress(process):  # otherwise it came too early and does not count
             num_strikes += 1
         self._status = replace(self._status, num_strikes=num_strikes)
         return _STRUCK if was_asked_for else outcome
@@ -250,11 +251,11 @@ class Runner:
                 time.sleep(_LOOK_EVERY_SECONDS)
             process.kill()
         process.read()
-        # It was at its end: a restart of a run that has ended begins again, as it should.
+        # The run had finished. A restart of a finished run begins again, as it should.
         if process.last_ended >= self._numbers.num_fits:
             self.ran[-1].is_cut = True
             return ENDED
-        # Asked to end, a script may end well in its middle.
+        # After a SIGTERM, a script may end with exit code 0 in the middle of the run.
         if process.exit_code == 0 and (self._settings.kind == KILL or self._done(process) >= len(self._numbers)):
             return ENDED
         self._status = replace(self._status, num_strikes=self._status.num_strikes + 1)
@@ -264,7 +265,7 @@ class Runner:
         done = self._done(process)
         if done < clock.moment.batch or process.last_ended >= self._numbers.num_fits:
             return False
-        # A process that is asked to end saves by itself.
+        # A process that receives SIGTERM saves by itself.
         if self._settings.kind != TERM and not self._has_progress(process):
             self._status = replace(self._status, text="waiting for an autosave before the next strike")
             return False
@@ -272,7 +273,7 @@ class Runner:
         return clock.has_come(done)
 
     def _watch(self, process: DrillProcess, judge: Judge, *, look_every: float = _LOOK_EVERY_SECONDS) -> str:
-        """Wait until a process ends, or until `judge` says that it has seen enough."""
+        """Wait until the process ends or `judge` returns an outcome."""
         while True:
             code = process.exit_code
             self._look(process)
@@ -296,7 +297,7 @@ class Runner:
         place = process.last_saved
         saved = None if place is None else self._numbers.at(place) if known else process.num_before(place)
         saved_before = self._status.saved or 0
-        # A fit has begun before it is known where it continues.
+        # A fit begins before its ledger shows where it continues.
         done = self._done(process) if process.resumed or process.num_batches else saved_before
         self._status = replace(
             self._status,
@@ -314,7 +315,7 @@ class Runner:
             )
 
     def _start_of(self, process: DrillProcess) -> int:
-        """Return how many batches were done where a process continued."""
+        """Return the number of batches before the place where a process continued."""
         return max((self._numbers.of(resumption) for resumption in process.resumed), default=0)
 
     def _done(self, process: DrillProcess) -> int:
@@ -323,11 +324,11 @@ class Runner:
     def _has_progress(self, process: DrillProcess) -> bool:
         if process.last_saved is None:
             return False
-        # The one after the last batch comes as the run ends: a restart from there would have nothing left to do.
+        # The autosave after the last batch is written as the run ends: a restart from it would have nothing left to do.
         return self._start_of(process) < self._numbers.at(process.last_saved) < len(self._numbers)
 
     def _has_gone_wrong(self, process: DrillProcess) -> str | None:
-        """Return what a process should not have done: continued from elsewhere, or begun again."""
+        """Return the outcome of a process that differs, continued from elsewhere, or began again; else None."""
         if process.number == 0 and process.num_restarts == 0:
             if self._follower is not None and self._follower.is_different:
                 return DIFFERENT
@@ -340,7 +341,7 @@ class Runner:
 
 @final
 class Clock:
-    """Tells when the time of a moment has come, once its batch is reached."""
+    """A clock that reports when the time of a moment has come, once its batch is reached."""
 
     def __init__(self, moment: Moment, seconds: Sequence[float]) -> None:
         self.moment = moment
@@ -348,7 +349,7 @@ class Clock:
         self._began: tuple[int, float] | None = None
 
     def has_come(self, done: int) -> bool:
-        """Return whether it has, where so many batches are done: at the latest when the next one is."""
+        """Return whether the time has come after `done` batches: at the latest when the next batch is done."""
         now = time.monotonic()
         if self._began is None:
             self._began = done, now

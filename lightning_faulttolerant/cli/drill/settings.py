@@ -1,4 +1,4 @@
-"""What a drill is asked to do, and the commands and environments that follow from it."""
+"""The settings of a drill, and the commands and environments that follow from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _RUN = "{run}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrikePlan:
-    """What a process is asked to do for the strikes that are to come.
+    """What a process has to do for its coming strikes.
 
     Args:
-        faults: Where it is to raise an exception: the first, and one of the next each time that a launcher in it starts
-            its ranks again.
-        saves: Before which batches it is to save.
-        hold: Before which batch it is to wait for its strike, if it is to.
+        faults: The places where it raises an exception: the first one, then one more each time that a launcher in it
+            restarts its ranks.
+        saves: The batches before which it saves.
+        hold: The batch before which it waits for its strike, if any.
     """
 
     faults: tuple[ledger.FaultPlace, ...] = ()
@@ -36,19 +36,19 @@ class StrikePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillSettings:
-    """How a drill is to be done.
+    """The settings of a drill.
 
     Args:
-        command: The user's own, in words.
-        num_strikes: How often the run is to be struck.
+        command: The user's own command, in words.
+        num_strikes: Number of strikes.
         kind: ``KILL``, ``TERM`` or ``exception``.
-        at: Training batches of the whole run, from 0, that are to be struck; random ones if there are none.
-        is_checked: Whether it is to run uninterrupted twice.
+        at: Training batches of the whole run, from 0, to strike; random ones if empty.
+        is_checked: Whether the script runs uninterrupted twice.
         ignored: Patterns of names of logged values that are not compared.
-        seed: Of the moments of the strikes.
-        timeout_seconds: Of each run; None for no limit.
-        directory: For ledgers and outputs.
-        token: Names this drill, and no other.
+        seed: Seed of the moments of the strikes.
+        timeout_seconds: Time limit of each run; None for no limit.
+        directory: Directory for ledgers and outputs.
+        token: A name that is unique to this drill.
     """
 
     command: tuple[str, ...]
@@ -63,7 +63,7 @@ class DrillSettings:
     token: str
 
     def run_id(self, run: str) -> str:
-        """Return what the run ids of a run of the drill begin with: an existing run of the user's is not touched."""
+        """Return the prefix of the run ids of one of the drill's runs. It keeps the user's existing runs untouched."""
         return f"drill-{self.token}-{run}"
 
     def words(self, run: str) -> tuple[str, ...]:
@@ -71,13 +71,13 @@ class DrillSettings:
         return tuple(word.replace(_RUN, run) for word in self.command)
 
     def environment(self, run: str, given: Mapping[str, str], *, ledger_path: Path, plan: StrikePlan) -> dict[str, str]:
-        """Return the variables of a process.
+        """Return the environment variables of a process.
 
         Args:
-            run: Whose process it is.
-            given: The variables of the drill.
-            ledger_path: Of the process.
-            plan: What it is asked to do.
+            run: Name of the run that the process belongs to.
+            given: Environment variables of the drill.
+            ledger_path: Path of the process's ledger.
+            plan: What the process has to do for its strikes.
         """
         asked = {
             ledger.FAULT_VARIABLE: ",".join(map(str, plan.faults)),
@@ -86,7 +86,7 @@ class DrillSettings:
         }
         variables = {name: value for name, value in given.items() if name not in asked}
         variables.update({name: text for name, text in asked.items() if text})
-        if not variables.get(_SWITCH_VARIABLE):  # it adds nothing where the script has the callback
+        if not variables.get(_SWITCH_VARIABLE):  # the variable adds nothing if the script has the callback
             variables[_SWITCH_VARIABLE] = "1"
         variables[_RUN_ID_VARIABLE] = self.run_id(run)
         variables[ledger.LEDGER_VARIABLE] = str(ledger_path)

@@ -1,4 +1,4 @@
-"""The strikes of a run, from what its processes have written: where each hit, and where the run continued."""
+"""The strikes of a run, from the ledgers of its processes: where each strike hit, and where the run continued."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_faulttolerant.records.lines import Line
 
 _KINDS = (ledger.FIT, ledger.RESUMED, ledger.BATCH)
 _NEEDED = ("event", "fit", "time", "pid", "epoch", "batch", "text", "exact", "not_exact", "path")
-# A launcher that starts its ranks again does not tell how they ended.
+# A launcher that restarts its ranks does not report their exit codes.
 _FAILED_UNDER_LAUNCHER = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What rank 0 did from one start to the next: usually a process of the drill, else a restart by a launcher in one.
+    """The lines of rank 0 from one start to the next: a process of the drill, or a restart by a launcher in one.
 
     Args:
-        process: Of the drill.
-        lines: What it has written: where each fit began and continued, and its batches, their places only.
-        numbers: Of the uninterrupted run.
-        index: In its process, from 0.
-        is_last: Whether it is the last there.
+        process: The process of the drill.
+        lines: Its lines: where each fit began and continued, and its batches, reduced to their places.
+        numbers: Batch numbers of the uninterrupted run.
+        index: Index of the stretch in its process, from 0.
+        is_last: Whether it is the last stretch of its process.
     """
 
     process: DrillProcess
@@ -38,41 +38,41 @@ class Stretch:
 
     @property
     def batches(self) -> list[Line]:
-        """The lines of batches."""
+        """The lines of the batches."""
         return [line for line in self.lines if line["event"] == ledger.BATCH]
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where it continued, before its first batch; None if it began from the beginning."""
+        """The place where it continued, before its first batch; None if it began from the beginning."""
         before = itertools.takewhile(lambda line: line["event"] != ledger.BATCH, self.lines)
         resumed = [resumption_of(self.process.number, line) for line in before if line["event"] == ledger.RESUMED]
         return max(resumed, key=self.numbers.of, default=None)
 
     @property
     def start(self) -> int:
-        """How many batches of the whole run were done where it began."""
+        """The number of batches of the whole run that were done where it began."""
         return self.numbers.of(self.resumption) if self.resumption is not None else 0
 
     @property
     def done(self) -> int:
-        """How many were done at its end."""
+        """The number of batches of the whole run that were done at its end."""
         places = [(int(line.get("fit", 1)), int(line["epoch"]), int(line["batch"]) + 1) for line in self.batches]
         return max([self.numbers.at(place) for place in places], default=self.start)
 
     @property
     def began(self) -> float:
-        """When it was started, seconds since 1970; of a restart by a launcher, when its fit began."""
+        """The time of its start, seconds since 1970. For a restart by a launcher, the time when its fit began."""
         return self.process.began if self.index == 0 else float(self.lines[0].get("time", 0.0))
 
     @property
     def hook(self) -> str:
-        """Where in the batch an exception was to end it; empty for none."""
+        """The place in the batch where an exception was to end it; empty for none."""
         faults = self.process.faults
         return faults[self.index].hook if self.index < len(faults) else ""
 
     @property
     def seconds(self) -> float:
-        """How long it lived."""
+        """The seconds from its start to its end."""
         if self.is_last and self.process.seconds is not None:
             return self.process.began + self.process.seconds - self.began
         last = self.lines[-1]
@@ -83,8 +83,8 @@ def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> li
     """Return the stretches of a run, in order.
 
     Args:
-        processes: Of the run.
-        numbers: Of the uninterrupted run.
+        processes: The processes of the run.
+        numbers: Batch numbers of the uninterrupted run.
     """
     found = []
     for process in processes:
@@ -97,12 +97,12 @@ def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> li
 
 
 def _place_only(line: Line) -> Line:
-    """Return a line without what is compared: a run may have millions."""
+    """Return a line without the compared values, since a run may have millions of lines."""
     return {name: line[name] for name in _NEEDED if name in line}
 
 
 def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    """Give what was written from one start to the next: one in another process, of a fit that had begun before."""
+    """Yield the lines of each start. A start is a new process that begins a fit again."""
     part: list[Line] = []
     process_id, last_fit = None, 0
     for line in lines:
@@ -122,11 +122,11 @@ def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:
 
 
 def strikes_of(stretches: Sequence[Stretch], kind: str) -> tuple[Strike, ...]:
-    """Return the strikes that count: after which the run continued further than where it had been begun.
+    """Return the strikes that count. After such a strike, the run continued from beyond its previous start.
 
     Args:
-        stretches: Of the run.
-        kind: Of the strikes.
+        stretches: The stretches of the run.
+        kind: Kind of the strikes.
     """
     strikes: list[Strike] = []
     for struck, after in itertools.pairwise(stretches):

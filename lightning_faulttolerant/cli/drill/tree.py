@@ -1,4 +1,4 @@
-"""A command with all that it starts: launchers, ranks, workers of loaders, also those that left its process group."""
+"""A command with everything that it starts: launchers, ranks, loader workers, even if they left its process group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PROCESSES = Path("/proc")
 
 @final
 class ProcessTree:
-    """One start of a command, the leader of a session of its own: a Ctrl-C at the drill does not reach it.
+    """One start of a command, as the leader of its own session: a Ctrl-C at the drill does not reach it.
 
     Args:
-        command: Its words.
-        environment: All of its variables.
-        token: A text that nobody else has; goes into the environment.
-        output: A file for all that it prints.
+        command: Words of the command.
+        environment: The complete environment.
+        token: A unique text that is put into the environment.
+        output: A file for everything that the command prints.
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], token: str, output: Path) -> None:
@@ -35,7 +35,7 @@ class ProcessTree:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it. What interrupts this may leave it running: `close` ends it also then.
+        """Start the command. If the start is interrupted, the command may be running; `close` ends it then too.
 
         Raises:
             OSError: If it can't be started.
@@ -52,18 +52,18 @@ class ProcessTree:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the process that was started; negative for a signal, None before that and while it is alive."""
+        """The exit code of the started process: negative for a signal, None before the start and while it is alive."""
         return None if self._process is None else self._process.poll()
 
     def terminate(self) -> None:
-        """Ask the process that was started to end, as a scheduler does: a launcher hands that on."""
+        """Ask the started process to end, as a scheduler does. A launcher passes the signal on."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill all at once, as a machine that goes away: none is left to see another one die."""
+        """Kill all processes together, like a machine that goes away: no process sees another one die."""
         stopped: set[int] = set()
-        while True:  # what is stopped starts nothing more
+        while True:  # a stopped process starts no others
             found = self._alive() - stopped
             if not found:
                 break
@@ -77,7 +77,7 @@ class ProcessTree:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self, *, patience_seconds: float = 10.0) -> None:
-        """Kill what is left of it, and wait until nothing is.
+        """Kill the remaining processes, and wait until none is left.
 
         Args:
             patience_seconds: How long to wait for processes that are being killed.
@@ -92,7 +92,7 @@ class ProcessTree:
             time.sleep(0.01)
 
     def _alive(self) -> set[int]:
-        """Return the process ids of all that belongs to it and is no zombie."""
+        """Return the ids of all processes that belong to the command and are not zombies."""
         started = {self._process.pid} if self._process is not None and self.exit_code is None else set()
         if not _PROCESSES.is_dir():
             return _by_ps(started)
@@ -102,12 +102,12 @@ class ProcessTree:
 
 
 def _parents() -> tuple[dict[int, int], dict[int, str]]:
-    """Return for each process of the machine its parent's process id, and its state."""
+    """Return the parent's process id and the state of each process of the machine."""
     parents, states = {}, {}
     for entry in _PROCESSES.iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # The name stands in brackets, and may hold anything.
+                # The name is in brackets and may contain anything.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 parents[int(entry.name)], states[int(entry.name)] = int(fields[1]), fields[0]
     return parents, states
@@ -116,13 +116,13 @@ def _parents() -> tuple[dict[int, int], dict[int, str]]:
 def _has_token(process_id: int, token: str) -> bool:
     try:
         variables = (_PROCESSES / str(process_id) / "environ").read_bytes()
-    except OSError:  # gone, or somebody else's
+    except OSError:  # gone, or owned by another user
         return False
     return f"{DRILL_VARIABLE}={token}".encode() in variables.split(b"\0")
 
 
 def _by_ps(process_ids: set[int]) -> set[int]:
-    """Return processes and those below them, where there is no ``/proc``."""
+    """Return processes and their descendants on systems without ``/proc``."""
     told = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     pairs = (line.split() for line in told.splitlines())
     return _with_children(process_ids, {int(child): int(parent) for child, parent in pairs})

@@ -1,1 +1,1 @@
-"""Pages of HTML in one file each: their document, tables and charts, without any library and without torch."""
+"""HTML pages in one file each: document, tables and charts, without any library and without torch."""

@@ -1,4 +1,4 @@
-"""A whole page as one file that asks for nothing: its style and its script are in it, and no other may run."""
+"""A whole page as one file that makes no requests. It contains its style and its script, and no others may run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_faulttolerant.cli.page.markup import Child, Markup, joined, tag
 
 
 def document(title: str, *body: Child) -> str:
-    """Return a page that is complete in itself, also where no script runs.
+    """Return a self-contained page that also works without scripts.
 
-    A policy in it forbids a browser every request and every script and style but its own two, which it names by their
-    digests: should a text ever slip through unescaped, it would still do nothing.
+    Its content security policy forbids the browser all requests, and all scripts and styles except its own two, which
+    it names by their digests. If text ever slipped through unescaped, it would still do nothing.
 
     Args:
-        title: For the browser's tab.
-        body: What is shown.
+        title: Title of the browser tab.
+        body: Content of the page.
     """
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
@@ -33,7 +33,7 @@ def document(title: str, *body: Child) -> str:
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
         tag("title", title),
-        tag("link", rel="icon", href="data:,"),  # or a browser asks the server of the page for one
+        tag("link", rel="icon", href="data:,"),  # otherwise the browser requests an icon from the server
         tag("style", Markup(style)),
     )
     page = tag("html", head, tag("body", tag("main", *body), tag("script", Markup(script))), lang="en")

@@ -1,4 +1,4 @@
-"""HTML and SVG that is escaped by construction: text becomes markup through `tag` only."""
+"""HTML and SVG that are escaped by construction: only `tag` turns text into markup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """Text that is HTML already. Only this package makes any; whatever else meets a page is escaped.
+    """Text that is HTML already. Only this package creates it; anything else on a page is escaped.
 
     Args:
-        html: What a browser reads.
+        html: The HTML source.
     """
 
     html: str
@@ -26,8 +26,8 @@ Attribute: TypeAlias = "str | int | float | None"
 _VOID = frozenset({"meta", "link", "br", "input"})
 _SHAPES = frozenset({"path", "line", "rect", "circle"})
 
-# What a page can't hold, a file can't be written with, or what turns the order of the letters round: from a path or a
-# command line, so possibly anything.
+# Characters that a page can't hold, characters that can't be written to a file, and characters that change the text
+# direction. Text from a path or a command line may contain any of them.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
@@ -35,10 +35,10 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
     """Return an element.
 
     Args:
-        name: Of the element.
-        children: What stands in it: texts are escaped, markup is not, ``None`` is nothing, iterables are gone through.
-        attributes: Its attributes; an underscore stands for a hyphen, one at the end is dropped (``class_``). One that
-            is ``None`` is left out.
+        name: Name of the element.
+        children: Content of the element. Text is escaped, markup is not, ``None`` is skipped, iterables are expanded.
+        attributes: Attributes of the element. An underscore stands for a hyphen; a trailing one is dropped
+            (``class_``). An attribute that is ``None`` is left out.
 
     Example:
         >>> tag("p", "a < b", tag("b", 3), class_="note").html
@@ -52,7 +52,7 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def joined(*children: Child) -> Markup:
-    """Return children one after the other, as `tag` would hold them.
+    """Return children one after the other, as `tag` would contain them.
 
     Args:
         children: As in `tag`.
@@ -61,10 +61,10 @@ def joined(*children: Child) -> Markup:
 
 
 def escaped(text: str) -> str:
-    r"""Return text as HTML that shows it; characters that no page can hold are written as escapes.
+    r"""Return text as HTML that shows it. Characters that a page can't hold become escapes.
 
     Args:
-        text: Any.
+        text: Any text.
 
     Example:
         >>> escaped("<a\x00>")

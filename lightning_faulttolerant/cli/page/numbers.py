@@ -1,4 +1,4 @@
-"""Numbers and durations as a reader says them: few digits, a unit, never better than they are."""
+"""Numbers and durations in readable form: few digits, a unit, and never rounded to look better than they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count_text(number: int) -> str:
-    """Return a number of things.
+    """Return a count with thousands separators.
 
     Args:
         number: Any integer.
@@ -27,8 +27,8 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
 
     Args:
         number: Any integer.
-        noun: For one.
-        nouns: For others; with an s, or es where it ends like "batch" and "process", if it is not given.
+        noun: The noun for one thing.
+        nouns: The noun for other counts. By default, an s is appended, or es after endings like "batch" and "process".
 
     Example:
         >>> plural(1, "strike"), plural(1200, "batch"), plural(2, "child", "children")
@@ -42,7 +42,7 @@ def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units.
 
     Args:
-        seconds: Any; "?" if it is not finite.
+        seconds: Any duration; "?" if it is not finite.
 
     Example:
         >>> duration_text(0.0042), duration_text(4.21), duration_text(192), duration_text(7500), duration_text(9e5)
@@ -67,7 +67,7 @@ def duration_text(seconds: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return a share in percent; what is not all is never rounded to all, and what is not nothing never to nothing.
+    """Return a share in percent. A share below 1 is never shown as 100 %, and one above 0 is never shown as 0 %.
 
     Args:
         share: From 0 to 1; "?" if it is not finite.
@@ -91,7 +91,7 @@ def value_text(value: float, *, digits: int = 5) -> str:
 
     Args:
         value: Any float.
-        digits: How many of its digits count.
+        digits: Number of significant digits.
 
     Example:
         >>> value_text(0.123456789), value_text(float("nan")), value_text(1234567.0)
@@ -101,7 +101,7 @@ def value_text(value: float, *, digits: int = 5) -> str:
 
 
 def short_text(value: float, *, step: float) -> str:
-    """Return what stands at a tick: as many digits as tell it from the next.
+    """Return the label of a tick, with enough digits to distinguish it from the next tick.
 
     Args:
         value: A multiple of `step`.
@@ -124,7 +124,7 @@ def short_text(value: float, *, step: float) -> str:
 
 
 def _exponent(step: float) -> int:
-    """Return the decimal place of the last digit of a step such as 0.25 (-2), 0.5 (-1) or 20 (1)."""
+    """Return the decimal place of the last digit of a step, such as 0.25 (-2), 0.5 (-1) or 20 (1)."""
     place = math.floor(math.log10(step) + 1e-9)
     leading = step / 10.0**place
     return place if abs(leading - round(leading)) < 1e-6 else place - 1

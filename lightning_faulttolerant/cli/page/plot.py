@@ -1,7 +1,7 @@
-"""Charts as inline SVG that keeps its letters and lines as they are, however wide the page is.
+"""Charts as inline SVG with letters and lines of constant size at any width of the page.
 
-Along a chart, places are percent of its width; its height is fixed, in pixels. Curves, which SVG can't give in percent,
-stand in a picture of their own that is stretched, with lines that are not.
+Horizontal positions are percentages of the chart's width. The height is fixed, in pixels. SVG can't take percentages
+for curves, so curves are in a stretched picture of their own, with lines that are not stretched.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from lightning_faulttolerant.cli.page.scales import Scale
 from lightning_faulttolerant.cli.page.thinning import Point, pieces, spread, thinned
 
 WIDTH = 1000
-"""How many units a stretched picture is wide."""
+"""Width of a stretched picture in units."""
 
 _NUM_COLUMNS = 500
 _NUM_READOUTS = 320
-_UNIT_FROM, _UNIT_FROM_NARROW = 0.88, 0.72  # where the text of the unit begins, or may begin on a phone
+_UNIT_FROM, _UNIT_FROM_NARROW = 0.88, 0.72  # where the unit's label begins, and where it may begin on a phone
 _MARK = "M0 0L-4.5 -8H4.5Z"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Area:
-    """Where a curve is drawn: its scales, and the part of the chart's height that is its own.
+    """The area of a curve: its scales and its part of the chart's height.
 
     Args:
-        x: From left to right.
-        y: From below to above.
-        top: Its upper edge, in pixels from that of the chart.
-        height: In pixels.
+        x: Horizontal scale, from left to right.
+        y: Vertical scale, from bottom to top.
+        top: Upper edge, in pixels from the top of the chart.
+        height: Height in pixels.
     """
 
     x: Scale
@@ -40,30 +40,30 @@ class Area:
     top: int = 0
 
     def across(self, value: float) -> str:
-        """Return where a value stands, from the left.
+        """Return the position of a value from the left.
 
         Args:
-            value: On the scale `x`.
+            value: A value on the scale `x`.
         """
         return percent(self.x.place(value))
 
     def down(self, value: float) -> float:
-        """Return where a value stands, in pixels from the upper edge of the chart.
+        """Return the position of a value, in pixels from the top of the chart.
 
         Args:
-            value: On the scale `y`.
+            value: A value on the scale `y`.
         """
         return round(self.top + self.height * (1 - self.y.place(value)), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readout:
-    """What is shown while a pointer is over a place of a chart.
+    """The text that is shown while a pointer is over a place of a chart.
 
     Args:
         x: The place, on the scale of the chart.
-        text: What is shown.
-        ys: Heights of dots, in pixels from the upper edge; nan for none.
+        text: The text.
+        ys: Heights of dots, in pixels from the top; nan for none.
     """
 
     x: float
@@ -72,19 +72,19 @@ class Readout:
 
 
 def percent(share: float) -> str:
-    """Return a share as SVG takes it.
+    """Return a share in the form that SVG expects.
 
     Args:
-        share: From 0 to 1.
+        share: Share from 0 to 1.
     """
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def grid(area: Area) -> Markup:
-    """Return a line across the chart for each tick of the scale `y`, with its text on the left.
+    """Return a line across the chart for each tick of the scale `y`, with its label on the left.
 
     Args:
-        area: Where.
+        area: The area of the chart.
     """
     return tag(
         "g",
@@ -101,12 +101,12 @@ def grid(area: Area) -> Markup:
 
 
 def axis(scale: Scale, *, y: float, unit: str = "") -> Markup:
-    """Return the texts of the ticks below a chart; on a narrow page every second is left out.
+    """Return the labels of the ticks below a chart. A narrow page leaves out every second one.
 
     Args:
-        scale: From left to right.
-        y: In pixels from the upper edge of the chart.
-        unit: What is counted, written at the right end.
+        scale: Horizontal scale, from left to right.
+        y: Position in pixels from the top of the chart.
+        unit: The unit, written at the right end.
     """
     texts = []
     for index, tick in enumerate(scale.ticks):
@@ -119,22 +119,22 @@ def axis(scale: Scale, *, y: float, unit: str = "") -> Markup:
 
 
 def curve(area: Area, points: Sequence[Point], *, class_: str) -> Markup:
-    """Return a line through points, thinned to what can be seen; where a value is not finite it has a gap.
+    """Return a line through points, thinned to what is visible. Values that are not finite leave a gap.
 
     Args:
-        area: Where.
-        points: From left to right.
-        class_: Of the style.
+        area: The area of the curve.
+        points: Points from left to right.
+        class_: Style class.
     """
     lines = (_line(area, thinned(piece, num_columns=_columns(area.x, piece))) for piece in pieces(points))
     return tag("path", d="".join(lines), class_=f"curve {class_}")
 
 
 def stretched(height: int, *children: Child) -> Markup:
-    """Return a picture of curves that is as wide as the chart is.
+    """Return a picture of curves that is as wide as the chart.
 
     Args:
-        height: Of the chart, in pixels.
+        height: Height of the chart in pixels.
         children: Curves.
     """
     return tag(
@@ -152,12 +152,12 @@ def bar(start: float, end: float, *, y: float, height: float, class_: str, title
     """Return a bar between two places.
 
     Args:
-        start: Share of the chart's width where it begins.
-        end: Where it ends.
-        y: Its upper edge, in pixels.
-        height: In pixels.
-        class_: Of the style.
-        title: What it is, shown while a pointer rests on it.
+        start: Share of the chart's width at the bar's beginning.
+        end: Share of the chart's width at its end.
+        y: Upper edge in pixels.
+        height: Height in pixels.
+        class_: Style class.
+        title: Text that is shown while a pointer rests on the bar.
     """
     width = max(end - start, 0.0004)
     return tag("rect", tag("title", title), x=percent(start), width=percent(width), y=y, height=height, class_=class_)
@@ -168,10 +168,10 @@ def mark(place: float, *, y: float, foot: float, class_: str, title: str) -> Mar
 
     Args:
         place: Share of the chart's width.
-        y: Of its tip, in pixels.
-        foot: Where the line ends, in pixels.
-        class_: Of the style.
-        title: What it marks, shown while a pointer rests on it.
+        y: Position of the tip in pixels.
+        foot: Lower end of the line in pixels.
+        class_: Style class.
+        title: Text that is shown while a pointer rests on the mark.
     """
     line = tag("line", y1=y, y2=foot)
     tip = tag("svg", tag("path", d=_MARK), y=y)
@@ -179,13 +179,13 @@ def mark(place: float, *, y: float, foot: float, class_: str, title: str) -> Mar
 
 
 def ticks(places: Sequence[float], *, y: float, height: float, class_: str) -> Markup:
-    """Return short upright lines, which may be many: those that fall together are drawn once.
+    """Return short vertical lines. There may be many: lines at the same place are drawn once.
 
     Args:
         places: Shares of the chart's width.
-        y: Their upper ends, in pixels.
-        height: In pixels.
-        class_: Of the style.
+        y: Upper ends in pixels.
+        height: Height in pixels.
+        class_: Style class.
     """
     units = sorted({round(WIDTH * place) for place in places})
     line = "".join(f"M{unit} {y:g}v{height:g}" for unit in units)
@@ -195,14 +195,14 @@ def ticks(places: Sequence[float], *, y: float, height: float, class_: str) -> M
 def chart(
     name: str, *children: Child, height: int, scale: Scale | None = None, readouts: Sequence[Readout] = ()
 ) -> Markup:
-    """Return a chart, with what its script reads out of it.
+    """Return a chart with the data for its script's readouts.
 
     Args:
-        name: What it shows, for those who don't see it.
-        children: What it is made of.
-        height: In pixels, without the texts below it.
-        scale: From left to right; needed for `readouts`.
-        readouts: From left to right; thinned.
+        name: Description of the chart for screen readers.
+        children: Content of the chart.
+        height: Height in pixels, without the labels below the chart.
+        scale: Horizontal scale, from left to right; needed for `readouts`.
+        readouts: Readouts from left to right; they are thinned.
     """
     data = None
     cursor: Child = None
@@ -221,7 +221,7 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 
 def _line(area: Area, points: Sequence[Point]) -> str:
     if len(points) == 1:
-        points = [points[0], points[0]]  # a dot, by the round end of its line
+        points = [points[0], points[0]]  # a dot, drawn by the round cap of its line
     places = (f"{_short(WIDTH * area.x.place(x))} {_short(area.down(y))}" for x, y in points)
     return "M" + "L".join(places)
 
@@ -235,22 +235,22 @@ def _short(value: float) -> str:
 
 
 def figure(*children: Child, caption: Child = None, legend: Child = None) -> Markup:
-    """Return a chart with the line above it: what it shows, its legend, and room for what is read out.
+    """Return a chart with a line above it for the caption, the legend, and the readout.
 
     Args:
         children: The chart.
-        caption: What it shows, in a few words.
-        legend: Made by `legend`.
+        caption: Description of the chart, in a few words.
+        legend: The result of `legend`.
     """
     head = tag("figcaption", tag("span", caption) if caption else None, legend, tag("output", class_="readout"))
     return tag("figure", head, *children)
 
 
 def legend(*entries: tuple[str, str]) -> Markup:
-    """Return what the colours of a chart mean.
+    """Return a legend for the colors of a chart.
 
     Args:
-        entries: For each its class of the style and its name.
+        entries: The style class and the name of each entry.
     """
     return tag(
         "span",

@@ -1,4 +1,4 @@
-"""Scales: from values to places between 0 and 1, with ticks where a reader expects them."""
+"""Scales map values to places between 0 and 1, with ticks where a reader expects them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lightning_faulttolerant.cli.page.numbers import DAY, HOUR, MINUTE, duration
 
 _SECONDS = (1, 2, 5, 10, 15, 30)
 _LOG_FROM_RATIO = 40.0
-_SMALLEST = 1e-305  # below, they lose their digits
-_LARGEST = 1e300  # beyond, differences are no floats any more
+_SMALLEST = 1e-305  # smaller numbers lose digits
+_LARGEST = 1e300  # differences of larger numbers overflow a float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A place on a scale that bears a text.
+    """A labeled place on a scale.
 
     Args:
         place: From 0 to 1.
-        text: What stands there.
+        text: Label of the tick.
     """
 
     place: float
@@ -29,13 +29,13 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Where values stand.
+    """The mapping from values to places.
 
     Args:
         low: The value at 0.
         high: The value at 1; greater than `low`.
-        ticks: Places with texts, from low to high.
-        is_log: Whether equal ratios are equally far; `low` is greater than 0 then.
+        ticks: Ticks with labels, from low to high.
+        is_log: Whether the scale is logarithmic; `low` is then greater than 0.
     """
 
     low: float
@@ -50,10 +50,10 @@ class Scale:
             raise ValueError(f"A logarithmic scale begins above 0; got {self.low}.")
 
     def place(self, value: float) -> float:
-        """Return where a value stands, kept within 0 and 1.
+        """Return the place of a value, limited to 0 to 1.
 
         Args:
-            value: Any but nan.
+            value: Any value except nan.
         """
         value = min(max(value, self.low), self.high)
         if self.is_log:
@@ -62,28 +62,28 @@ class Scale:
 
 
 def value_scale(values: Iterable[float], *, num_ticks: int = 5) -> Scale:
-    """Return the scale of measured values: logarithmic where they are positive and span more than a factor of 40.
+    """Return the scale of measured values. It is logarithmic if they are positive and span more than a factor of 40.
 
     Args:
-        values: Any; those that are not finite don't count.
-        num_ticks: About how many ticks it bears.
+        values: Any values; those that are not finite don't count.
+        num_ticks: Approximate number of ticks.
     """
     finite = [min(max(value, -_LARGEST), _LARGEST) for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if low > 0 and high > _LOG_FROM_RATIO * max(low, _SMALLEST):
         return _log_scale(max(low, _SMALLEST), high, num_ticks=num_ticks)
     if low > 0 and low < 0.4 * high:
-        low = 0.0  # a curve over its zero tells more
+        low = 0.0  # a curve is easier to judge with its zero in view
     return _linear_scale(low, high, num_ticks=num_ticks, widen=True)
 
 
 def count_scale(low: int, high: int, *, num_ticks: int = 6) -> Scale:
-    """Return the scale of a count: it ends where the count ends, and has no tick between two integers.
+    """Return the scale of a count. It ends where the count ends, and has no ticks between integers.
 
     Args:
-        low: The first.
-        high: The last.
-        num_ticks: About how many ticks it bears.
+        low: The first count.
+        high: The last count.
+        num_ticks: Approximate number of ticks.
     """
     high = max(high, low + 1)
     step = max(1.0, _nice_step((high - low) / num_ticks))
@@ -91,12 +91,12 @@ def count_scale(low: int, high: int, *, num_ticks: int = 6) -> Scale:
 
 
 def size_scale(high: float, *, num_ticks: int = 3, text: Callable[[float], str] | None = None) -> Scale:
-    """Return the scale of what begins at 0.
+    """Return the scale of a quantity that begins at 0.
 
     Args:
         high: The greatest value.
-        num_ticks: About how many ticks it bears.
-        text: How a tick is written; with few digits if not given.
+        num_ticks: Approximate number of ticks.
+        text: Function that formats a tick; few digits by default.
     """
     scale = _linear_scale(0.0, high if math.isfinite(high) and high > 0 else 1.0, num_ticks=num_ticks, widen=True)
     if text is None:
@@ -109,11 +109,11 @@ def size_scale(high: float, *, num_ticks: int = 3, text: Callable[[float], str] 
 
 
 def elapsed_scale(seconds: float, *, num_ticks: int = 7) -> Scale:
-    """Return the scale of the time since a beginning, with ticks at whole units.
+    """Return the scale of the time since the beginning, with ticks at whole units.
 
     Args:
-        seconds: How long it lasts.
-        num_ticks: At most about how many ticks it bears.
+        seconds: Duration of the scale.
+        num_ticks: Approximate maximum number of ticks.
     """
     high = seconds if math.isfinite(seconds) and seconds > 0 else 1.0
     step = _nice_seconds(high / num_ticks)
@@ -121,10 +121,10 @@ def elapsed_scale(seconds: float, *, num_ticks: int = 7) -> Scale:
 
 
 def tick_duration(seconds: float) -> str:
-    """Return a duration as it stands at a tick, with no more digits than it has.
+    """Return a duration as the label of a tick, without unneeded digits.
 
     Args:
-        seconds: From 0.
+        seconds: Duration, from 0.
 
     Example:
         >>> tick_duration(6.0), tick_duration(0.25), tick_duration(90)

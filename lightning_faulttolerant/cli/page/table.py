@@ -1,4 +1,4 @@
-"""Tables that become lists of named values where a page is narrow, and fold their middle where they are long."""
+"""Tables that become lists of named values on a narrow page, and fold their middle if they are long."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def table(
     firm: Sequence[str] = (),
     nouns: str = "rows",
 ) -> Markup:
-    """Return a table; of many rows the first and the last are shown, the others where a reader asks for them.
+    """Return a table. A long table shows its first and last rows; the reader can unfold the others.
 
     Args:
         header: Names of the columns.
         rows: Their cells.
-        right: The columns that are aligned to the right; their lines are not broken.
-        firm: Other columns whose lines are not broken.
-        nouns: What the rows are.
+        right: Columns that are aligned to the right. Their lines are not broken.
+        firm: Other columns with lines that are not broken.
+        nouns: Noun for the rows.
     """
     classes = ["number" if name in right else "firm" if name in firm else None for name in header]
     columns = list(zip(header, classes, strict=True))
@@ -37,10 +37,10 @@ def table(
 
 
 def pairs(*entries: tuple[str, Child]) -> Markup:
-    """Return names with their values, for what is no table.
+    """Return names with their values, for data that is not a table.
 
     Args:
-        entries: A name and its value; left out where the value is None.
+        entries: Names and values. An entry with the value None is left out.
     """
     return tag(
         "dl", ((tag("dt", name), tag("dd", value)) for name, value in entries if value is not None), class_="pairs"
@@ -48,10 +48,10 @@ def pairs(*entries: tuple[str, Child]) -> Markup:
 
 
 def stats(*entries: tuple[str, str]) -> Markup:
-    """Return a row of numbers with their names below.
+    """Return a row of numbers with the name below each.
 
     Args:
-        entries: For each its name and the number.
+        entries: The name and the number of each entry.
     """
     return tag("dl", (tag("div", tag("dt", name), tag("dd", value)) for name, value in entries), class_="stats")
 

@@ -1,4 +1,4 @@
-"""Long series made short for a picture: what a reader could see of them is kept, above all their extremes."""
+"""Thin long series for a picture without a visible change; the extremes above all are kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _Item = TypeVar("_Item")
 
 
 def pieces(points: Sequence[Point]) -> list[list[Point]]:
-    """Return the stretches of a series between which a value is not finite.
+    """Return the stretches of a series between values that are not finite.
 
     Args:
-        points: In the order in which a line joins them.
+        points: Points in the order in which a line joins them.
     """
     found: list[list[Point]] = [[]]
     for x, y in points:
@@ -27,11 +27,11 @@ def pieces(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def thinned(points: Sequence[Point], *, num_columns: int) -> list[Point]:
-    """Return the first, least, greatest and last point of each column of a series: drawn so narrow, it looks the same.
+    """Return the first, lowest, highest and last point of each column. The thinned curve looks the same.
 
     Args:
-        points: From left to right.
-        num_columns: How many columns the picture is thought to have.
+        points: Points from left to right.
+        num_columns: Assumed number of columns of the picture.
     """
     if len(points) <= 4 * num_columns:
         return list(points)
@@ -48,11 +48,11 @@ def thinned(points: Sequence[Point], *, num_columns: int) -> list[Point]:
 
 
 def highest(points: Sequence[Point], *, num_columns: int) -> list[Point]:
-    """Return the greatest point of each column of a series, for bars that would cover each other.
+    """Return the highest point of each column of a series, for bars that would cover each other.
 
     Args:
-        points: From left to right.
-        num_columns: How many columns the picture is thought to have.
+        points: Points from left to right.
+        num_columns: Assumed number of columns of the picture.
     """
     if len(points) <= num_columns:
         return list(points)
@@ -65,11 +65,11 @@ def highest(points: Sequence[Point], *, num_columns: int) -> list[Point]:
 
 
 def spread(items: Sequence[_Item], *, number: int) -> list[_Item]:
-    """Return some of the items, evenly spread, the first and the last among them.
+    """Return some of the items, evenly spread, including the first and the last.
 
     Args:
-        items: Any.
-        number: How many at most, from 2.
+        items: Any items.
+        number: Maximum number of items, from 2.
     """
     if len(items) <= number:
         return list(items)

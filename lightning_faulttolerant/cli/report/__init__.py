@@ -1,1 +1,1 @@
-"""``report``: the history of a run, as text, JSON or a page: its processes, and where its time has gone."""
+"""``report``: the history of a run as text, JSON or a page, with its processes and its use of time."""

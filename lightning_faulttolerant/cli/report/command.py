@@ -1,4 +1,4 @@
-"""The command ``report``: which run it is of, and in which form."""
+"""The command ``report``: find the run, and print its report in the requested form."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Exit status: 0 reported, 1 there is no history there, 2 something could not be r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``report`` takes.
+    """Declare the arguments of ``report``.
 
     Args:
-        parser: Of this command.
+        parser: The parser of this command.
     """
     parser.add_argument("directory", metavar="DIR", help="directory or URL")
     parser.add_argument("--all", action="store_true", help="show all chapters, not only the last")
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report.
 
     Args:
-        arguments: As declared.
+        arguments: The parsed arguments.
 
     Returns:
         The exit status.
@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, Any]:
-    """Return a report as plain values; times are seconds since 1970, lengths of time seconds.
+    """Return a report as plain values. Times are seconds since 1970; durations are seconds.
 
     Args:
-        report: Of one run.
-        others: Runs beside it.
+        report: Report of one run.
+        others: Other runs in the same directory.
     """
     return {
         "run_id": report.run_id,

@@ -1,4 +1,4 @@
-"""Find the histories of runs in a directory or below a URL, and read them."""
+"""Find and read the histories of runs in a directory or below a URL."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_faulttolerant.records.lines import count_lines, parse_lines
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundRun:
-    """A run of which there is a history.
+    """A run that has a history.
 
     Args:
-        run_id: Names it: its directory does.
-        path: That directory, or its URL.
-        history: What is told there.
+        run_id: Its id, which is the name of its directory.
+        path: The path or URL of that directory.
+        history: The history of the run.
     """
 
     run_id: str
@@ -28,19 +28,20 @@ class FoundRun:
 
     @property
     def last_seen(self) -> float:
-        """The last that is known of it, seconds since 1970."""
+        """Time of the last known event of the run, seconds since 1970."""
         last = self.history.chapters[-1]
         return last.processes[-1].last_seen if last.done is None else last.done
 
 
 def find_runs(directory: str) -> list[FoundRun]:
-    """Return the runs of which something is known, the one that was alive last first.
+    """Return the runs that have a history, the most recently active first.
 
     Args:
-        directory: Of a run, a ``dirpath`` with several, or the ``default_root_dir`` above it; or a URL of one of them.
+        directory: Directory of a run, a ``dirpath`` with several runs, or the ``default_root_dir`` above it; or a URL
+            of one of them.
 
     Raises:
-        FileNotFoundError: If there is no such local directory.
+        FileNotFoundError: If the local directory does not exist.
         OSError: If something can't be read.
     """
     with remote_errors(directory):
@@ -62,7 +63,7 @@ def _below(directory: str) -> list[FoundRun]:
 
 
 def _path(directory: str, name: str) -> str:
-    """Return the path of a folder as the user would write it."""
+    """Return the path of a folder in the form that the user would write."""
     return open_store(directory).path(name) if is_url(directory) else os.path.join(local_path(directory), name)
 
 

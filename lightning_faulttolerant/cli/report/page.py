@@ -1,4 +1,4 @@
-"""The page of a run: goodput, where the time has gone, progress over the wall time, processes, autosaves."""
+"""The page of a run: goodput, use of time, progress over the wall time, processes, autosaves."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NUM_FIRM = 28
 
 
 def page(report: RunReport) -> str:
-    """Return the page of a run, one file that asks for nothing.
+    """Return the page of a run, a single file that makes no requests.
 
     Args:
-        report: What its history tells.
+        report: Report of the run.
     """
     *earlier, last = report.chapters
     return document(
@@ -133,7 +133,7 @@ def _origin(fit: Fit | None) -> Child:
 
 
 def _restored(chapter: ChapterReport) -> Child:
-    """Say once what all that continued restored exactly."""
+    """Return one line about the parts that every resumed fit restored exactly."""
     resumed = [fit.resumed for fit in chapter.chapter.fits if fit.resumed is not None]
     texts = [text for text in (resumed[0].exact if resumed else ()) if all(text in each.exact for each in resumed)]
     if not texts:

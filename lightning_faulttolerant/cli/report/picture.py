@@ -1,4 +1,4 @@
-"""The pictures of a run: where its time went, its progress over the wall time, and how long each autosave took."""
+"""The pictures of a run: its use of time, its progress over the wall time, and the duration of each autosave."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KINDS = {
     OUTSIDE: "outside",
     DOWN: "idle",
 }
-"""The class of the style of each kind, in the order in which they are shown."""
+"""The style class of each kind, in the order in which the kinds are shown."""
 
 _HEAD = 16  # room for the faults above the curve
 _CURVE = 230
@@ -48,22 +48,22 @@ _RIBBON_TOP = _HEAD + _CURVE + 20
 _RIBBON = 22
 _SAVES = 7
 _BARS = 90
-_NUM_SEGMENTS = 300  # of more, a column shows the shares of the kinds
+_NUM_SEGMENTS = 300  # with more segments, each column shows the shares of the kinds
 _NUM_SLICES = 250
 _NUM_MARKS = 60
-_NARROW = 0.003  # of all the time: autosaves shorter than this stand below the ribbon only
+_NARROW = 0.003  # share of the total time; shorter autosaves appear only below the ribbon
 _NUM_COLUMNS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """What one fit of one process did, as steps of the whole run over the time since its beginning.
+    """The steps of one fit in one process, counted over the whole run, over the time since the run began.
 
     Args:
-        process: Its number, from 1.
-        counted: Points up to where it counts in the end.
-        again: From there to its end: done again by a later process.
-        is_new: Whether it is a fit that no process before had begun.
+        process: Number of the process, from 1.
+        counted: Points that count in the end.
+        again: Points after those: a later process did these steps again.
+        is_new: Whether no earlier process had begun this fit.
     """
 
     process: int
@@ -73,7 +73,7 @@ class Leg:
 
 
 def account_bar(account: Account) -> Markup:
-    """Return a bar of all the time, cut by kind, with what its colours mean.
+    """Return a bar of the total time, split by kind, with a legend for its colors.
 
     Args:
         account: Seconds of each kind.
@@ -105,10 +105,10 @@ def _account_entry(kind: str, seconds: float, total: float) -> Markup:
 
 
 def progress(chapter: ChapterReport) -> Markup:
-    """Return the steps of a run over the wall time, above a ribbon of what each process was doing.
+    """Return the steps of a run over the wall time, above a ribbon with the activity of each process.
 
     Args:
-        chapter: What happened.
+        chapter: Report of the chapter.
     """
     scale = elapsed_scale(chapter.ended - chapter.began)
     found = legs(chapter)
@@ -134,10 +134,10 @@ def progress(chapter: ChapterReport) -> Markup:
 
 
 def legs(chapter: ChapterReport) -> list[Leg]:
-    """Return how the steps continued in each process.
+    """Return the progress of the steps in each process.
 
     Args:
-        chapter: What happened.
+        chapter: Report of the chapter.
     """
     before = _steps_before(chapter)
     cuts = _cuts(chapter.segments)
@@ -156,7 +156,7 @@ def legs(chapter: ChapterReport) -> list[Leg]:
 
 
 def _steps_before(chapter: ChapterReport) -> dict[int, int]:
-    """Return the steps of the fits before each fit of the script: each begins to count at 0."""
+    """Return the number of steps before each fit of the script: each fit begins to count at 0."""
     most: dict[int, int] = {}
     for fit in chapter.chapter.fits:
         steps = fit.last_place.global_step if fit.last_place is not None else 0
@@ -169,7 +169,7 @@ def _steps_before(chapter: ChapterReport) -> dict[int, int]:
 
 
 def _cuts(segments: Iterable[Segment]) -> dict[tuple[int, int | None], float]:
-    """Return from when on the training of each fit was done again."""
+    """Return the time from which the training of each fit was done again."""
     found: dict[tuple[int, int | None], float] = {}
     for segment in segments:
         if segment.kind == REDONE:
@@ -187,7 +187,7 @@ def _points(fit: Fit, *, began: float, before: int) -> list[Point]:
 
 
 def _split(points: list[Point], cut: float) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Return the points up to a time and those from it on, both with the point at it."""
+    """Return the points before and after a time. Both parts include the point at that time."""
     index = next((number for number, (x, _) in enumerate(points) if x > cut), None)
     if index is None:
         return tuple(points), ()
@@ -242,7 +242,7 @@ def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
 
 
 def _columns(chapter: ChapterReport, top: float) -> Markup:
-    """Return a ribbon of columns, in each of which every kind is as high as its share of that time."""
+    """Return a ribbon of columns. In a column, each kind is as high as its share of that time."""
     width = plot.WIDTH / _NUM_SLICES
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for number, slice_ in enumerate(slices(chapter.segments, number=_NUM_SLICES)):
@@ -257,11 +257,11 @@ def _columns(chapter: ChapterReport, top: float) -> Markup:
 
 
 def slices(segments: Sequence[Segment], *, number: int) -> list[dict[str, float]]:
-    """Return, for slices of the time that are equally long, the share of each kind.
+    """Return the share of each kind in time slices of equal length.
 
     Args:
-        segments: In the order of time, without gaps.
-        number: How many slices.
+        segments: Segments in the order of time, without gaps.
+        number: Number of slices.
     """
     began = segments[0].began
     width = (segments[-1].ended - began) / number
@@ -276,10 +276,10 @@ def slices(segments: Sequence[Segment], *, number: int) -> list[dict[str, float]
 
 
 def without_narrow(segments: Sequence[Segment]) -> list[Segment]:
-    """Return segments in which an autosave too short to be seen belongs to what is around it.
+    """Return the segments with each autosave that is too short to be visible merged into its surroundings.
 
     Args:
-        segments: In the order of time, without gaps.
+        segments: Segments in the order of time, without gaps.
     """
     narrow = _NARROW * (segments[-1].ended - segments[0].began)
     made: list[Segment] = []
@@ -301,11 +301,11 @@ def _autosave_ticks(chapter: ChapterReport, scale: Scale, top: float) -> Markup:
 
 
 def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Markup:
-    """Return how long training waited for each autosave, over the wall time.
+    """Return bars of the time that training waited for each autosave, over the wall time.
 
     Args:
-        chapter: What happened.
-        autosaves: All of it, in the order of time.
+        chapter: Report of the chapter.
+        autosaves: All autosaves of the chapter, in the order of time.
     """
     scale = elapsed_scale(chapter.ended - chapter.began)
     points = [(autosave.time - chapter.began, autosave.longest) for autosave in autosaves]

@@ -29,7 +29,7 @@ def report_lines(report: RunReport) -> Iterator[str]:
     """Return a report, line by line.
 
     Args:
-        report: Of one run.
+        report: Report of one run.
     """
     yield f"Run {safe(report.run_id)}"
     yield safe(report.path)

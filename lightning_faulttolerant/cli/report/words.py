@@ -1,4 +1,4 @@
-"""How a report calls things: times, places, ends; the same in its text and on its page."""
+"""The wording of a report (times, places, ends), shared by its text and its page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.history import Fit, Place, Unsaved
 
 RUNNING_SECONDS = 90.0
-"""Whose last sign of life is not older may be running: below a URL there is one a minute."""
+"""A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
 
 KIND_NAMES = {
     goodput.TRAINING: "training that counted",
@@ -21,7 +21,7 @@ KIND_NAMES = {
 
 
 def duration_text(seconds: float) -> str:
-    """Return a length of time in at most seven characters.
+    """Return a duration in at most seven characters.
 
     Args:
         seconds: From 0.
@@ -48,19 +48,19 @@ def duration_text(seconds: float) -> str:
 
 
 def place_text(place: Place | None) -> str:
-    """Return a place as ``epoch:batch``, "-" where it is not known.
+    """Return a place as ``epoch:batch``, or "-" if it is not known.
 
     Args:
-        place: In a run.
+        place: A place in a run.
     """
     return "-" if place is None else f"{place.epoch}:{place.batch}"
 
 
 def from_text(fit: Fit) -> str:
-    """Return where a fit continued, "start" for a fit that began at the beginning.
+    """Return the place where a fit continued, or "start" if it began from the beginning.
 
     Args:
-        fit: Any.
+        fit: Any fit.
     """
     if fit.started is None:
         return "-"
@@ -68,11 +68,11 @@ def from_text(fit: Fit) -> str:
 
 
 def unsaved_text(unsaved: Unsaved, fit: Fit) -> str:
-    """Return for how long a fit could save nothing, and why.
+    """Return how long a fit could save nothing, and why.
 
     Args:
-        unsaved: When.
-        fit: In which.
+        unsaved: The time in which nothing was saved.
+        fit: The fit.
     """
     ended = fit.last_seen if unsaved.until is None else unsaved.until
     still = ", to its end" if unsaved.until is None else ""
@@ -81,12 +81,12 @@ def unsaved_text(unsaved: Unsaved, fit: Fit) -> str:
 
 
 def end_text(fit: Fit, *, is_last: bool, made: float) -> str:
-    """Return why a fit ended, in a few words.
+    """Return the reason why a fit ended, in a few words.
 
     Args:
-        fit: Any.
-        is_last: Whether nothing is known of the run after it.
-        made: The time now.
+        fit: Any fit.
+        is_last: Whether nothing is known of the run after the fit.
+        made: The current time.
     """
     if fit.reason is not None:
         return fit.reason.removeprefix("stopped by ")

@@ -1,1 +1,1 @@
-"""What a script drew before `fit`: a split, a shuffled list, a vocabulary made of a set. Kept, and put back."""
+"""The values that a script drew before `fit`: a split, a shuffled list, a vocabulary from a set. Kept and restored."""

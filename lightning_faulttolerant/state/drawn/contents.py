@@ -1,4 +1,4 @@
-"""What can be reached from the data sets that a script drew: lists, mappings, arrays, and single numbers, by path."""
+"""The content of the data sets that a script drew: lists, mappings, arrays, and single numbers, by path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_faulttolerant.streaming.dataset import StreamingDataset
 
 INDICES = "indices"
 PARTS = (Subset, SubsetRandomSampler)
-"""The classes of the parts of a split."""
+"""The classes of a split's parts."""
 _MAX_OBJECTS = 20_000
 _FIRST_ITEMS = 16
 
@@ -32,10 +32,10 @@ class Content:
     """A list, a mapping, or an array that an object holds.
 
     Args:
-        value: It.
+        value: The list, mapping, or array.
         owner: The object.
         name: The attribute of the object.
-        digest: What differs where the elements or their order do.
+        digest: Differs if the elements or their order differ.
     """
 
     value: Any
@@ -44,13 +44,13 @@ class Content:
     digest: str
 
     def set(self, elements: Any) -> None:
-        """Put other elements in, into the same object where it takes them."""
+        """Replace the elements, in the same object if it allows that."""
         if orders.fill(self.value, elements):
             return
         made: Any = None
         if isinstance(self.value, tuple):
             made = tuple(elements)
-        else:  # an array that is read only
+        else:  # a read-only array
             made = self.value.copy()
             orders.fill(made, elements)
         set_attribute(self.owner, self.name, made)
@@ -58,7 +58,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """All that was found.
+    """Everything that was found.
 
     Args:
         lists: Lists, mappings, and arrays, by path.
@@ -74,7 +74,7 @@ class Contents:
 
 
 def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
-    """Return what can be reached from `roots`.
+    """Return the content that can be reached from `roots`.
 
     Args:
         roots: The objects to begin with, by name.
@@ -101,7 +101,7 @@ def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
 
 
 def is_part(value: Any) -> bool:
-    """Return whether `value` is a part of a split, which is told by its indices."""
+    """Return whether `value` is a part of a split; its indices identify it."""
     return issubclass(type(value), PARTS)
 
 

@@ -1,4 +1,4 @@
-"""What the elements of a list are sorted by, and whether they come in an order that a script did not draw."""
+"""The keys that sort the elements of a list, and a check for orders that a script did not draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_faulttolerant.state.drawn.texts import directory_of, names_of, te
 from lightning_faulttolerant.state.objects import kinds
 
 Keys = Any  # an array of numbers, or a list of texts
-_WRITTEN = {str, int, float, bool, type(None)}  # Python's own text of these is equal where they are
+_WRITTEN = {str, int, float, bool, type(None)}  # equal values of these have equal texts in Python
 _NUMBERS = "biufmM"
 _WIDTHS = (1, 2, 4, 8)
 _MAX_PAIRS = 4_096
@@ -23,12 +23,12 @@ _DIGITS = re.compile("([0-9]+)")
 
 
 def elements_of(value: Any) -> Any:
-    """Return the elements of something that is no mapping, for indexing; those of an array of numbers as an array."""
+    """Return the elements of a value that is not a mapping, for indexing; an array of numbers stays an array."""
     if isinstance(value, Tensor):
         value = value.detach().resolve_neg()
         try:
             return elements_of(value.numpy())
-        except TypeError:  # NumPy has no such numbers: bfloat16
+        except TypeError:  # NumPy lacks such numbers: bfloat16
             return elements_of(value.float().numpy())
     if kinds.is_numpy(value, "ndarray"):
         is_plain = value.dtype.kind in _NUMBERS and value.dtype.itemsize in _WIDTHS
@@ -37,7 +37,7 @@ def elements_of(value: Any) -> Any:
 
 
 def array_of(numbers: Sequence[Any], dtype: str) -> Any:
-    """Return numbers in an array of NumPy's, which sorts them a hundred times faster than Python does.
+    """Return numbers in a NumPy array, which sorts them a hundred times faster than Python does.
 
     Raises:
         OverflowError: If one is too large for it.
@@ -48,12 +48,12 @@ def array_of(numbers: Sequence[Any], dtype: str) -> Any:
 
 
 def bits_of(numbers: Any) -> Any:
-    """Return an array of numbers as whole ones, which are equal where all bits are: two NaNs, too."""
+    """Return an array of numbers as integers that are equal if all bits are equal, even for two NaNs."""
     return numbers.copy().view(f"i{numbers.dtype.itemsize}")
 
 
 def keys_of(elements: Sequence[Any]) -> Keys:
-    """Return what elements are sorted by: numbers and texts themselves, of everything else the text.
+    """Return the sort keys of elements: numbers and texts themselves, the text of anything else.
 
     Raises:
         NotPlainError: If an element has no text.
@@ -85,9 +85,9 @@ def are_sorted(keys: Keys) -> bool:
 
 
 def is_sorted_by_name(elements: Sequence[Any]) -> bool:
-    """Return whether names of files come in an order in which a program lists them.
+    """Return whether file names are in an order in which a program lists them.
 
-    Of a long list up to 8,192 neighbors are compared.
+    In a long list, up to 8,192 neighbors are compared.
     """
     step = max(1, len(elements) // _MAX_PAIRS)
     names = names_of([elements[j] for i in range(0, len(elements) - 1, step) for j in (i, i + 1)])

@@ -1,4 +1,4 @@
-"""The order of a list, an array, or a mapping: kept in few bytes, and given back to the same elements."""
+"""The order of a list, an array, or a mapping: kept in few bytes, and restored for the same elements."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}
 
 
 def is_ordered(value: Any) -> bool:
-    """Return whether the order of `value` can be kept: a list, a mapping, an array of one dimension that is not large.
+    """Return whether the order of `value` can be kept: a list, a mapping, a one-dimensional array that is not large.
 
-    A large array, such as a corpus on a disk that is mapped into memory, is not even read.
+    A large array, such as a memory-mapped corpus on a disk, is not even read.
     """
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
@@ -47,9 +47,9 @@ def is_ordered(value: Any) -> bool:
 
 
 def digest(value: Any) -> str:
-    """Return what differs where the elements or their order do; of a long list up to 1,024 elements are looked at.
+    """Return a digest of the elements and their order; in a long list, up to 1,024 elements are read.
 
-    A UUID that a mapping holds counts as any other one: libraries draw new ones in each process, to name objects.
+    All UUIDs in a mapping count as equal: libraries draw new ones in each process, to name objects.
 
     Raises:
         NotPlainError: If an element is not plain.
@@ -61,7 +61,7 @@ def digest(value: Any) -> str:
 
 
 def kept_order(value: Any) -> dict[str, Any] | None:
-    """Return the order of `value`, for `put_in_order`; ``None`` if it is sorted, or too large to keep."""
+    """Return the order of `value`, for `in_order`; ``None`` if it is sorted, or too large to keep."""
     lists = _lists(value)
     try:
         if any(map(_is_too_large, lists.values())):
@@ -78,7 +78,7 @@ def in_order(value: Any, kept: Mapping[str, Any]) -> Any:
     """Return the elements of `value` in an order that was kept: a list, or the pairs of a mapping.
 
     Returns:
-        ``None`` if they are others.
+        The elements, or ``None`` if they are not those of the kept order.
     """
     lists = _lists(value)
     if lists.keys() != kept.keys():
@@ -96,7 +96,7 @@ def in_order(value: Any, kept: Mapping[str, Any]) -> Any:
 
 
 def fill(value: Any, elements: Any) -> bool:
-    """Put elements into the very object that `value` is; return whether it takes them."""
+    """Replace the elements of `value` in place; return whether it allows that."""
     if isinstance(value, tuple):
         return False
     if isinstance(value, Tensor):
@@ -148,7 +148,7 @@ def _kept(elements: Sequence[Any], keys: Keys) -> dict[str, Any]:
 
 
 def _order(elements: Sequence[Any], kept: Mapping[str, Any]) -> Any:
-    """Return which element comes first in the order that was kept, and so on; ``None`` if the elements are others."""
+    """Return the indices of the elements in the order that was kept; ``None`` if the elements are others."""
     if len(elements) != kept["length"]:
         return None
     order, summed = _sorted(elements, keys_of(elements))
@@ -167,14 +167,14 @@ def _taken(elements: Sequence[Any], order: Any) -> Sequence[Any]:
 
 
 def _sorted(elements: Sequence[Any], keys: Keys) -> tuple[Any, str]:
-    """Return which keys come first when they are sorted, and what differs where they do."""
+    """Return the indices that sort the keys, and a digest of the sorted keys."""
     if kinds.is_array(keys):
         bits = bits_of(keys)
         order = bits.argsort(kind="stable")
         return order, _hash_of(bits[order].tobytes())
     order = array_of(sorted(range(len(keys)), key=keys.__getitem__), "int64")
     ordered = [keys[i] for i in order.tolist()]
-    # Names as they are; that of their directory is left out here, at once.
+    # These are names; the prefix of their directory is removed here, from all in one step.
     prefix = directory_of([ordered[0], ordered[-1]]) if keys is elements and ordered else ""
     text = ("\0" + "\0".join(ordered)).replace(f"\0{prefix}", "\0")
     return order, _hash_of(text.encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Whether a list holds something for each sample, or is one of a few values beside them: times, an id of a process."""
+"""Check whether a list holds a value for each sample, or just a few other values: times, the id of a process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_faulttolerant.state.objects import kinds
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return how many samples a data set has; ``None`` if it does not say so."""
-    if isinstance(dataset, IterableDataset):  # its length may be the work of the data set's own code
+    """Return the number of samples in a data set; ``None`` if it has no length."""
+    if isinstance(dataset, IterableDataset):  # its length may run expensive code of the data set
         return None
     with contextlib.suppress(Exception):
         return len(dataset)
@@ -24,10 +24,10 @@ def length_of(dataset: Any) -> int | None:
 
 
 def may_be_samples(value: Any, datasets: Iterable[Any]) -> bool:
-    """Return whether `value` may hold the samples of one of these data sets, or something of each of them.
+    """Return whether `value` may hold the samples of one of these data sets, or a value for each of them.
 
-    What is shorter than each of them does not, if it is neither an array nor a list of names, which may be data of
-    another kind. Next to a data set without a length each list may.
+    A value that is shorter than each of them does not. Arrays and lists of names are exceptions: they may be data of
+    another kind. If a data set has no length, any list may.
     """
     if isinstance(value, Tensor) or kinds.is_array(value):
         return True
@@ -39,7 +39,7 @@ def may_be_samples(value: Any, datasets: Iterable[Any]) -> bool:
 
 
 def num_values(value: Any) -> int:
-    """Return how many values a list or a mapping holds, those inside others counted."""
+    """Return the number of values in a list or a mapping, including nested ones."""
     if isinstance(value, dict):
         return sum(map(num_values, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)) or kinds.is_container(value):

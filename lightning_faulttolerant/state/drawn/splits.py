@@ -1,4 +1,4 @@
-"""The parts of a split: which samples each has, and whether those of another start can be given back to all of them."""
+"""The parts of a split: which samples each has, and whether the parts can get those of another start back."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _UNKNOWN = "not all parts of its split are known"
 
 
 class Parts:
-    """The parts of splits that there are in this process, with the indices that they had when they were noted."""
+    """The parts of splits in this process, with the indices that they had when they were recorded."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Any] = {}
-        self._of_script: set[str] = set()  # those that training can't reach
+        self._of_script: set[str] = set()  # the parts that training can't reach
         self._noted: dict[str, dict[str, Any]] = {}
-        self._drawn: set[str] = set()  # those whose indices are in no order
+        self._drawn: set[str] = set()  # the parts with unsorted indices
         self.digests: dict[str, str] = {}
-        """What differs where the indices of a part do, by path."""
+        """A digest of each part's indices, by path."""
 
     def note(self, known: Mapping[str, Any]) -> None:
-        """Note those that training can reach, by path, and the others that the script holds."""
+        """Record the parts that training can reach, by path, and the other parts that the script holds."""
         found = {path: part for path, part in known.items() if _indices_of(part) is not None}
         if not found:
             return
@@ -65,17 +65,17 @@ class Parts:
             self._drawn.add(path)
 
     def has(self, part: Any) -> bool:
-        """Return whether a part was noted before."""
+        """Return whether a part was recorded before."""
         return any(_own(one, INDICES) is _own(part, INDICES) for one in self._parts.values())
 
     @property
     def drawn(self) -> list[str]:
-        """The paths of those whose indices were in no order, those that training can reach first."""
+        """The paths of the parts with unsorted indices, those that training can reach first."""
         paths = [path for path in self._noted if path in self._drawn]
         return sorted(paths, key=lambda path: path in self._of_script)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the indices of each part, and of which data set it is a part, by path; nothing if none was drawn."""
+        """Return the indices and the data set of each part, by path; empty if none was drawn."""
         if not self._drawn:
             return {}
         first: dict[int, str] = {}
@@ -83,17 +83,16 @@ class Parts:
         return {path: {**self._noted[path], "same": same[path]} for path in self._parts}
 
     def put_back(self, saved: Mapping[str, Any], digests: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Give each part the indices that it had, if all of a data set's parts are known.
+        """Restore the indices of each part, if all parts of a data set are known.
 
         Args:
             saved: A `state_dict`.
-            digests: `digests` of that time.
+            digests: The `digests` from the same time.
 
         Returns:
-            The paths of those that have theirs back, and those that have not, with the reason.
+            The paths of the restored parts, and the paths of the others, with the reason.
         """
-        # One without a name, such as what an earlier fit left, may be another one in each start: it only completes a
-        # split.
+        # A part without a name, such as one left by an earlier fit, may differ in each start. It only completes splits.
         named = {path: digest for path, digest in self.digests.items() if not path.startswith(_UNNAMED)}
         others = [path for path, digest in named.items() if digests.get(path, digest) != digest]
         done: list[str] = []
@@ -113,7 +112,7 @@ class Parts:
         return done, failed
 
     def _others(self) -> dict[str, Any]:
-        """Return those that only the script holds: a test set, of which training must not see a sample."""
+        """Return the parts that only the script holds: a test set, whose samples training must not see."""
         seen = {id(_own(part, INDICES)) for part in self._parts.values()}
         splits = {_of(part) for part in self._parts.values()}
         names: dict[int, str] | None = None
@@ -140,7 +139,7 @@ class _Part:
 
     @property
     def names(self) -> set[str]:
-        """Those of its paths that it has in each start."""
+        """The paths that it has in every start."""
         return {path for path in self.paths if not path.startswith(_UNNAMED)}
 
 
@@ -154,10 +153,10 @@ def _parts_of(of: str, state: Mapping[str, Any]) -> list[_Part]:
 
 
 def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Part, list[int]]]]:
-    """Return why the parts of now can't have the indices of then, or which has which.
+    """Match the current parts with the saved indices; return the reason if that fails, and the pairs.
 
-    Parts that are there in one of the starts only, such as those of an earlier fit, don't matter where the others hold
-    the same samples together.
+    Parts that exist in only one of the starts, such as those of an earlier fit, don't matter if the others together
+    hold the same samples.
     """
     left, matched = list(then), list[tuple[_Part, list[int]]]()
     for by_name in (True, False):
@@ -177,7 +176,7 @@ def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Par
 
 
 def _living_parts() -> Iterator[Any]:
-    """Yield all parts that there are in this process; none of the other objects is asked for anything."""
+    """Yield all parts that exist in this process, without calling code of any other object."""
     classes = list(PARTS)
     for kind in classes:
         classes += type.__subclasses__(kind)
@@ -186,18 +185,18 @@ def _living_parts() -> Iterator[Any]:
 
 
 def _own(part: Any, name: str) -> Any:
-    """Return an attribute of a part itself: a property of a subclass may read a file."""
+    """Return a part's own attribute: a property of a subclass may read a file."""
     return kinds.attributes(part).get(name)
 
 
 def _of(part: Any) -> str:
-    """Return what a part is a part of: all data sets of one class and length count as one."""
+    """Return a name for the whole of a part: all data sets of one class and length count as one."""
     dataset = _own(part, "dataset")
     return f"{type(part).__qualname__} of {type(dataset).__qualname__} [{length_of(dataset)}]"
 
 
 def _indices_of(part: Any) -> Any:
-    """Return the indices of a part in an array, ``None`` if they are nothing that holds whole numbers."""
+    """Return the indices of a part in an array, or ``None`` if they are not integers in a plain container."""
     indices = _own(part, INDICES)
     if isinstance(indices, Tensor):
         is_plain = indices.device.type == "cpu" and not indices.is_floating_point() and not indices.is_complex()

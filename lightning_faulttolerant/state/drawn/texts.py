@@ -1,4 +1,4 @@
-"""Texts of plain values: equal where the values are equal, in this process and in others."""
+"""Texts of plain values: equal if the values are equal, in this process and in others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class NotPlainError(Exception):
-    """A value has no text that another process would give it, too."""
+    """A value has no text that would be the same in another process."""
 
 
 def text_of(value: Any, *, prefix: str = "") -> str:
@@ -29,10 +29,10 @@ def text_of(value: Any, *, prefix: str = "") -> str:
 
     Args:
         value: The element.
-        prefix: What the names of files begin with; it is left out, since data may lie elsewhere on another machine.
+        prefix: The beginning of file names; it is left out, since data may be elsewhere on another machine.
 
     Raises:
-        NotPlainError: If it is something else.
+        NotPlainError: If it is anything else.
     """
     parts: list[str] = []
     try:
@@ -43,9 +43,9 @@ def text_of(value: Any, *, prefix: str = "") -> str:
 
 
 def digest_of(values: Sequence[Any]) -> str:
-    """Return what differs where a list of elements does; names of files count without the directory of all.
+    """Return a digest of a list of elements; file names count without their common directory.
 
-    Of a long one up to 1,024 elements are looked at.
+    In a long list, up to 1,024 elements are read.
 
     Raises:
         NotPlainError: If an element is not plain.
@@ -57,7 +57,7 @@ def digest_of(values: Sequence[Any]) -> str:
 
 
 def directory_of(values: Sequence[Any]) -> str:
-    """Return the directory in which all files of a list lie, with a slash at its end; nothing if it is no such list."""
+    """Return the common directory of a list of files, with a slash at its end; empty if it is not such a list."""
     texts = names_of(values)
     if not texts:
         return ""
@@ -67,7 +67,7 @@ def directory_of(values: Sequence[Any]) -> str:
 
 
 def names_of(values: Sequence[Any]) -> Sequence[str]:
-    """Return the texts of a list of texts or paths, alone or each first in a tuple; nothing if it is another list."""
+    """Return the texts of a list of texts or paths, alone or first in a tuple; empty if it is another list."""
     kinds_of_values = set(map(type, values))
     if kinds_of_values <= {str}:
         return values
@@ -78,7 +78,7 @@ def names_of(values: Sequence[Any]) -> Sequence[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether `value` is one number."""
+    """Return whether `value` is a single number."""
     return isinstance(value, _NUMBERS) or kinds.is_numpy(value, "number")
 
 

@@ -1,4 +1,4 @@
-"""The names that parts of splits have in the script: in its modules, and in the functions that are running."""
+"""The names that parts of splits have in the script: in its modules, and in the running functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.users import is_users_frame
 
 _FEW = 16
-_NUM_REFERENCES = 3  # to a snapshot: the frame's, a variable's of ours, and the argument's of what counts them
+_NUM_REFERENCES = 3  # to a snapshot: the frame's, our variable's, and the argument of the counting function
 
 
 def names_of_parts() -> dict[int, str]:
-    """Return the names of the parts that the user's modules, or functions that are running, have in variables."""
+    """Return the names of the parts that are in variables of the user's modules or of running functions."""
     found: dict[int, str] = {}
     for module, namespace in users_namespaces({}).items():
         _note(found, module, namespace.attributes())
@@ -33,7 +33,7 @@ def names_of_parts() -> dict[int, str]:
 def _has_variables(frame: types.FrameType) -> bool:
     """Return whether a frame has variables that can be read without changing what the script sees.
 
-    Before Python 3.13 they are brought up to date in the one dict that `locals` returns, which a function may hold.
+    Before Python 3.13, reading updates the one dict that `locals` returns, and a function may hold that dict.
     """
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:  # a module's, or a class's: its namespace itself
@@ -42,7 +42,7 @@ def _has_variables(frame: types.FrameType) -> bool:
 
 
 def _calls_locals(code: types.CodeType) -> bool:
-    if "locals" not in code.co_names:  # it may be a method's, too: the asserts of pytest call one
+    if "locals" not in code.co_names:  # it may also be a method's: pytest's asserts call one
         return False
     return any(one.argval == "locals" and one.opname == "LOAD_GLOBAL" for one in dis.get_instructions(code))
 
@@ -51,8 +51,8 @@ def _note_variables(found: dict[int, str], frame: types.FrameType) -> None:
     variables = frame.f_locals
     _note(found, f"{frame.f_code.co_name}()", variables)
     is_snapshot = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
-    # Before Python 3.13 the frame keeps its snapshot, and so all that the function deletes later. Where the frame is
-    # traced, the snapshot is written back into the variables.
+    # Before Python 3.13 the frame keeps its snapshot, and so every object that the function deletes later. If the frame
+    # is traced, the snapshot is written back into the variables.
     if is_snapshot and sys.getrefcount(variables) <= _NUM_REFERENCES and frame.f_trace is None:
         variables.clear()
 

@@ -1,1 +1,1 @@
-"""Object state: what training has changed on the user's own objects, found, carried, and restored in place."""
+"""Object state: the changes that training makes on the user's own objects, found, carried, and restored in place."""

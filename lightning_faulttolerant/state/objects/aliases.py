@@ -11,11 +11,11 @@ from torch import Tensor
 from lightning_faulttolerant.state.objects.graph import Graph
 from lightning_faulttolerant.state.objects.marks import held, is_readable
 
-_MAX_RATIO = 4  # what a view is of is carried with it, if it is at most so many times as large
+_MAX_RATIO = 4  # the base of a view is carried with it, if it is at most this many times as large
 
 
 class Aliases:
-    """Finds what new tensors share their memory with.
+    """Finds the tensors that new tensors share their memory with.
 
     Args:
         graph: The objects that the fit began with.
@@ -27,9 +27,9 @@ class Aliases:
         self._new: dict[Any, Tensor] = {}
 
     def base_of(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return a tensor in whose memory all of `tensor` lies, and where it begins there, in elements.
+        """Return a tensor whose memory contains all of `tensor`, and the offset there, in elements.
 
-        Known is what the fit began with, and what this was asked for before.
+        Candidates are the tensors that the fit began with, and those of earlier calls.
         """
         if type(tensor) is not Tensor or not is_readable(tensor) or not tensor.numel():
             return None
@@ -55,14 +55,14 @@ def _key(tensor: Tensor) -> Any:
 
 
 def _whole_of(tensor: Tensor) -> Tensor | None:
-    """Return what a view is a part of, unless that is much larger."""
+    """Return the tensor that a view is a part of, unless that is much larger."""
     whole = tensor._base
     is_part = whole is not None and tensor.numel() < whole.numel() <= _MAX_RATIO * tensor.numel()
     return whole if is_part else None
 
 
 def _offset_in(other: Tensor, tensor: Tensor) -> int | None:
-    """Return where `tensor` begins in `other`, in elements; ``None`` if not all of it lies there."""
+    """Return the offset of `tensor` in `other`, in elements; ``None`` if `other` does not contain all of it."""
     if (
         other.dtype != tensor.dtype
         or not is_readable(other)
@@ -76,6 +76,6 @@ def _offset_in(other: Tensor, tensor: Tensor) -> int | None:
 
 
 def alias_of(base: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
-    """Return the tensor at this place of `base`, which shares its memory."""
+    """Return the tensor at this place of `base`, sharing its memory."""
     with torch.no_grad():
         return base.detach().as_strided(shape, stride, base.storage_offset() + offset)

@@ -1,4 +1,4 @@
-"""What one object refers to, each child by its path."""
+"""The objects that one object refers to, each child by its path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_faulttolerant.state.objects import containers, kinds
 
 
 def items_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what a container or another holder refers to, by path."""
+    """Yield the objects that a container or another holder refers to, by path."""
     if isinstance(value, dict):
         for i, (key, child) in enumerate(containers.pairs_of(value)):
             if not kinds.is_leaf(child):
@@ -37,11 +37,11 @@ def items_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _key_text(key: Any, place: int) -> str:
     if (type(key) is tuple and all(map(kinds.is_leaf, key))) or kinds.is_leaf(key):
         return repr(key)
-    return f"{type(key).__name__} {place}"  # two keys of one class are two paths
+    return f"{type(key).__name__} {place}"  # two keys of one class get two paths
 
 
 def of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the children, parameters, and buffers of a module, by path."""
+    """Yield the children, parameters, and buffers of a module, by path."""
     for name, child in module._modules.items():
         if child is not None:
             yield f"{path}.{name}", child
@@ -56,14 +56,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def of_hooks(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    """Return what is registered on a module, a tensor, or an optimizer; its keys are others in each process."""
+    """Yield the hooks on a module, a tensor, or an optimizer; their keys differ in each process."""
     for name in _HOOKS:
         hooks = getattr(owner, name, None) or {}
         yield from ((f"{path}.{name}[{i}]", hook) for i, hook in enumerate(list(hooks.values())))
 
 
 def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, Any]]:
-    """Return the functions and classes of a module or a class, which may keep something."""
+    """Yield the functions and classes of a module or a class, which may hold state."""
     if namespace.names is None:
         for name, value in list(vars(namespace.owner).items()):
             is_wrapped = isinstance(value, (classmethod, staticmethod, types.MethodType))
@@ -73,7 +73,7 @@ def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, A
 
 
 def of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Return the attributes, the defaults, and the closure of a function."""
+    """Yield the attributes, the defaults, and the closure of a function."""
     yield from ((f"{path}.{name}", child) for name, child in kinds.attributes(function).items())
     yield from ((f"{path}.__defaults__[{i}]", child) for i, child in enumerate(function.__defaults__ or ()))
     yield from ((f"{path}.__kwdefaults__[{name}]", child) for name, child in (function.__kwdefaults__ or {}).items())

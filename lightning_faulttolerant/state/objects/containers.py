@@ -10,7 +10,7 @@ KINDS = (list, dict, set, deque)
 
 
 def length_of(value: Any) -> int:
-    """Return how many items a container has."""
+    """Return the number of items in a container."""
     return int(_own(value).__len__(value))
 
 
@@ -26,7 +26,7 @@ def pairs_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def fill(value: Any, items: Iterable[Any]) -> None:
-    """Let a container have these items, and no others; pairs for a dict."""
+    """Replace the items of a container by these; pairs for a dict."""
     if isinstance(value, list):
         list.__setitem__(value, slice(None), items)
         return

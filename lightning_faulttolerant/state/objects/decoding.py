@@ -1,4 +1,4 @@
-"""The way back: values from what `Encoder` made of them, and contents into the objects that are there."""
+"""Decode the values that `Encoder` has encoded, and restore contents into existing objects."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Decoder:
     """Decodes the values of one state.
 
     Args:
-        graph: The objects that the fit began with, here.
-        table: The objects that it did not begin with, as `Encoder` left them.
+        graph: The objects that this fit began with.
+        table: The objects that the saved fit did not begin with, from `Encoder`.
     """
 
     def __init__(self, graph: Graph, table: Sequence[Any]) -> None:
@@ -55,7 +55,7 @@ class Decoder:
         """Return the value that `encoded` stands for.
 
         Raises:
-            NothingThereError: If it refers to an object, a class, or a function that is not there any more.
+            NothingThereError: If it refers to an object, a class, or a function that does not exist any more.
         """
         value = self._decode(encoded)
         self._fill_made()
@@ -82,7 +82,7 @@ class Decoder:
         return decode_leaf(kind, *rest)
 
     def fill(self, value: Any, content: Sequence[Any]) -> None:
-        """Put a content into an object that is there.
+        """Restore content into an existing object.
 
         Raises:
             NothingThereError: As `decode`, or if the object is of another kind.
@@ -169,7 +169,7 @@ class Decoder:
         return [(self._hashable(key), self._decode(child)) for key, child in items]
 
     def _hashable(self, encoded: Any) -> Any:
-        """Return a value that is complete at once: its hash may follow from its attributes."""
+        """Return a value that is complete immediately: its hash may follow from its attributes."""
         before, self._is_at_once = self._is_at_once, True
         try:
             return self._decode(encoded)
@@ -185,12 +185,12 @@ class Decoder:
         return self._made[number]
 
     def _fill_made(self) -> None:
-        """Fill the new objects that are still empty: one after the other, however deep they lie."""
+        """Fill the new objects that are still empty, one after the other, at any depth."""
         while self._unfilled:
             self._fill_one(self._unfilled.pop())
 
     def _empty_one(self, kind: str, *rest: Any) -> Any:
-        """Return a new object without what it refers to, for one that can change."""
+        """Return a new object; one that can change is still without its content."""
         if kind in _CONTAINERS:
             return self._empty_container(kind, *rest)
         if kind == "plain":
@@ -242,7 +242,7 @@ class Decoder:
         value, (kind, *rest) = self._made[number], self._table[number]
         if kind in _CONTAINERS:
             self._fill_container(value, [kind, *rest])
-            if len(rest) > 2:  # a class of a user's own
+            if len(rest) > 2:  # a user's own class
                 self.set_attributes(value, rest[3])
         elif kind == "object":
             self.set_attributes(value, rest[1])
@@ -256,7 +256,7 @@ class Decoder:
         return alias_of(other, shape, stride, offset).requires_grad_(needs_grad)
 
     def set_attributes(self, value: Any, encoded: Sequence[Sequence[Any]]) -> None:
-        """Give an object the attributes of these names."""
+        """Set an object's attributes from their encoded values."""
         for name, child in encoded:
             set_attribute(value, name, self._decode(child))
 
@@ -273,7 +273,7 @@ _CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
 
 
 def _progress_bar(name: str, position: Any, total: Any, description: Any, is_shown: bool) -> Any:
-    """Return a bar that continues where the old one was."""
+    """Return a progress bar that continues where the old one was."""
     kind = found_progress_bar(name)
     if kind is None:
         raise NothingThereError(f"the class {name} is not there any more")
@@ -288,23 +288,23 @@ def _plain(value: Any) -> list[Any]:
 
 
 class _Gone:
-    """What a weak reference referred to that was dead."""
+    """Stands for the dead object of a weak reference."""
 
 
 def _check_order(value: set[Any], wanted: list[Any]) -> None:
-    """Refuse a set of numbers whose order is another one; that of texts differs in each process anyway."""
+    """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
     if containers.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
         raise NothingThereError("a set of numbers has its items again, and gives them in another order; sort it")
 
 
 def _empty(kind: type) -> Any:
-    """Return a new object of a class, made by the first of its bases that is Python's own: no code of its runs."""
+    """Return a new object of a class, created by its first base that is Python's own, without running its code."""
     maker = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
     return maker.__new__(kind)  # type: ignore[call-overload]  # mypy: takes it for `type`
 
 
 def set_attribute(value: Any, name: str, child: Any) -> None:
-    """Set an attribute as it lies in the object: no property and no ``__setattr__`` of its class is called."""
+    """Set an attribute directly in the object, without calling a property or ``__setattr__`` of its class."""
     slots = dict(kinds.slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
         if kinds.is_named(child):
@@ -317,7 +317,7 @@ def set_attribute(value: Any, name: str, child: Any) -> None:
 
 
 def delete_attribute(value: Any, name: str) -> None:
-    """Remove an attribute as it lies in the object, if it is there."""
+    """Remove an attribute directly from the object, if it exists."""
     slots = dict(kinds.slots_of(type(value)))
     with contextlib.suppress(AttributeError):
         if isinstance(value, kinds.Namespace):

@@ -1,8 +1,8 @@
 """Values as plain lists, dicts, numbers, strings, bytes, and tensors, which a checkpoint can hold safely.
 
 ``None``, booleans, whole numbers, fractions, and strings stand for themselves. Everything else is a list whose first
-item says what it is. An object that the fit began with is named by its path. Each other object that can change stands
-once in a table, so that those who share it share it again.
+item names its kind. An object that the fit began with is named by its path. Each other object that can change is in a
+table once, so that its holders share it again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of
 
 _PLAIN = frozenset({type(None), bool, int, float})
-_MIN_NUMBERS = 64  # so many numbers in a list are kept as one tensor
+_MIN_NUMBERS = 64  # a list with this many numbers is kept as one tensor
 _MAX_BYTES = 1 << 30
 _ITEM_BYTES = 64
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -57,7 +57,7 @@ VALUES: dict[Any, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(tuple.__iter__(value)),
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }
-"""What classes may derive from whose objects never change but for their attributes: how to get Python's own value."""
+"""Base classes of users' classes whose objects only change in their attributes, with a way to get the plain value."""
 
 
 class Encoder:
@@ -65,9 +65,9 @@ class Encoder:
 
     Args:
         graph: The objects that the fit began with.
-        max_bytes: About how much all of it may be.
-        has_plain: Whether plain data stands for itself; look at `is_torn` afterwards.
-        keeps_bytes: Whether what only its library can read may be kept as bytes.
+        max_bytes: The approximate limit for everything together.
+        has_plain: Whether plain data stands for itself; check `is_torn` afterwards.
+        keeps_bytes: Whether objects that only their library can read may be kept as bytes.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class Encoder:
         self._in_plain: set[int] = set()
         self._kept_plain: list[Any] = []
         self.may_be_handle = False
-        """Whether what only its library can read may be what a data set has opened to read from."""
+        """Whether a library's own object may be a handle that a data set has opened for reading."""
         self.is_torn = False
-        """Whether something refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
+        """Whether an object refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
         self.table: list[Any] = []
         """The objects that the fit did not begin with, each by its number."""
 
     def encode(self, value: Any) -> Any:
-        """Return what stands for `value`.
+        """Return the encoded form of `value`.
 
         Raises:
-            CantCarryError: If it, or something that it refers to, can't be carried; it says what and why.
+            CantCarryError: If it, or an object that it refers to, can't be carried; the message names it and why.
         """
         return self._or_nothing(self._encode, value)
 
     def state(self, state_dict: Any) -> Any:
-        """Return what stands for what a ``state_dict`` returned: `encode`, with tensors that are copies without graph.
+        """Return the encoded form of a ``state_dict``: like `encode`, but tensors are copies without a graph.
 
         Raises:
             CantCarryError: As `encode`.
@@ -113,7 +113,7 @@ class Encoder:
             self._has_graphs = True
 
     def content(self, value: Any) -> list[Any]:
-        """Return the content of an object that the fit began with, to be put into that object.
+        """Return the content of an object that the fit began with, to be restored into that object.
 
         Raises:
             CantCarryError: As `encode`.
@@ -141,7 +141,7 @@ class Encoder:
             raise
 
     def _make_owed(self) -> None:
-        """Fill the rows of the table that are still empty: one after the other, however deep the objects lie."""
+        """Fill the rows of the table that are still empty, one after the other, at any depth."""
         while self._owed:
             number, self._is_part, self._where = self._owed.pop()
             where = self._where
@@ -199,7 +199,7 @@ class Encoder:
         return is_alias or id(value) in self._numbers or self._graph.path_of(value) is not None
 
     def _pickled(self, value: Any, reason: CantCarryError) -> list[Any]:
-        """Return the bytes of an object that can't be carried otherwise."""
+        """Return the bytes of an object that can't be carried in any other way."""
         is_handle = isinstance(reason, LiveError) or (self.may_be_handle and isinstance(reason, OpaqueError))
         if self._pickles is None or is_handle or isinstance(reason, TooLargeError):
             raise reason
@@ -217,20 +217,20 @@ class Encoder:
         self.is_torn |= id(value) in self._in_plain
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = len(self.table)
-            self._kept.append(value)  # so that its id stays its own
+            self._kept.append(value)  # keeps its id valid
             self.table.append(None)
             self._owed.append((number, self._is_part, self._where))
         return self._numbers[id(value)]
 
     def _made(self, value: Any) -> list[Any]:
-        """Return how to make an object again."""
+        """Return the encoded form that recreates an object."""
         try:
             return self._readable(value)
         except CantCarryError as error:
             return self._pickled(value, error)
 
     def _readable(self, value: Any) -> list[Any]:
-        if type(value) in (list, dict):  # most are
+        if type(value) in (list, dict):  # the most frequent kinds
             return self._content(value)
         if is_generator(value):
             return ["random generator", generators.pack_generator(value)]
@@ -257,7 +257,7 @@ class Encoder:
         raise why_not(value)
 
     def _new_tensor(self, tensor: Tensor) -> list[Any]:
-        """Return a copy of a tensor; for one that shares its memory with another, where it lies in that."""
+        """Return a copy of a tensor; for one that shares another's memory, its place there."""
         base = self._aliases.base_of(tensor)
         if base is None:
             return self._content(tensor)
@@ -266,7 +266,7 @@ class Encoder:
         return ["alias", self._encode(other), *place, tensor.requires_grad and tensor.is_leaf]
 
     def _value(self, value: Any) -> list[Any]:
-        """Return how to make an object of a class that derives from a number, a string, or the like."""
+        """Return the encoded form of an object whose class derives from a number, a string, or a similar type."""
         base = next(kind for kind in VALUES if isinstance(value, kind))
         if type(value).__new__ is not base.__new__ and not is_users(type(value)):
             raise CantCarryError(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -274,7 +274,7 @@ class Encoder:
         return ["value", name, base.__name__, plain, self._attributes(value)]
 
     def _rest(self, value: Any) -> list[Any]:
-        """Return the class of a container of a user's own, and what it holds in attributes."""
+        """Return the class of a user's own container, and its attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
         return [class_name(type(value), self._graph), self._attributes(value)]
@@ -293,12 +293,13 @@ class Encoder:
         return self._inside(child, is_part=True, where=self._where)
 
     def _inside(self, child: Any, *, is_part: bool, where: str) -> Any:
-        """Encode what an object refers to.
+        """Encode an object that another one refers to.
 
         Args:
-            child: It.
-            is_part: Whether it is missed if it is live: not in a package's own handle, such as a writer or a client.
-            where: What an error says of the place.
+            child: The object.
+            is_part: Whether a live one is reported. It isn't inside a package's own handle, such as a writer or a
+                client.
+            where: The place, for errors.
         """
         before = self._is_part, self._where
         self._is_part, self._where = is_part, where
@@ -346,7 +347,7 @@ class Encoder:
         raise why_not(value)
 
     def _plain(self, value: Any) -> list[Any] | None:
-        """Return what stands for plain data; ``None`` for all else, and where others are known to refer to it, too."""
+        """Return the encoded form of plain data; ``None`` for other values, and if other objects refer to its parts."""
         found = plain_of(value)
         if found is None or self._graph.may_have_met(found.ids) or not self._numbers.keys().isdisjoint(found.ids):
             return None
@@ -382,7 +383,7 @@ class Encoder:
 
     def _factory(self, value: Any) -> Any:
         if self._graph.path_of(value) is not None:
-            return ["same factory"]  # that of the dict that is there
+            return ["same factory"]  # the factory of the existing dict
         return self._encode(value.default_factory)
 
     def _items(self, items: Iterable[Any]) -> Any:
@@ -393,6 +394,6 @@ class Encoder:
                 if set(map(type, values)) == {kind}:
                     try:
                         return ["numbers", torch.tensor(values, dtype=dtype)]
-                    except (OverflowError, RuntimeError):  # whole numbers that are longer
+                    except (OverflowError, RuntimeError):  # longer integers
                         break
         return [self._item(child) for child in values]

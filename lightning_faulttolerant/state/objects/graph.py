@@ -22,12 +22,12 @@ class Graph:
     """All objects by path.
 
     Args:
-        things: Every object that was met, by the path on which it was met first.
-        paths: The path of each of them, by its ``id``.
-        nodes: Those of them that can change.
-        classes: The classes of all that were met, by module and name.
-        records: The items of large lists that are no nodes yet, by the path of the list. Each becomes one when it
-            changes, or when its path is asked for.
+        things: Every object, by the path on which it was met first.
+        paths: The path of each object, by its ``id``.
+        nodes: The objects that can change.
+        classes: The classes of all objects, by module and name.
+        records: The items of large lists that are not nodes yet, by the path of the list. Each becomes a node when it
+            changes, or when its path is requested.
     """
 
     things: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Graph:
 
     def _path_of_single(self, value: Any) -> str | None:
         path = self.paths.get(id(value))
-        # A large tensor may be gone, and another object have its id.
+        # A large tensor may be gone, and another object may have its id.
         return path if path is not None and held(self.things.get(path)) is value else None
 
     def is_met(self, value: Any) -> bool:
@@ -63,41 +63,41 @@ class Graph:
         )
 
     def may_have_met(self, ids: frozenset[int]) -> bool:
-        """Return whether an object with one of these ``id`` was met; it may be gone, and another one have its."""
+        """Return whether an object with one of these ids was met. It may be gone, and its id used by another."""
         layers = (layer for records in self.records.values() for layer in records.layers)
         known: list[dict[int, Any]] = [self.paths, *(layer.places for layer in layers)]
         return not all(places.keys().isdisjoint(ids) for places in known)
 
     def thing_at(self, path: str) -> Any:
-        """Return the object of this path, ``None`` if there is none."""
+        """Return the object at this path, or ``None``."""
         if path not in self.things:
             self._expand_at(path)
         return held(self.things.get(path))
 
     def node_at(self, path: str) -> Node | None:
-        """Return the node of this path, if there is one."""
+        """Return the node at this path, or ``None``."""
         if path not in self.nodes:
             self._expand_at(path)
         return self.nodes.get(path)
 
     def add_records(self, owner: str, records: Records) -> None:
-        """Add the items of a large list; those that were met from elsewhere before are nodes from the start."""
+        """Add the items of a large list; items that were already met elsewhere are nodes from the start."""
         self.records[owner] = records
         places = ((layer, id_) for layer in records.layers for id_ in layer.places.keys() & self.paths.keys())
         self._expand_all(owner, {layer.roots[layer.places[id_]] for layer, id_ in places})
 
     def recorded(self, known: Graph) -> Iterator[Any]:
-        """Return all objects of records, but for those that `known` has noted, too."""
+        """Yield all objects of the records, except the records that `known` has too."""
         noted = {id(records) for records in known.records.values()}
         return (value for own in self.records.values() if id(own) not in noted for value in own.members())
 
     def expand_changed(self) -> None:
-        """Make nodes of the records that have changed; they say what they were."""
+        """Turn the changed records into nodes with their old content."""
         for owner, records in list(self.records.items()):
             self._expand_all(owner, records.changed())
 
     def expand_tensors(self, is_one: Callable[[Tensor], bool]) -> None:
-        """Make nodes of the records that hold tensors of which `is_one` says so."""
+        """Turn the records with tensors that satisfy `is_one` into nodes."""
         for owner, records in list(self.records.items()):
             self._expand_all(owner, {records.root_of(tensor) for tensor in records.tensors() if is_one(tensor)})
 
@@ -115,14 +115,14 @@ class Graph:
                     self._expand(owner, int(number))
 
     def _expand(self, owner: str, root: int) -> None:
-        """Make nodes of a record and of what belongs to it, as they were when they were noted."""
+        """Turn a record and its parts into nodes, with the content that they had when they were recorded."""
         records = self.records[owner]
         queue: deque[tuple[str, Any]] = deque([(f"{owner}[{root}]", records.items[root])])
         seen: set[int] = set()
         while queue:
             path, value = queue.popleft()
             found = None if kinds.is_leaf(value) or id(value) in seen else records.place_of(value)
-            if found is None or found[0].roots[found[1]] != root:  # others share it, and it belongs to one of them
+            if found is None or found[0].roots[found[1]] != root:  # it belongs to another record that shares it
                 continue
             seen.add(id(value))
             known = self.paths[id(value)] = self._path_of_single(value) or path
@@ -131,7 +131,7 @@ class Graph:
             queue.extend(children)
 
     def share(self, older: Graph) -> None:
-        """Take the nodes of what `older` knows too, and drop what came to these objects since."""
+        """Use the nodes of `older` for the objects that it has too, and drop what was added to these since."""
         paths = {path: older.path_of(node.value) for path, node in list(self.nodes.items())}
         shared = {path: older.nodes[other] for path, other in paths.items() if other in older.nodes}
         things = [(path, held(value)) for path, value in self.things.items()]
@@ -141,7 +141,7 @@ class Graph:
         self.nodes.update(shared)
 
     def forget_one(self, value: Any) -> None:
-        """Drop an object, and nothing that was met from there."""
+        """Drop an object, but not the objects that were met from there."""
         path = self.path_of(value)
         if path is not None:
             self._expand_at(path)
@@ -150,7 +150,7 @@ class Graph:
             self.nodes.pop(path, None)
 
     def forget(self, name: str) -> dict[int, Node]:
-        """Drop a root, and what was met first from there; return the nodes, for what is met again from elsewhere."""
+        """Drop a root and the objects first met from there; return their nodes, to reuse if met elsewhere."""
         dropped: dict[int, Node] = {}
         for path in [path for path in self.records if is_at(path, name)]:
             self._expand_all(path, set(chain.from_iterable(layer.roots for layer in self.records[path].layers)))
@@ -164,7 +164,7 @@ class Graph:
 
 
 def _of_record(graph: Graph, path: str, layer: Layer, place: int) -> Iterator[tuple[str, Any]]:
-    """Add a part of a record to the nodes, as it was when it was noted, and return what it referred to."""
+    """Add a part of a record to the nodes, with its recorded content, and yield the objects that it referred to."""
     value, before = layer.members[place], layer.before[place]
     node: Node | None = None
     if layer.is_marked:
@@ -180,17 +180,17 @@ def _of_record(graph: Graph, path: str, layer: Layer, place: int) -> Iterator[tu
 
 
 def _is_in(path: str, owners: Mapping[str, Node]) -> bool:
-    """Return whether an object was met first from one of `owners`."""
+    """Return whether an object was first met from one of `owners`."""
     while path and path not in owners:
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return bool(path)
 
 
 def is_at(path: str, owner: str) -> bool:
-    """Return whether `path` is that of `owner`, or leads on from there."""
+    """Return whether `path` is the path of `owner`, or continues it."""
     return path == owner or path.startswith((f"{owner}.", f"{owner}["))
 
 
 def name_of(named: Any) -> str:
-    """Return the name under which a class or a function is found again."""
+    """Return the name by which a class or a function can be found again."""
     return f"{named.__module__}:{named.__qualname__}"

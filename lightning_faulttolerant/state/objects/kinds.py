@@ -1,4 +1,4 @@
-"""What kind of value an attribute holds: one that never changes, one to look into, or one to leave alone."""
+"""The kind of a value: one that never changes, one to search, or one to leave alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LEAVES = frozenset({type(None), type(...), bool, int, float, complex, str, byte
                      fractions.Fraction, uuid.UUID, torch.dtype, torch.device, torch.Size})  # fmt: skip
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType)
 _EXACT_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-# The root packages of objects that stand for something outside of Python, or that hold the whole program.
+# The root packages of objects that stand for a resource outside of Python, or that hold the whole program.
 _LIVE_ROOTS = frozenset({
     "IPython", "_asyncio", "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
     "contextvars", "ctypes", "fsspec", "hypothesis", "io", "ipykernel", "jupyter_client", "lightning",
@@ -52,19 +52,19 @@ _LIVE_ROOTS = frozenset({
     "h5py", "httpx", "lmdb", "netCDF4", "psycopg2", "pymongo", "pysam", "rasterio", "ray", "redis", "requests",
     "soundfile", "sqlalchemy", "swanlab", "tables", "tiledb", "torch", "trackio", "urllib3", "zarr",
     "zmq"})  # fmt: skip
-# They keep data, in memory that only they can read.
+# Packages whose objects keep data in memory that only they can read.
 _DATA_ROOTS = frozenset({"PIL", "datasets", "jax", "numpy", "pandas", "polars", "pyarrow"})
 _WALKED_OF_THREADING = ("Barrier", "BoundedSemaphore", "Event", "Semaphore")
 _OWN = "lightning_faulttolerant."
 _TORCH_WALKED = ("torch.nn.", "torch.optim.", "torch.utils.data.dataset", "torch.utils.data.sampler",
                  "torch.utils.data.distributed", "torch.quasirandom", "torch.distributions.",
                  "torch.amp.", "torch.cuda.amp.")  # fmt: skip
-# A user's own package may have the name of one that is left alone, but not of these.
+# A user's own package may have the name of one that is left alone, but not one of these.
 _LIGHTNINGS = frozenset({"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"})
 
 
 def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function be called once for each class."""
+    """Cache a function's result for each class."""
     return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
 
 
@@ -75,7 +75,7 @@ def is_leaf(value: Any) -> bool:
 
 @once_per_kind
 def is_leaf_kind(kind: type) -> bool:
-    """Return whether all instances of `kind` are leaves, those of the user's own classes of leaves among them."""
+    """Return whether all instances of `kind` are leaves, including the user's own classes of leaves."""
     numpy = sys.modules.get("numpy")
     is_numpys = numpy is not None and issubclass(kind, numpy.generic)
     return kind in _LEAVES or is_numpys or issubclass(kind, (enum.Enum, pathlib.PurePath))
@@ -92,7 +92,7 @@ def is_named(value: Any) -> bool:
 
 
 def contents_of_cell(cell: types.CellType) -> list[Any]:
-    """Return what a variable of a closure holds, in a list; an empty one if it is not bound."""
+    """Return the value of a closure's variable, in a list; an empty list if it is not bound."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -106,7 +106,7 @@ def is_shared_value(value: Any) -> bool:
 
 
 def memory_of(value: Any) -> memoryview:
-    """Return the memory of what `is_shared_value` says is shared."""
+    """Return the memory of a value that satisfies `is_shared_value`."""
     return memoryview(value.get_obj() if hasattr(value, "get_obj") else value).cast("B")
 
 
@@ -116,14 +116,14 @@ def is_buffer(value: Any) -> bool:
 
 
 def content_of_buffer(value: Any) -> tuple[Any, int]:
-    """Return what a buffer holds, and the position of a file in memory."""
+    """Return the content of a buffer, and the position of a file in memory."""
     if isinstance(value, (io.StringIO, io.BytesIO)):
         return (None, 0) if value.closed else (value.getvalue(), value.tell())
     return bytes(value), 0
 
 
 def is_shared(value: Any) -> bool:
-    """Return whether other processes see what is written into `value`."""
+    """Return whether other processes see writes to `value`."""
     if isinstance(value, torch.Tensor):
         is_dense = value.layout is torch.strided and value.device.type == "cpu"
         return is_dense and bool(value.is_shared())  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def is_shared(value: Any) -> bool:
 
 
 def is_numpy(value: Any, kind: str) -> bool:
-    """Return whether `value` is an instance of this class of NumPy's, which need not be there."""
+    """Return whether `value` is an instance of this NumPy class; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, getattr(numpy, kind))
 
@@ -148,7 +148,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def is_mapped(array: Any) -> bool:
-    """Return whether an array lies in a file that is mapped into memory, by itself or as a part of another one."""
+    """Return whether an array is in a memory-mapped file, by itself or as a part of another one."""
     while is_numpy(array, "ndarray"):
         if is_numpy(array, "memmap"):
             return True
@@ -157,28 +157,28 @@ def is_mapped(array: Any) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """Return whether `value` is a list, dict, set, or deque, or one of the user's classes of these."""
+    """Return whether `value` is a list, dict, set, or deque, or an instance of a user's subclass of these."""
     return isinstance(value, containers.KINDS)
 
 
 def is_plain_container(value: Any) -> bool:
-    """Return whether `value` is a container of Python's own, which has no attributes."""
+    """Return whether `value` is one of Python's own containers, which have no attributes."""
     return type(value) in _EXACT_CONTAINERS
 
 
 def num_bytes(value: Any) -> float:
-    """Return about how large a table, or the like, is; infinity for one that does not say."""
+    """Return the approximate size of a table or a similar object; infinity if it does not report one."""
     try:
         if hasattr(value, "memory_usage"):  # of pandas
             usage = value.memory_usage()
             return float(usage if isinstance(usage, int) else usage.sum())
         return float(getattr(value, "nbytes", math.inf))
-    except Exception:  # noqa: BLE001 - whatever its library raises
+    except Exception:  # noqa: BLE001 - the library may raise anything
         return math.inf
 
 
 def num_items(value: Any) -> int:
-    """Return how many items a container, an array, or a tensor has; 0 for anything else."""
+    """Return the number of items in a container, an array, or a tensor; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if is_numpy(value, "ndarray"):
@@ -187,7 +187,7 @@ def num_items(value: Any) -> int:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether `value` is what a generator function of Python returns."""
+    """Return whether `value` is the result of a Python generator function."""
     return isinstance(value, types.GeneratorType)
 
 
@@ -197,7 +197,7 @@ def is_loader_iterator(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Return whether `value` is an iterator of Python's own, such as that of a list, or of itertools."""
+    """Return whether `value` is one of Python's own iterators, such as that of a list, or of itertools."""
     return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
 
 
@@ -223,21 +223,21 @@ def _is_walked_kind(kind: type) -> bool:
     if module.startswith(MANIFESTS):
         return False
     if module == "queue" or (module == "threading" and kind.__name__ in _WALKED_OF_THREADING):
-        return True  # their locks are live, what they hold is state
+        return True  # their locks are live, their content is state
     root = module.partition(".")[0]
     if root in _LIVE_ROOTS | _DATA_ROOTS and (root in _LIGHTNINGS or not is_users(kind)):
-        # `builtins` is also what a class of a notebook's or an extension's may say; those with attributes are walked.
+        # A class of a notebook or an extension may also name `builtins`; those with attributes are walked.
         return False
     return has_dict(kind) or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
 
 
 def is_progress_bar(value: Any) -> bool:
-    """Return whether `value` is a bar of tqdm's that its user moves by hand."""
+    """Return whether `value` is a tqdm bar that its user moves by hand."""
     return is_progress_bar_class(type(value)) and getattr(value, "iterable", None) is None and hasattr(value, "total")
 
 
 def state_of_bar(bar: Any) -> list[Any]:
-    """Return how far a bar is, of how much, its description, and whether it is shown."""
+    """Return the position of a bar, its total, its description, and whether it is shown."""
     return [bar.n, bar.total, getattr(bar, "desc", None), not bar.disable]
 
 
@@ -247,31 +247,31 @@ def is_progress_bar_class(kind: type) -> bool:
 
 
 def is_hash(value: Any) -> bool:
-    """Return whether `value` is a hash of `hashlib` that somebody feeds."""
+    """Return whether `value` is a hash of `hashlib` that is being fed."""
     return (type(value).__module__ or "").startswith(("_hashlib", "_blake2", "_md5", "_sha")) and hasattr(
         value, "digest"
     )
 
 
 def is_live(value: Any) -> bool:
-    """Return whether `value` stands for something outside of Python: a file, a connection, a logger of a service."""
+    """Return whether `value` stands for a resource outside of Python: a file, a connection, a logger of a service."""
     module = type(value).__module__ or ""
     root = module.partition(".")[0]
     return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN or module.startswith(MANIFESTS)
 
 
 def holds_data(value: Any) -> bool:
-    """Return whether `value` keeps data that nobody else can read: a table, an image."""
+    """Return whether `value` keeps data that no other code can read: a table, an image."""
     return (type(value).__module__ or "").partition(".")[0] in _DATA_ROOTS and not is_users(type(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Namespace:
-    """Names of something that is not looked into otherwise: the globals of a module, the attributes of a class.
+    """Names of an object that is not searched otherwise: the globals of a module, the attributes of a class.
 
     Args:
-        owner: What has them.
-        names: Only these; ``None`` for all but private ones of Python's own.
+        owner: The module or class.
+        names: Only these; ``None`` for all except Python's own private names.
     """
 
     owner: Any
@@ -288,7 +288,7 @@ class Namespace:
 
 
 def _is_ipythons(name: str) -> bool:
-    """Return whether a global of a notebook is IPython's own: what was typed, and what came of it."""
+    """Return whether a global of a notebook is IPython's own: the history of inputs and outputs."""
     return name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
 
 
@@ -297,7 +297,7 @@ def _is_code(value: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return what `value` holds in its own attributes, in slots too; no property is evaluated."""
+    """Return an object's own attributes, slots included; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
     found = dict(own_dict(value) or {})
@@ -308,7 +308,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> Mapping[str, Any]:
-    """Return the ``__dict__`` of `value`, or of what it has the names of, as it is."""
+    """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
     is_namespace = isinstance(value, Namespace)
     found: Mapping[str, Any] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
     return found
@@ -316,7 +316,7 @@ def dict_of(value: Any) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=4_096)
 def has_slots(kind: type) -> bool:
-    """Return whether objects of this class hold something outside of a ``__dict__``."""
+    """Return whether objects of this class hold values outside of a ``__dict__``."""
     return kind is not Namespace and (bool(slots_of(kind)) or not has_dict(kind))
 
 
@@ -334,7 +334,7 @@ def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
 def has_state_methods(value: Any) -> bool:
     """Return whether `value` has ``state_dict`` and ``load_state_dict`` itself, with the arguments of torch's protocol.
 
-    No ``__getattr__`` of a user's is called.
+    The user's ``__getattr__`` is not called.
     """
     own = own_dict(value) or ()
     if not all(name in own or _has_name(type(value), name) for name in STATE_METHODS):
@@ -354,7 +354,7 @@ def _has_name(kind: type, name: str) -> bool:
 
 @once_per_kind
 def is_record_kind(kind: type) -> bool:
-    """Return whether objects of a class are what their ``__dict__`` holds, and nothing else."""
+    """Return whether objects of a class consist only of their ``__dict__``."""
     maker = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
     if maker is not object or issubclass(kind, torch.nn.Module) or any(_has_name(kind, n) for n in STATE_METHODS):
         return False
@@ -362,7 +362,7 @@ def is_record_kind(kind: type) -> bool:
 
 
 def follow_protocol(state_dict: Any, load_state_dict: Any) -> bool:
-    """Return whether two methods have the arguments that torch's protocol gives them."""
+    """Return whether two methods have the arguments of torch's protocol."""
     return _num_required(state_dict) == 0 and _num_required(load_state_dict) == 1
 
 
@@ -370,6 +370,6 @@ def _num_required(method: Any) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # one of an extension says nothing
+    except (TypeError, ValueError):  # a method of an extension reports nothing
         return -1
     return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)

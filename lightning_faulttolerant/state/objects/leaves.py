@@ -22,10 +22,10 @@ _TEXTS: dict[str, Any] = {"Decimal": decimal.Decimal, "Fraction": fractions.Frac
 
 
 def encode_leaf(value: Any) -> list[Any]:
-    """Return what stands for a leaf (`kinds.is_leaf`) that is no enum.
+    """Return the encoded form of a leaf (`kinds.is_leaf`) that is not an enum.
 
     Raises:
-        CantCarryError: If it is of a kind that can't be carried.
+        CantCarryError: If its kind can't be carried.
     """
     kind = type(value)
     if isinstance(value, pathlib.PurePath) and kind in _PATHS.values():
@@ -64,7 +64,7 @@ def encode_array(array: Any) -> list[Any]:
     """Return the dtype, the shape, and the bytes of a NumPy array.
 
     Raises:
-        CantCarryError: If its dtype is not the same when it is read again.
+        CantCarryError: If its dtype differs when it is read again.
     """
     dtype: Any = array.dtype.str
     if array.dtype.names is not None or array.dtype.subdtype is not None:

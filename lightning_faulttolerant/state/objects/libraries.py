@@ -1,4 +1,4 @@
-"""Attributes that a library's own code gives to objects of the user's classes: another part of the state has them."""
+"""Attributes that a library's own code sets on objects of the user's classes: another part of the state has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBRARIES = (
 )
 
 
-# What an iteration moves on a library's own samplers, and drawing the batches again moves as well.
+# Attributes of libraries' own samplers that move during an iteration. Drawing the batches again moves them too.
 _MOVED = {
     "lhotse.dataset.sampling.": frozenset({"_iter", "_remaining_duration", "_reusable", "_shuffled_items", "cuts_iter",
                                            "remaining_cuts", "rng", "sampled_indexes"}),
@@ -27,12 +27,12 @@ _known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDiction
 
 
 def is_librarys(code: type | types.FunctionType) -> bool:
-    """Return whether a class or a function is one of these libraries' own."""
+    """Return whether a class or a function belongs to one of these libraries."""
     return (code.__module__ or "").startswith(_LIBRARIES)
 
 
 def names_in_libraries(kind: type) -> frozenset[str]:
-    """Return every name that the methods use which a class inherits from a library: its attributes are among them."""
+    """Return every name that a class's methods from a library use; the library's attributes are among them."""
     if kind not in _known:
         methods = (value for base in kind.__mro__ if is_librarys(base) for value in vars(base).values())
         moved = (names for base in kind.__mro__ for of, names in _MOVED.items() if base.__module__.startswith(of))

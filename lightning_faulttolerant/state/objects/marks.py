@@ -1,7 +1,7 @@
-"""Marks: what an object looked like at one instant, kept so that a change of it is seen later.
+"""Marks: the content of an object at one instant, kept so that a later change is found.
 
-A mark is shallow. The items of a container are compared by identity, leaves also by their value; each item that can
-change has a mark of its own.
+A mark is shallow. The items of a container are compared by identity, leaves also by their value. Each item that can
+change has its own mark.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ SMALL_BYTES = 65_536
 _DATA_BYTES = 1 << 20
 _NUM_SAMPLED = 256
 MANY_ITEMS = 256
-"""From so many items on, lists and dicts of plain data are one object."""
+"""From this many items on, lists and dicts of plain data count as one object."""
 _BY_VALUE = 2  # the version of marshal's format that depends on values alone
 
 Mark = Callable[[], bool]
-"""Returns whether the object still is as it was."""
+"""Returns whether the object is unchanged."""
 _LARGE_BYTES = 1 << 20
 
 
 class Weak(weakref.ref[Any]):
-    """Stands for a large tensor or array: training may replace it, and then its memory is free."""
+    """Stands for a large tensor or array: training may replace it, and then its memory is freed."""
 
 
 def hold(value: Any) -> Any:
-    """Return `value`, or what stands for it if it is large."""
+    """Return `value`, or a weak stand-in if it is large."""
     is_data = isinstance(value, Tensor) or kinds.is_numpy(value, "ndarray")
     return Weak(value) if is_data and is_large(value) else value
 
 
 def held(value: Any) -> Any:
-    """Return what `hold` was given; ``None`` if nobody else holds it any more."""
+    """Return the value that `hold` was called with; ``None`` if it no longer exists."""
     return value() if type(value) is Weak else value
 
 
@@ -92,7 +92,7 @@ def mark_of(value: Any) -> Mark | None:
 
 
 def length_mark(value: Any) -> Mark | None:
-    """Return a mark of a container that sees items that come and go; ``None`` for anything else."""
+    """Return a mark of a container that finds added and removed items; ``None`` for anything else."""
     if not kinds.is_container(value):
         return None
     length = containers.length_of(value)
@@ -100,7 +100,7 @@ def length_mark(value: Any) -> Mark | None:
 
 
 def sample_mark(value: Any) -> Mark:
-    """Return a mark of a large tensor or array that reads a few of its elements only."""
+    """Return a mark of a large tensor or array that reads only a few of its elements."""
     is_tensor = isinstance(value, Tensor)
     if (not is_readable(value)) if is_tensor else (kinds.is_mapped(value) or not value.flags.writeable):
         return mark_of(value) or (lambda: True)
@@ -118,9 +118,9 @@ def _sample(value: Any) -> Any:
 
 
 def plain_data_mark(value: Any) -> Mark | None:
-    """Return a mark of a large list or dict of lists and dicts of Python's own; ``None`` for anything else.
+    """Return a mark of a large list or dict of Python's own lists and dicts; ``None`` for anything else.
 
-    Such data are no objects of their own: the annotations of a data set may be millions of lists.
+    Such data are not separate objects: the annotations of a data set may be millions of lists.
     """
     if type(value) not in (list, dict) or len(value) < MANY_ITEMS:
         return None
@@ -134,29 +134,29 @@ def plain_data_mark(value: Any) -> Mark | None:
 def _digest(value: Any) -> bytes | None:
     try:
         return hashlib.blake2b(marshal.dumps(value, _BY_VALUE), digest_size=16).digest()
-    except ValueError:  # something else is among them
+    except ValueError:  # it holds other objects
         return None
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are one object, or equal leaves; the other one may be what `hold` returned."""
+    """Return whether two values are one object, or equal leaves; the second may be a result of `hold`."""
     if type(other) is Weak:
         return one is other()
     if one is other:
         return True
     if type(one) is not type(other) or not kinds.is_leaf(one):
-        # A method is made again each time that it is looked up.
+        # A method is created again each time that it is looked up.
         return isinstance(one, types.MethodType) and one == other
     return bool(one == other) or (one != one and other != other)
 
 
 def same_items(items: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Return whether two collections hold the same objects; at the speed of C where they do."""
+    """Return whether two collections hold the same objects; at the speed of C if they do."""
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
 def items_mark(value: Any, before: Any) -> Mark:
-    """Return a mark of a list or dict that held what `before` holds."""
+    """Return a mark of a list or dict that held the items of `before`."""
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values, _keys_and_values(before))
     return _items_mark(value, containers.items_of, list(before))
@@ -178,7 +178,7 @@ def _items_mark(value: Any, items_of: Callable[[Any], list[Any]], before: list[A
 
 
 def _data_mark(value: Any) -> Mark | None:
-    """Return a mark of a small table, or the like, by what pickle makes of it; ``None`` for a large one."""
+    """Return a mark of a small table, or a similar object, by its pickle; ``None`` for a large one."""
     digest = _pickled(value)
     return None if digest is None else lambda: _pickled(value) == digest
 
@@ -188,7 +188,7 @@ def _pickled(value: Any) -> bytes | None:
         return None
     try:
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).digest()
-    except Exception:  # noqa: BLE001 - whatever its library raises
+    except Exception:  # noqa: BLE001 - the library may raise anything
         return None
 
 
@@ -205,7 +205,7 @@ def _tensor_mark(tensor: Tensor) -> Mark:
     def is_same() -> bool:
         now = tensor_ref()
         if now is None:
-            return True  # nobody holds it: there is nothing to carry
+            return True  # it no longer exists: there is nothing to carry
         if _place(now) != place:
             return False
         return content is None or _tensor_content(now) == content  # `x.data.mul_(2)` does not count as a version
@@ -214,7 +214,7 @@ def _tensor_mark(tensor: Tensor) -> Mark:
 
 
 def _tensor_content(tensor: Tensor) -> Any:
-    """Return something that differs where the bits of two tensors do."""
+    """Return a value that differs if the bits of two tensors differ."""
     shard = shard_of(tensor).detach()
     if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
         return hash(shard.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -234,7 +234,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether the elements of `tensor` can be compared: it is dense, and its memory is there."""
+    """Return whether the elements of `tensor` can be compared: it is dense, and its memory exists."""
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor)
 
 
@@ -243,7 +243,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _array_mark(array: Any) -> Mark:
-    if not array.flags.writeable or kinds.is_mapped(array):  # what a file holds is no state
+    if not array.flags.writeable or kinds.is_mapped(array):  # the content of a file is not state
         return lambda: True
     content, kept = _content(array), hold(array)
 
@@ -255,7 +255,7 @@ def _array_mark(array: Any) -> Mark:
 
 
 def _content(array: Any) -> Any:
-    """Return something that differs where the contents of two arrays do: of a large one the sums of its bits."""
+    """Return a value that differs if the contents of two arrays differ; for a large one, the sums of its bits."""
     place = (array.shape, array.dtype)
     if array.nbytes <= SMALL_BYTES:
         return place, array.tobytes()
@@ -290,12 +290,12 @@ def _iterator_mark(iterator: Any) -> Mark:
 
 
 def _iterator_place(iterator: Any) -> Any:
-    """Return where an iterator is, as numbers; ``None`` if it does not say."""
+    """Return the position of an iterator, as numbers; ``None`` if it does not report one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             return _numbers_in(iterator.__reduce__()[1:])
-    except TypeError:  # from Python 3.14 on those of itertools say nothing
+    except TypeError:  # from Python 3.14 on, those of itertools report nothing
         text = repr(iterator)
         return None if " at 0x" in text else text
 

@@ -1,6 +1,6 @@
-"""The user's own modules: those whose files are neither Python's nor of an installed package.
+"""The user's own modules: those whose files belong neither to Python nor to an installed package.
 
-Globals that are no module's count as a module: those of the functions that are running, and of the classes of given
+Globals that do not belong to a module count as one too: those of running functions, and of the classes of given
 objects. See `is_detached`.
 """
 
@@ -19,7 +19,7 @@ _FIRST_COPY = 2
 
 
 class _Detached:
-    """What has the globals of a function for its attributes: the dict itself.
+    """An object with the globals of a function as its attributes: the same dict.
 
     Args:
         variables: The globals.
@@ -30,10 +30,10 @@ class _Detached:
 
 
 def users_namespaces(roots: Mapping[str, Any]) -> dict[str, Namespace]:
-    """Return the globals of the user's modules, and the attributes of the classes that are made there, by name.
+    """Return the globals of the user's modules, and the attributes of the classes defined there, by name.
 
     Args:
-        roots: Objects whose classes may have globals that are no module's, or mappings and sequences of such objects.
+        roots: Objects whose classes may have globals without a module, or mappings and sequences of such objects.
     """
     found: dict[str, Namespace] = {}
     for name, module in _with_detached(_users_modules(), roots):
@@ -45,12 +45,12 @@ def users_namespaces(roots: Mapping[str, Any]) -> dict[str, Namespace]:
 
 
 def users_variables(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same as mappings of names to values, as they are."""
+    """Return the same as direct mappings of names to values."""
     return {name: vars(namespace.owner) for name, namespace in users_namespaces(roots).items()}
 
 
 def _with_detached(modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return modules, and globals that are no module's."""
+    """Yield modules, and globals that do not belong to a module."""
     yield from modules
     names = {name for name, _ in modules}
     found = {id(variables): variables for variables in (*_of_frames(), *_of_classes(roots)) if is_detached(variables)}
@@ -63,7 +63,7 @@ def _with_detached(modules: list[tuple[str, types.ModuleType]], roots: Mapping[s
 
 
 def _of_frames() -> list[dict[str, Any]]:
-    """Return the globals of the functions that are running, of the outermost first."""
+    """Return the globals of the running functions, the outermost first."""
     frame: types.FrameType | None = sys._getframe()
     found = []
     while frame is not None:
@@ -73,7 +73,7 @@ def _of_frames() -> list[dict[str, Any]]:
 
 
 def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the globals of the functions of some objects' classes."""
+    """Yield the globals of the functions of some objects' classes."""
     for root in roots.values():
         parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else [root]
         for part in parts:
@@ -83,11 +83,11 @@ def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 _found: tuple[int, Any, list[tuple[str, types.ModuleType]]] = (0, None, [])
 _whose: dict[str, tuple[Any, bool]] = {}
-"""Of each name in `sys.modules` what was there, and whether that is the user's."""
+"""For each name in `sys.modules`, its module and whether that is the user's."""
 
 
 def _users_modules() -> list[tuple[str, types.ModuleType]]:
-    """Return them; there are thousands of modules, so each is only looked at once."""
+    """Return the user's modules; there are thousands of modules, so each is only checked once."""
     global _found, _whose
     num_modules, main = len(sys.modules), sys.modules.get("__main__")
     if _found[0] != num_modules or _found[1] is not main:
@@ -108,7 +108,7 @@ def _search() -> Iterator[tuple[str, types.ModuleType]]:
     main, is_mains = _whose.get("__main__", (None, False))
     for name, (module, is_users) in _whose.items():
         if name == "__mp_main__" and main is not module and is_mains:
-            continue  # the main module of before somebody put another one in its place (runpy, a debugger)
+            continue  # the main module before it was replaced (by runpy, a debugger)
         if is_users and id(module) not in seen:
             seen.add(id(module))
             yield "__main__" if name == "__mp_main__" else name, module

@@ -1,7 +1,7 @@
-"""Classes and functions by name, which are looked up among what is imported: others may have written a checkpoint.
+"""Classes and functions by name, looked up only among imported modules: other people may have written a checkpoint.
 
-A checkpoint can name classes, which are made without running their code, and functions of the user's modules and a few
-of torch, NumPy, and Python's `math`. It can't name what reads files or starts programs.
+A checkpoint can name classes, which are created without running their code. It can also name functions of the user's
+modules and a few of torch, NumPy, and Python's `math`. It can't name functions that read files or start programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, c
                                                             defaultdict)}  # fmt: skip
 _HARMLESS = frozenset({"argparse:Namespace", "collections:UserDict", "collections:UserList", "collections:UserString",
                        "types:SimpleNamespace"})  # fmt: skip
-_OF_LIBRARIES = ("torch", "torch.nn.functional", "numpy", "math")  # whose functions don't say where they are found
+_OF_LIBRARIES = ("torch", "torch.nn.functional", "numpy", "math")  # their functions don't say where they are found
 _FILES = ("from_file", "fromfile", "load", "save")
 _PYTHONS = sys.stdlib_module_names - {"__main__"}
 
@@ -44,7 +44,7 @@ def part_name(part: Any, graph: Graph) -> str:
     """Return the name of a class or a function.
 
     Raises:
-        CantCarryError: If it can't be found by its name, or is no part of a state.
+        CantCarryError: If it can't be found by its name, or is not part of a state.
     """
     own_name = getattr(part, "__name__", "")
     if found_part(f"builtins:{own_name}", graph) is part:
@@ -60,7 +60,7 @@ def part_name(part: Any, graph: Graph) -> str:
 
 
 def found_class(name: str, graph: Graph) -> type | None:
-    """Return the class of this name, of a module that is imported; or one of those that the fit began with."""
+    """Return the class of this name, from an imported module or from those that the fit began with."""
     known = graph.classes.get(name)
     if known is not None:
         return known
@@ -69,13 +69,13 @@ def found_class(name: str, graph: Graph) -> type | None:
 
 
 def found_progress_bar(name: str) -> Any:
-    """Return the class of tqdm's bars of this name, if it is imported."""
+    """Return the tqdm bar class of this name, if it is imported."""
     found = _found(name)
     return found if isinstance(found, type) and kinds.is_progress_bar_class(found) else None
 
 
 def found_part(name: str, graph: Graph) -> Any:
-    """Return the class or function of this name, if it may be one that a checkpoint names."""
+    """Return the class or function of this name, if a checkpoint may name it."""
     module_name, _, qualname = name.partition(":")
     if module_name == "builtins":
         found = vars(builtins).get(qualname)
@@ -96,7 +96,7 @@ def _found(name: str) -> Any:
     found: Any = sys.modules.get(module_name)
     for attribute in qualname.split("."):
         found = inspect.getattr_static(found, attribute, None)
-        if isinstance(found, types.ModuleType):  # `torch:os.system` would lead on from there
+        if isinstance(found, types.ModuleType):  # `torch:os.system` would lead to other modules
             return None
     if isinstance(found, staticmethod):
         found = found.__func__
@@ -105,7 +105,7 @@ def _found(name: str) -> Any:
 
 
 def _runs_code(kind: type) -> bool:
-    """Return whether an object of this class runs code of its own when it is dropped."""
+    """Return whether an object of this class runs its own code when it is deleted."""
     return hasattr(kind, "__del__")
 
 
@@ -117,7 +117,7 @@ def _is_harmless(found: Any, module_name: str) -> bool:
 
 
 def method_name(method: types.MethodType) -> str:
-    """Return the name of the attribute by which an object has a method of its class.
+    """Return the name of the attribute that holds a method in its object's class.
 
     Raises:
         CantCarryError: If its class has no such attribute.
@@ -130,6 +130,6 @@ def method_name(method: types.MethodType) -> str:
 
 
 def found_method(owner: Any, name: str) -> types.MethodType | None:
-    """Return the method of this name that the class of `owner` has."""
+    """Return the method of this name from the class of `owner`."""
     found = inspect.getattr_static(type(owner), name, None)
     return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else None

@@ -1,4 +1,4 @@
-"""What is noted of one object that can change."""
+"""The record of one object that can change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Node:
 
     Args:
         kept: The object, as `hold` returned it.
-        mark: Tells whether its content is what it was; ``None`` for an object that only has attributes.
-        attributes: Those that it had; ``None`` for an object without.
-        state: What stands for its ``state_dict`` as it was, for an object that is carried by that.
-        raw: The names and the ``id`` of all that its ``__dict__`` held, which are compared first; ``None`` for an
-            object with slots. What counts is held by `attributes`, so its ``id`` stays its own.
+        mark: Returns whether its content is unchanged; ``None`` for an object that only has attributes.
+        attributes: Its attributes at that time; ``None`` for an object without any.
+        state: A digest of its ``state_dict`` at that time, for an object that is carried by that.
+        raw: The names and the ``id`` of all values in its ``__dict__`` at that time, which are compared first; ``None``
+            for an object with slots. `attributes` holds the values that count, so their ``id`` stays valid.
     """
 
     kept: Any
@@ -30,16 +30,16 @@ class Node:
 
     @property
     def value(self) -> Any:
-        """The object; ``None`` for a large tensor or array that nobody else holds any more."""
+        """The object; ``None`` for a large tensor or array that no longer exists."""
         return held(self.kept)
 
     @property
     def holds_weakly(self) -> bool:
-        """Whether something that it had may be gone, so that another object has its ``id``."""
+        """Whether one of its earlier values may be gone, so that another object has its ``id``."""
         return self.attributes is not None and Weak in set(map(type, self.attributes.values()))
 
     def has_same_dict(self) -> bool:
-        """Return whether all attributes are the very objects that they were."""
+        """Return whether all attributes are the same objects as before."""
         if self.raw is None or self.holds_weakly:
             return False
         now = kinds.dict_of(self.value)

@@ -1,7 +1,7 @@
-"""Object state: what has changed, since one instant, on all objects that can be reached from some roots.
+"""Object state: the changes since one instant on all objects that can be reached from some roots.
 
-At a save, what differs from the baseline is carried. What has not changed is left alone on a resume, so that users may
-edit their code between two starts. Objects are restored in place: everybody who holds one sees it.
+A save carries the differences from the baseline. A resume leaves unchanged values alone, so users may edit their code
+between two starts. Objects are restored in place, so every holder of an object sees the change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MANY_ITEMS = 1_000
 
 
 class ObjectState:
-    """What has changed on objects since this was made.
+    """The changes on objects since this was created.
 
     Args:
-        roots: The objects to begin with, by a name that opens their paths.
+        roots: The objects to begin with, by a name that begins their paths.
         rules: What is left out.
     """
 
@@ -45,17 +45,17 @@ class ObjectState:
         self._graph = graph_of(roots, rules, self._mark_of_state)
         self._always: dict[str, set[str]] = {}
         self.keeps_bytes = False
-        """Whether `state_dict` may keep what only its library can read as bytes."""
+        """Whether `state_dict` may keep objects that only their library can read as bytes."""
         self.live: dict[str, str] = {}
-        """What the last `state_dict` has left out because it is no state, by path: files, locks, progress bars."""
+        """Objects that the last `state_dict` left out because they are not state, by path: files, locks, bars."""
 
     def __len__(self) -> int:
         return len(self._graph.nodes)
 
     def add(self, roots: Mapping[str, Any]) -> None:
-        """Look at more objects from now on; those that are known already keep their baseline.
+        """Track more objects from now on; those that are already known keep their baseline.
 
-        What was known by the name of one of `roots`, and is another object, is forgotten.
+        If the name of one of `roots` stood for another object before, that object is forgotten.
         """
         dropped: dict[int, Node] = {}
         for name, value in roots.items():
@@ -68,36 +68,36 @@ class ObjectState:
                 self._graph.nodes[path] = node  # the baseline is still that of the start
 
     def share(self, older: ObjectState) -> None:
-        """Take the baselines of what `older` knows too."""
+        """Use the baselines of `older` for the objects that it knows too."""
         self._graph.share(older._graph)
 
     @property
     def changed(self) -> dict[str, set[str]]:
-        """The objects that are not what they were, by path, each with what changed of it (see `_parts_changed`)."""
+        """The objects that differ from their baseline, by path, each with its changed parts (see `_parts_changed`)."""
         self._graph.expand_changed()
         return self.changed_of(self._graph.nodes)
 
     def changed_of(self, paths: Iterable[str]) -> dict[str, set[str]]:
-        """Return `changed` of some objects only."""
+        """Return `changed` for only some objects."""
         found = ((path, self._parts_changed(self._graph.nodes[path])) for path in paths)
         return {path: parts for path, parts in found if parts}
 
     def unchanged(self, paths: Iterable[str]) -> Unchanged:
-        """Return some objects that have not changed yet, to look at them often."""
+        """Return some objects that have not changed yet, for frequent checks."""
         nodes = {path: self._graph.nodes[path] for path in paths}
         return Unchanged(nodes, lambda node: bool(self._parts_changed(node)))
 
     def carry(self, changed: Mapping[str, set[str]]) -> None:
-        """Carry these even where they do not change any more: what `changed` of another baseline said."""
+        """Always carry these parts, even when they stop changing: the result of `changed` from another baseline."""
         for path, parts in changed.items():
             self._always.setdefault(path, set()).update(parts)
 
     def carry_copies(self, tensors: Iterable[Tensor]) -> None:
-        """Carry those that are copies of one of `tensors`, even if they never change.
+        """Carry the tensors that are copies of one of `tensors`, even if they never change.
 
-        Whoever copies the weights when a run starts would copy others in a resumed one. A tensor whose elements are all
-        equal may be a constant of the user's that equals the weights of a norm: it is only taken for a copy where its
-        holder has others.
+        Code that copies the weights when a run starts would copy other weights in a resumed one. A tensor with equal
+        elements may be a constant of the user that happens to equal the weights of a norm. It only counts as a copy if
+        its holder has other, non-constant copies.
         """
         originals: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
@@ -114,7 +114,7 @@ class ObjectState:
         return list(self._graph.nodes)
 
     def not_known(self, roots: Mapping[str, Any]) -> list[Any]:
-        """Return the containers and tensors that were not there when this was made; no large ones, which are data."""
+        """Return the containers and tensors that did not exist at the baseline, except large ones, which are data."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
         nodes = (node.value for node in now.nodes.values())
         found = (value for value in (*nodes, *now.recorded(self._graph)) if not self._graph.is_met(value))
@@ -122,12 +122,12 @@ class ObjectState:
         return [value for value in kept if kinds.num_items(value) <= _MANY_ITEMS]
 
     def forget(self, values: Iterable[Any]) -> None:
-        """Take objects for such that were not there before: who refers to one carries it whole."""
+        """Treat objects as new: a value that refers to one carries it whole."""
         for value in values:
             self._graph.forget_one(value)
 
     def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, Any]:
-        """Return the objects of which `is_one` says so, those that are not looked into among them, by path."""
+        """Return the objects that satisfy `is_one`, by path, including objects that are not searched."""
         found = ((path, held(value)) for path, value in self._graph.things.items())
         return {path: value for path, value in found if is_one(value)}
 
@@ -138,23 +138,23 @@ class ObjectState:
         self.carry({path: {_CONTENT} for path in tensors})
 
     def is_large(self, path: str) -> bool:
-        """Return whether a look at an object takes long: a container of many items, a large array."""
+        """Return whether checking an object takes long: a container of many items, a large array."""
         value = self._graph.nodes[path].value
         return kinds.num_items(value) > _MANY_ITEMS
 
     def state_dict(
         self, *, of: Iterable[str] | None = None, without: Collection[str] = (), max_bytes: float = math.inf
     ) -> dict[str, Any]:
-        """Return what has changed, as plain values and copies.
+        """Return the changes, as plain values and copies.
 
         Args:
-            of: The paths of the objects to look at; ``None`` for all.
+            of: The paths of the objects to check; ``None`` for all.
             without: The paths of objects and attributes that are left out.
-            max_bytes: About how much may be carried of what is new; an object with more is lost.
+            max_bytes: About how many bytes of new objects may be carried; an object with more is lost.
 
         Returns:
-            ``nodes``, what changed of each object, by path; ``table``, the objects that were not there before; and
-            ``lost``, by path, why a change can't be carried. All three are empty if nothing has changed.
+            ``nodes``, the changes of each object, by path; ``table``, the objects that did not exist before; and
+            ``lost``, the reasons why changes can't be carried, by path. All three are empty if nothing has changed.
         """
         if of is None:
             self._graph.expand_changed()
@@ -171,7 +171,7 @@ class ObjectState:
         max_bytes: float = math.inf,
         has_plain: bool = True,
     ) -> dict[str, Any]:
-        """Return what has changed of these objects, and `always` of each."""
+        """Return the changes of these objects, and the `always` parts of each."""
         encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain, keeps_bytes=self.keeps_bytes)
         nodes: dict[str, Any] = {}
         lost: dict[str, str] = {}
@@ -185,14 +185,14 @@ class ObjectState:
         return {NODES: nodes, TABLE: encoder.table, LOST: lost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Put back what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Returns:
             A line for each object or attribute that could not be restored.
         """
         decoder = Decoder(self._graph, state[TABLE])
         missing: list[str] = []
-        # What has a `state_dict` may refer to the others.
+        # Objects with a `state_dict` may refer to the others.
         by_state = sorted(state[NODES].items(), key=lambda item: _STATE in item[1])
         for path, content in by_state:
             node = self._graph.node_at(path)
@@ -203,7 +203,7 @@ class ObjectState:
         return missing
 
     def values_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state of the same objects and attributes as `state` has, with the values of now."""
+        """Return a state with the objects and attributes of `state`, and their current values."""
         always = {path: _parts_of(content) for path, content in state[NODES].items() if self._graph.node_at(path)}
         return self._state_of(always)
 
@@ -271,11 +271,11 @@ class ObjectState:
         return missing
 
     def _mark_of_state(self, value: Any) -> Any:
-        """Return what stands for the ``state_dict`` of an object, ``None`` if that can't be carried."""
+        """Return a digest of the ``state_dict`` of an object, or ``None`` if that can't be carried."""
         try:
             encoder = Encoder(Graph())
             encoded = encoder.state(value.state_dict())
-        except Exception:  # noqa: BLE001 - a user's own; its attributes are looked at instead
+        except Exception:  # noqa: BLE001 - a user's own code; the object's attributes are compared instead
             return None
         return digests_of({"state": encoded, "table": encoder.table})
 
@@ -299,7 +299,7 @@ def _holder_of(path: str) -> str:
 
 
 def _parts_of(content: Mapping[str, Any]) -> set[str]:
-    """Return which parts of an object a state has."""
+    """Return the parts of an object that a state has."""
     names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
     return names | {part for part in (_STATE, _CONTENT) if part in content}
 
@@ -309,7 +309,7 @@ def _path_of(path: str, part: str) -> str:
 
 
 def names_in(state: Mapping[str, Any]) -> set[str]:
-    """Return the paths of the attributes and objects that a state is of."""
+    """Return the paths of the attributes and objects in a state."""
     found = set()
     for path, content in state[NODES].items():
         found |= {_path_of(path, part) for part in _parts_of(content)}
@@ -317,7 +317,7 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
 
 
 def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state holds by the paths of `names_in`, each with the new objects that it refers to."""
+    """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to."""
     found: dict[str, Any] = {}
     for path, content in state[NODES].items():
         found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
@@ -327,7 +327,7 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of(encoded: Any, table: Sequence[Any]) -> list[Any]:
-    """Return the rows of the table that a value refers to, and those that these refer to."""
+    """Return the rows of the table that a value refers to, directly or through other rows."""
     rows: dict[int, Any] = {}
     queue = [encoded]
     while queue:
@@ -347,13 +347,13 @@ def _rows_of(encoded: Any, table: Sequence[Any]) -> list[Any]:
 
 
 def _may_be_handle(node: Node, name: str) -> bool:
-    """Return whether what only its library can read may be what a data set has opened to read from."""
+    """Return whether a library's own object may be a handle that a data set has opened for reading."""
     was_nothing = node.attributes is not None and node.attributes.get(name) is None
     return was_nothing and isinstance(node.value, torch.utils.data.Dataset)
 
 
 class _Noted:
-    """Notes why a value can't be carried."""
+    """Records why a value can't be carried."""
 
     def __init__(
         self, lost: dict[str, str], path: str, drops_saved: bool, *, live: Any = None, may_be_handle: bool = False
@@ -367,20 +367,20 @@ class _Noted:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
         is_handle &= self._drops_saved or not isinstance(error, SavedError)
-        if is_handle:  # that was opened, or opened again: it is no state
+        if is_handle:  # opened, or opened again: not state
             self._live[self._path] = str(error)
             return True
         if isinstance(error, CantCarryError):
             self._lost[self._path] = str(error)
             return True
-        if isinstance(error, Exception):  # of the user's own code, or too deep
+        if isinstance(error, Exception):  # from the user's own code, or too deep
             self._lost[self._path] = f"{type(error).__name__}: {error}"
             return True
         return False
 
 
 class _Missing:
-    """Notes why a value can't be restored: of a user's own, or of a state that is damaged."""
+    """Records why a value can't be restored: an error in the user's code, or in a damaged state."""
 
     def __init__(self, missing: list[str], name: str) -> None:
         self._missing, self._name = missing, name

@@ -1,6 +1,6 @@
 """Objects that only their library can read, as bytes: for a state that is trusted where it is restored.
 
-Nothing that others refer to, too, is in the bytes: it would be a copy afterwards. Such an object is not carried.
+The bytes contain no object that other objects refer to: it would be a copy afterwards. Such an object is not carried.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _new_object = object().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]
 
 
 class Pickles:
-    """Makes the bytes of the objects of one save.
+    """Pickles the objects of one save.
 
     Args:
-        is_shared: Whether others refer to an object, too.
+        is_shared: Whether other objects refer to an object too.
     """
 
     def __init__(self, is_shared: Callable[[Any], bool]) -> None:
@@ -31,18 +31,18 @@ class Pickles:
         self._met: dict[int, Any] = {}
 
     def has_met(self, value: Any) -> bool:
-        """Return whether an object is a part of one whose bytes were made."""
+        """Return whether an object is a part of one that was already pickled."""
         return id(value) in self._met
 
     def row(self, value: Any, reason: CantCarryError) -> list[Any]:
-        """Return what stands for an object.
+        """Return the encoded form of an object.
 
         Args:
             value: The object.
-            reason: Why it can't be carried otherwise.
+            reason: The reason why it can't be carried in any other way.
 
         Raises:
-            CantCarryError: If it can't be pickled, or refers to what others refer to.
+            CantCarryError: If it can't be pickled, or refers to objects that others refer to.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, value, lambda part: self.has_met(part) or self._is_shared(part))
@@ -57,7 +57,7 @@ class Pickles:
 
 
 class _SharedError(Exception):
-    """An object to be pickled refers to one that others refer to."""
+    """An object to be pickled refers to one that other objects refer to."""
 
 
 class _Pickler(pickle.Pickler):
@@ -66,7 +66,7 @@ class _Pickler(pickle.Pickler):
         self._root = root
         self._is_shared = is_shared
         self._of_classes: set[int] = set()
-        """What classes have in common for all their objects: a table of pandas hands it out with its state."""
+        """Values that a class shares between all its objects: a pandas table includes them in its state."""
         self.met: dict[int, Any] = {}
 
     def persistent_id(self, value: Any) -> None:
@@ -83,7 +83,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _can_not_change(value: Any) -> bool:
-    """Return whether a copy of a value is as good: of text and numbers; functions and classes are pickled by name."""
+    """Return whether a copy of a value is as good: texts and numbers. Functions and classes are pickled by name."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes, tuple, frozenset):
         return True
     return kinds.is_leaf(value) or kinds.is_numpy(value, "dtype") or getattr(value, "__qualname__", None) is not None
@@ -95,9 +95,9 @@ def has_pickles(state: Mapping[str, Any]) -> bool:
 
 
 def unpickled(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object state with its objects in place of their bytes: this runs any code that is in them.
+    """Return an object state with its objects in place of their bytes: this runs any code in the bytes.
 
-    What can't be made again stays as it is, and is not restored.
+    An object that can't be created again stays as bytes, and is not restored.
     """
     for row in _rows_of(state):
         row[:] = _made(row)
@@ -112,7 +112,7 @@ def _made(row: list[Any]) -> list[Any]:
 
 
 def has_whole_state(value: Any) -> bool:
-    """Return whether an object can become what another one of its class is: all of it is in what pickle sets last."""
+    """Return whether an object can take the state of another of its class: pickle's last step sets all of it."""
     if not hasattr(type(value), "__setstate__"):
         return False
     try:
@@ -125,7 +125,7 @@ def has_whole_state(value: Any) -> bool:
 
 
 def set_state(value: Any, made: Any) -> bool:
-    """Let an object be what another one is, by the ``__setstate__`` of their class; return whether that can be."""
+    """Copy another object's state by ``__setstate__`` of their class; return whether that is possible."""
     if type(value) is not type(made) or not has_whole_state(made):
         return False
     value.__setstate__(made.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2])

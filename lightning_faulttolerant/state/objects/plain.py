@@ -24,7 +24,7 @@ class Plain:
     Args:
         value: The list or dict that holds it.
         ids: The ``id`` of each list and dict inside, and of each tuple.
-        num_bytes: About how much it is.
+        num_bytes: The approximate size.
     """
 
     value: Any
@@ -32,15 +32,15 @@ class Plain:
     num_bytes: int
 
     def copy(self) -> Any:
-        """Return a copy, and of all that is inside."""
-        # Ours, and of plain data.
+        """Return a copy, including everything inside."""
+        # Safe: the bytes are our own, of plain data.
         return pickle.loads(pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL)) if self.ids else self.value.copy()
 
 
 def plain_of(value: Any) -> Plain | None:
-    """Return `value` as plain data, ``None`` if it is something else or refers to a list or dict twice.
+    """Return `value` as plain data, or ``None`` if it is something else or refers to a list or dict twice.
 
-    All items of one depth are looked at together, at the speed of C.
+    All items of one depth are checked together, at the speed of C.
     """
     if type(value) not in (list, dict):
         return None
@@ -48,7 +48,7 @@ def plain_of(value: Any) -> Plain | None:
     ids, tuples, num_bytes = {id(value)}, set[int](), 0
     for _ in range(_MAX_DEPTH):
         dicts = layer.get(dict, [])
-        if any(map(operator.contains, dicts, repeat(POOL))):  # a state that was saved, perhaps
+        if any(map(operator.contains, dicts, repeat(POOL))):  # maybe a saved state
             return None
         parts = [list(chain.from_iterable(inside)) for inside in (*layer.values(), map(_values_of, dicts)) if inside]
         layer = {}

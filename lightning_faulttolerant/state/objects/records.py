@@ -1,7 +1,7 @@
-"""Records: the objects of a large list that are small, plain, and alike; they are noted and compared all at once.
+"""Records: the objects of a large list that are small, plain, and alike; recorded and compared together.
 
 A data set of 100,000 annotations is 100,000 objects, and as many lists. None of them becomes a node of the graph before
-it changes, or something refers to it.
+it changes, or another object refers to it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _dict_of = operator.attrgetter("__dict__")
 
 @dataclass(kw_only=True, slots=True)
 class Layer:
-    """Those of the objects that are of one class.
+    """The objects of one class.
 
     Args:
         kind: The class.
         members: The objects, each once.
         roots: The number of the record that each belongs to.
-        before: What each held: a dict of its attributes or items, a tuple of its items, or a mark of its content.
+        before: The earlier content of each: a dict of its attributes or items, a tuple of its items, or a mark.
         places: The number of each, by its ``id``.
-        flat: All that `before` holds, in one list, and all names.
+        flat: All values in `before`, in one list, and all names.
     """
 
     kind: type
@@ -44,20 +44,20 @@ class Layer:
 
     @property
     def is_marked(self) -> bool:
-        """Whether each is compared by a mark of its own: arrays and tensors."""
+        """Whether each is compared by its own mark: arrays and tensors."""
         return not (self.kind in (list, tuple, dict) or self.has_attributes)
 
     @property
     def has_attributes(self) -> bool:
-        """Whether these are objects of the user's."""
+        """Whether these are objects of the user's classes."""
         return kinds.is_record_kind(self.kind)
 
     def contents(self) -> list[Any]:
-        """Return what each holds now."""
+        """Return the current content of each."""
         return list(map(_dict_of, self.members)) if self.has_attributes else self.members
 
     def changed(self) -> list[int]:
-        """Return the numbers of those that are not what they were."""
+        """Return the numbers of the objects that have changed."""
         if self.kind is tuple:
             return []
         if self.is_marked:
@@ -69,12 +69,12 @@ class Layer:
         for i, (one, other) in enumerate(zip(now, self.before, strict=True)):
             if not _is_same(one, other):
                 changed.append(i)
-            elif other:  # what is equal, but another object, is compared by identity from now on
+            elif other:  # an equal but different object is compared by identity from now on
                 self.before[i] = dict(one) if isinstance(one, dict) else tuple(one)
         return changed
 
     def _holds_same(self, now: list[Any]) -> bool:
-        """Return whether all hold the very objects that they held, at the speed of C."""
+        """Return whether all hold the same objects as before, at the speed of C."""
         is_mapping = self.kind is not list
         if self.flat is None:
             names = list(chain.from_iterable(self.before)) if is_mapping else []
@@ -89,7 +89,7 @@ class Layer:
         return not is_mapping or all(map(operator.is_, chain.from_iterable(now), names))
 
     def without(self, roots: set[int]) -> Layer:
-        """Return the same without the objects of some records."""
+        """Return a layer without the objects of some records."""
         stay = [root not in roots for root in self.roots]
         members, own, before = (list(compress(x, stay)) for x in (self.members, self.roots, self.before))
         places = dict(zip(map(id, members), range(len(members)), strict=True))
@@ -97,19 +97,19 @@ class Layer:
 
 
 class Records:
-    """The items of a large list, and what they consist of.
+    """The items of a large list, and their parts.
 
     Args:
-        owner: The list, or tuple.
-        items: What it held.
-        layers: Its items, by their class, and what they refer to.
+        owner: The list or tuple.
+        items: Its items at that time.
+        layers: Its items and the objects that they refer to, by class.
     """
 
     def __init__(self, owner: Any, items: Sequence[Any], layers: list[Layer]) -> None:
         self.owner, self.items, self.layers = owner, items, layers
 
     def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[Any], bool]) -> bool:
-        """Return whether all that these hold is looked at under some rules."""
+        """Return whether the walk checks all of these under some rules."""
         for layer in self.layers:
             if layer.has_attributes:
                 names = set(chain.from_iterable(layer.before))
@@ -120,20 +120,20 @@ class Records:
         return True
 
     def holds_same_items(self) -> bool:
-        """Return whether the list holds the very objects that it held."""
+        """Return whether the list holds the same objects as before."""
         return len(self.owner) == len(self.items) and all(map(operator.is_, self.owner, self.items))
 
     def changed(self) -> set[int]:
-        """Return the numbers of the records of which something is not what it was."""
+        """Return the numbers of the records that have changed."""
         return {layer.roots[i] for layer in self.layers for i in layer.changed()}
 
     def root_of(self, value: Any) -> int | None:
-        """Return the number of the record that an object belongs to; ``None`` if it is none of these."""
+        """Return the number of the record that an object belongs to; ``None`` if it belongs to none of these."""
         found = self.place_of(value)
         return None if found is None else found[0].roots[found[1]]
 
     def place_of(self, value: Any) -> tuple[Layer, int] | None:
-        """Return the layer and the number there of an object."""
+        """Return the layer of an object, and its number there."""
         for layer in self.layers:
             place = layer.places.get(id(value))
             if place is not None and layer.members[place] is value:
@@ -141,15 +141,15 @@ class Records:
         return None
 
     def members(self) -> Iterator[Any]:
-        """Return all objects."""
+        """Yield all objects."""
         return chain.from_iterable(layer.members for layer in self.layers)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return those that are tensors."""
+        """Yield the tensors."""
         return chain.from_iterable(layer.members for layer in self.layers if layer.kind is Tensor)
 
     def without(self, roots: set[int]) -> Records:
-        """Return the same without some records."""
+        """Return a copy without some records."""
         layers = [layer.without(roots) for layer in self.layers]
         return Records(self.owner, self.items, [layer for layer in layers if layer.members])
 
@@ -158,10 +158,9 @@ _noted: weakref.WeakValueDictionary[int, Records] = weakref.WeakValueDictionary(
 
 
 def records_of(value: Any) -> Records | None:
-    """Return the items of a large list or tuple as records; ``None`` if they are not alike, or hold other things.
+    """Return the items of a large list or tuple as records; ``None`` if they are not alike, or hold other objects.
 
-    What was noted of the same list before is returned again if nothing has changed since: it is noted once for all who
-    look at it.
+    Existing records of the same list are returned again if nothing has changed since: all callers share them.
     """
     if type(value) not in (list, tuple) or len(value) < MANY_ITEMS or len(set(map(type, value))) != 1:
         return None
@@ -178,7 +177,7 @@ def records_of(value: Any) -> Records | None:
 
 
 def _layers_of(value: Sequence[Any]) -> list[Layer] | None:
-    """Return all that can be reached from the items of a list; ``None`` if something is not plain."""
+    """Return all objects that can be reached from the items of a list; ``None`` if one is not plain."""
     layers: list[Layer] = []
     level = [(list(value), list(range(len(value))))]
     seen: set[int] = set()
@@ -194,7 +193,7 @@ def _layers_of(value: Sequence[Any]) -> list[Layer] | None:
 
 
 def _by_kind(members: list[Any], roots: list[int], seen: set[int]) -> Iterator[Layer]:
-    """Return what is not a leaf and was not met yet, by class."""
+    """Yield the objects that are not leaves and were not met yet, by class."""
     types = list(map(type, members))
     for kind in dict.fromkeys(types):
         if kinds.is_leaf_kind(kind):
@@ -215,7 +214,7 @@ def _once(kind: type, members: list[Any], roots: list[int], seen: set[int]) -> L
 
 
 def _note(layer: Layer) -> bool:
-    """Note what the members of a layer hold; return whether they are such as can be looked at all at once."""
+    """Record the content of a layer's members; return whether they can be checked together."""
     if layer.kind is tuple or layer.kind is list:
         layer.before = list(map(tuple, layer.members))
     elif layer.kind is dict or layer.has_attributes:

@@ -1,4 +1,4 @@
-"""The content of a tensor: a new one with it, or one that is there and gets it."""
+"""The content of a tensor: create a new tensor with it, or restore it into an existing one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_faulttolerant.errors import NotExactError
 
 
 class NothingThereError(Exception):
-    """What a state refers to is not there any more."""
+    """An object that a state refers to does not exist any more."""
 
 
 class _LostGraph(torch.autograd.Function):
-    """Stands for the steps that made a tensor before the run was interrupted."""
+    """Stands for the operations that computed a tensor before the run was interrupted."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def new_tensor(kind: str, data: Tensor, device: str, needs_grad: bool | str, *gr
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of this name; the CPU where there is none."""
+    """Return the device of this name, or the CPU if it does not exist."""
     device = torch.device(name)
     if device.type == "cpu" or device.type == "meta":
         return torch.device("cpu")
@@ -56,10 +56,10 @@ def _device(name: str) -> torch.device:
 
 @torch.no_grad()
 def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
-    """Let a tensor that is there have what `new_tensor` would make, in place.
+    """Restore an existing tensor in place, with the content that `new_tensor` takes.
 
     Raises:
-        NothingThereError: If something else is there.
+        NothingThereError: If the existing object is of another kind.
     """
     data, needs_grad = content[1], content[3]
     if not isinstance(tensor, Tensor):
@@ -77,5 +77,5 @@ def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` share memory, as those of an expanded one do."""
+    """Return whether elements of `tensor` share memory, like those of an expanded one."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

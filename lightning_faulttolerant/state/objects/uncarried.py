@@ -13,29 +13,29 @@ class CantCarryError(Exception):
 
 
 class LiveError(CantCarryError):
-    """A value stands for something outside of Python, which is no state: an open file, a lock, a progress bar."""
+    """A value stands for a resource outside of Python, which is not state: an open file, a lock, a progress bar."""
 
 
 class SavedError(LiveError):
-    """A value is, or holds, a state that was saved: in the next state it would be there with those before it."""
+    """A value is, or holds, a saved state: the next state would hold it together with those before it."""
 
 
 class OpaqueError(CantCarryError):
-    """A value is an object that only its library can read: it may be a handle of that library's."""
+    """A value is an object that only its library can read: it may be a handle of that library."""
 
 
 class TooLargeError(CantCarryError):
-    """A value is larger than there is room."""
+    """A value is larger than the remaining room."""
 
 
 def check_not_saved(value: dict[Any, Any]) -> None:
-    """Raise if a dict is a state that this package has given."""
+    """Raise if a dict is a state from this package."""
     if is_packed(value):
         raise SavedError("a state that was saved")
 
 
 def why_not(value: Any) -> CantCarryError:
-    """Return why a value that nobody can read can't be carried."""
+    """Return why an unreadable value can't be carried."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if kinds.is_generator(value) or kinds.is_iterator(value) or kinds.is_loader_iterator(value):
         return CantCarryError(f"an iterator ({name}), which can't be copied")

@@ -1,6 +1,6 @@
-"""Objects that have not changed yet, all compared at once.
+"""Objects that have not changed yet, all compared together.
 
-A worker looks at its objects after each batch, so a look must cost next to nothing while nothing changes.
+A worker checks its objects after each batch, so a check must cost next to nothing while nothing changes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _EMPTY = object()
 
 
 class Unchanged:
-    """Objects that are what they were when they were noted.
+    """Objects that are unchanged since they were recorded.
 
-    Their attributes and items are compared by identity, at the speed of C; only where one differs, each object is
-    looked at by itself.
+    Their attributes and items are compared by identity, at the speed of C. Only if one differs, each object is checked
+    separately.
 
     Args:
         nodes: The objects, by path.
-        has_changed: Looks at one object by itself.
+        has_changed: Checks one object separately.
     """
 
     def __init__(self, nodes: Mapping[str, Node], has_changed: Callable[[Node], bool]) -> None:
@@ -40,7 +40,7 @@ class Unchanged:
         self._note()
 
     def _note(self) -> None:
-        """Note how all of them look now."""
+        """Record the current content of all of them."""
         self._one_by_one: list[str] = []
         self._owners: list[Any] = []
         self._namespaces: list[Any] = []
@@ -53,7 +53,7 @@ class Unchanged:
         self._noted = self._look()
 
     def _takes(self, node: Node) -> bool:
-        """Let an object be compared at once with the others, if it can be."""
+        """Include an object in the common comparison; return whether that is possible."""
         value, kind = node.value, type(node.value)
         if node.holds_weakly:
             return False
@@ -84,13 +84,13 @@ class Unchanged:
         ]
 
     def take_changed(self) -> list[str]:
-        """Return the paths of those that have changed, which are none of these from now on."""
+        """Return the paths of the objects that have changed, and drop them from this collection."""
         is_same = self._look() == self._noted
         paths = self._one_by_one if is_same else list(self._nodes)
         changed = [path for path in paths if self._has_changed(self._nodes[path])]
         for path in changed:
             del self._nodes[path]
-        if changed or not is_same:  # what is equal, but not the same any more, is noted as it is now
+        if changed or not is_same:  # equal but no longer identical values are recorded again
             self._note()
         return changed
 
@@ -105,5 +105,5 @@ def _ids_in(slots: list[Callable[[], Any]]) -> list[int]:
 def _held(slot: Callable[[], Any]) -> Any:
     try:
         return slot()
-    except AttributeError:  # an empty one
+    except AttributeError:  # an empty slot
         return _EMPTY

@@ -1,4 +1,4 @@
-"""Whose a class, a function, or a module is: the user's own, or Python's or of an installed package."""
+"""The owner of a class, a function, or a module: the user, or Python, or an installed package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = "lightning_faulttolerant"
 _MAIN = "__main__"
 _FROM_CLOUDPICKLE = "<dynamic-code>"  # the file of all code, since cloudpickle 3.1.3
 _OWN_DIRECTORY = __file__.rpartition(f"{os.sep}{_OWN}{os.sep}")[0] + f"{os.sep}{_OWN}{os.sep}"
-# Before the names of modules: one may be called `module`, `trainer`, or `dataset`, as other objects are.
+# Prefix of modules' names: a module may be called `module`, `trainer`, or `dataset`, like other objects.
 _GLOBALS = "globals/"
 
 
@@ -31,41 +31,41 @@ def global_path(module_name: str, *names: str) -> str:
 
 
 def is_users(kind: type) -> bool:
-    """Return whether a class is made in one of the user's modules."""
+    """Return whether a class is defined in one of the user's modules."""
     module = sys.modules.get(kind.__module__)
     return module is None or is_users_module(module) or is_detached_class(kind)
 
 
 def is_users_function(function: types.FunctionType) -> bool:
-    """Return whether a function is made in one of the user's modules."""
+    """Return whether a function is defined in one of the user's modules."""
     module = sys.modules.get(function.__module__)
     return module is None or is_users_module(module) or is_detached(function.__globals__)
 
 
 def is_users_frame(frame: types.FrameType) -> bool:
-    """Return whether the code that runs in a frame is the user's."""
+    """Return whether a frame runs the user's code."""
     module = sys.modules.get(frame.f_globals.get("__name__", ""))
     return module is None or is_users_module(module) or is_detached(frame.f_globals)
 
 
 def is_detached(variables: Mapping[str, Any]) -> bool:
-    """Return whether the globals of a function or of a frame are the user's, and no module's.
+    """Return whether the globals of a function or of a frame are the user's, without belonging to a module.
 
-    cloudpickle brings a script's functions to a worker with globals of their own: submitit, Ray, and loky run scripts
-    so, and `__main__` is the worker's. A profiler runs a script in globals of its own, too.
+    cloudpickle brings a script's functions to a worker with separate globals. submitit, Ray, and loky run scripts like
+    this, and `__main__` is the worker's. A profiler runs a script in separate globals too.
     """
     name = variables.get("__name__") or ""
     module = sys.modules.get(name)
     if module is not None and vars(module) is variables:
         return False
     path = variables.get("__file__")
-    if not isinstance(path, str):  # of a notebook
+    if not isinstance(path, str):  # in a notebook
         return bool(name == _MAIN)
     return is_users_file(path)
 
 
 def is_detached_class(kind: type) -> bool:
-    """Return whether a class is made in a script that is not the `__main__` of this process."""
+    """Return whether a class is defined in a script that is not the `__main__` of this process."""
     main = sys.modules.get(_MAIN)
     if kind.__module__ != _MAIN or main is None:
         return False
@@ -73,18 +73,18 @@ def is_detached_class(kind: type) -> bool:
 
 
 def file_of(frame: types.FrameType) -> str:
-    """Return the file that the code of a frame is from, as far as that is known."""
+    """Return the file of a frame's code, as far as it is known."""
     file = frame.f_globals.get("__file__")
     return file if frame.f_code.co_filename == _FROM_CLOUDPICKLE and file else frame.f_code.co_filename
 
 
 def is_users_file(path: str) -> bool:
-    """Return whether a file is neither Python's, nor of an installed package, nor of this one."""
+    """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
     return not is_installed(path) and not path.startswith(_OWN_DIRECTORY)
 
 
 def is_users_module(module: types.ModuleType) -> bool:
-    """Return whether the file of a module is neither Python's nor of an installed package."""
+    """Return whether a module's file belongs neither to Python nor to an installed package."""
     if module.__name__.partition(".")[0] == _OWN:
         return False
     if module.__name__ == _MAIN:
@@ -95,7 +95,7 @@ def is_users_module(module: types.ModuleType) -> bool:
 
 @functools.lru_cache(maxsize=16_384)
 def is_installed(path: str) -> bool:
-    """Return whether a file is Python's, or of an installed package."""
+    """Return whether a file belongs to Python or to an installed package."""
     return path.startswith(_installed()) or os.path.realpath(path).startswith(_installed())
 
 

@@ -1,4 +1,4 @@
-"""The walk over all that can be reached from some roots: it notes what of it can change, each by one path."""
+"""Walk over all that can be reached from some roots, and record each object that can change by one path."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _NOTHING: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What of the objects is not looked at, because somebody else carries it.
+    """What the walk leaves out, because other code carries it.
 
     Args:
-        left_out: Returns the names of an object's attributes that are not its user's.
-        is_live: Returns whether an object is not looked into, only known by its path.
+        left_out: Returns the names of an object's attributes that are not the user's.
+        is_live: Returns whether an object is only known by its path, and not searched.
         goes_by_attributes: Returns whether the attributes of an object are its state although it has a ``state_dict``.
-        drops_saved: Whether a variable with a state that this package has given is passed over, rather than named: in a
-            loader's state it would be there with all states before it.
-        max_items: Of a container with more items only the length is looked at, of a large array a few elements.
+        drops_saved: Whether a variable with a state from this package is skipped, rather than reported. A loader's
+            state would otherwise hold it together with all states before it.
+        max_items: A container with more items is only compared by its length, a large array by a few elements.
     """
 
     left_out: Callable[[Any], Collection[str]] = lambda value: _NOTHING
@@ -65,14 +65,14 @@ def graph_of(
     graph: Graph | None = None,
     with_contents: bool = True,
 ) -> Graph:
-    """Return the graph of all that can be reached from `roots`.
+    """Return the graph of all objects that can be reached from `roots`.
 
     Args:
         roots: The objects to begin with, by name.
         rules: What is left out.
-        state_of: Returns what stands for the ``state_dict`` of an object that has one; ``None`` if it can't be read.
-        graph: One to add to.
-        with_contents: Whether changes of tensors and arrays are to be seen later, for which all of them are read now.
+        state_of: Returns a digest of the ``state_dict`` of an object that has one; ``None`` if it can't be read.
+        graph: An existing graph to extend.
+        with_contents: Whether changes of tensors and arrays must be found later. All of them are read now for this.
     """
     graph = Graph() if graph is None else graph
     queue: deque[tuple[str, Any]] = deque(roots.items())
@@ -106,7 +106,7 @@ def graph_of(
 def _met(
     graph: Graph, path: str, value: Any, rules: Rules, state_of: Callable[[Any], Any], *, with_contents: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Add `value` to the nodes, if it can change, and return what it refers to."""
+    """Add `value` to the nodes, if it can change, and yield the objects that it refers to."""
     if isinstance(value, (Tensor, nn.Module)) or kinds.is_optimizer(value):
         yield from of_hooks(path, value)
     if is_generator(value) or rules.is_live(value):
@@ -143,7 +143,7 @@ def _met(
 
 
 def _content_mark(value: Any, rules: Rules) -> Mark | None:
-    has_bytes = not isinstance(value, Tensor) or is_readable(value)  # a sparse one does not say how many
+    has_bytes = not isinstance(value, Tensor) or is_readable(value)  # a sparse one has no such attribute
     is_sampled = rules.max_items < math.inf and has_bytes and value.nbytes > SMALL_BYTES
     return sample_mark(value) if is_sampled else mark_of(value)
 
@@ -153,7 +153,7 @@ def _held_weakly(attributes: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _has_records(graph: Graph, path: str, value: Any, rules: Rules) -> bool:
-    """Note the items of a large list all at once, if they are alike; return whether they are."""
+    """Record the items of a large list together if they are alike; return whether they are."""
     found = None if rules.max_items < math.inf else records_of(value)
     if found is None or not found.suits(rules.left_out, rules.is_live):
         return False
@@ -171,7 +171,7 @@ def is_carried_by_state(value: Any) -> bool:
 
 
 def attributes_of(value: Any, rules: Rules) -> dict[str, Any] | None:
-    """Return the attributes of `value` that are its user's; ``None`` if it has none that count."""
+    """Return the attributes of `value` that are the user's, or ``None`` if its attributes don't count."""
     if isinstance(value, types.FunctionType):
         return kinds.attributes(value)
     is_subclass = kinds.is_container(value) and not kinds.is_plain_container(value)
@@ -187,9 +187,9 @@ def attributes_of(value: Any, rules: Rules) -> dict[str, Any] | None:
 
 
 def _is_wrappers(owner: Any, name: str, value: Any) -> bool:
-    """Return whether `value` is what Lightning's wrappers (DDP) put in place of a method for a call, and leave there.
+    """Return whether Lightning's wrappers (DDP) put `value` in place of a method for a call, and left it there.
 
-    They put their own function there, and then the method that the class has anyway.
+    They set their own function as an attribute, and afterwards the method that the class has anyway.
     """
     if isinstance(value, types.MethodType):
         return value.__self__ is owner and getattr(type(owner), name, None) is value.__func__
@@ -197,14 +197,14 @@ def _is_wrappers(owner: Any, name: str, value: Any) -> bool:
 
 
 def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Add a function that somebody holds, which may count on itself, and return what it holds."""
+    """Add a function that other objects hold, which may keep a count as an attribute, and yield what it holds."""
     graph.nodes[path] = Node(kept=function, attributes=kinds.attributes(function), raw=_raw_of(function))
     yield from of_function(path, function)
 
 
 def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, Any]]:
-    """Return the attributes of a user's class, which may be made in a function or in another class."""
-    path = global_path(kind.__module__, kind.__qualname__)  # as that of a class at the top of a module
+    """Yield the attributes of a user's class, which may be created in a function or in another class."""
+    path = global_path(kind.__module__, kind.__qualname__)  # like a class at the top of a module
     if path not in graph.things:
         yield path, kinds.Namespace(owner=kind)
 
@@ -212,7 +212,7 @@ def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, Any]]:
 def _raw_of(value: Any) -> tuple[list[str], list[int]] | None:
     if isinstance(value, kinds.Namespace) and value.names is not None:
         return None
-    if kinds.has_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is no Hashable
+    if kinds.has_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is not Hashable
         return None
     found = kinds.dict_of(value)
     return list(found), list(map(id, found.values()))

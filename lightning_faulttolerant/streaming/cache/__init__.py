@@ -1,4 +1,4 @@
-"""How files come here: downloads, the cache directory, what is evicted from it, what is fetched ahead."""
+"""The local files of a streaming data set: downloads, the cache directory, eviction, and prefetching."""
 
 from lightning_faulttolerant.streaming.cache.index import FetchedIndex, fetch_index
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit, parse_bytes

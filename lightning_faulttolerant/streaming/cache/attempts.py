@@ -1,4 +1,4 @@
-"""Do again what may go well the next time: how often, after which pauses, and what is not worth it."""
+"""Repeats operations that may succeed the next time: how often, after which pauses, and which errors are final."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Result = TypeVar("Result")
 
 _FIRST_PAUSE_SECONDS = 0.5
 _LAST_PAUSE_SECONDS = 30.0
-# The disk here, not the network: it will be as full the next time.
+# Errors of the local disk, not of the network: the disk will be as full the next time.
 _OF_THIS_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
-# Of its own: a draw from the generators of the run would change its results.
+# A separate generator: a draw from the run's generators would change its results.
 _jitter = random.Random()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempts:
-    """How a download is tried.
+    """The policy for download attempts.
 
     Args:
-        retry: How often it is tried again after the first time; 0 is once in all.
-        timeout_seconds: For each attempt, whatever the other side does.
+        retry: How often a download is tried again after the first attempt. 0 is a single attempt.
+        timeout_seconds: The limit for each attempt, whatever the other side does.
     """
 
     retry: int = 2
@@ -42,18 +42,18 @@ class Attempts:
 
     @property
     def longest_seconds(self) -> float:
-        """How long all of them and the pauses between them may take."""
+        """The longest possible time of all attempts and the pauses between them."""
         return sum(self.timeout_seconds + _longest_pause(number) for number in range(self.retry + 1))
 
     def run(self, attempt: Callable[[], Result]) -> Result:
-        """Return what an attempt returns, the first that goes well.
+        """Return the result of the first attempt that succeeds.
 
         Args:
-            attempt: Keeps its own time.
+            attempt: The function to call. It keeps its own time limit.
 
         Raises:
-            FailedError: With the number of attempts and the last error as its cause.
-            ImportError: At once.
+            FailedError: With the number of attempts, and the last error as its cause.
+            ImportError: Immediately.
         """
         number = 0
         while True:
@@ -69,10 +69,10 @@ class Attempts:
 
 
 class FailedError(Exception):
-    """No attempt went well; the cause is the error of the last.
+    """No attempt succeeded. The cause is the error of the last attempt.
 
     Args:
-        num_attempts: How many there were.
+        num_attempts: The number of attempts.
     """
 
     def __init__(self, num_attempts: int) -> None:

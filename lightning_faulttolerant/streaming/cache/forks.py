@@ -1,4 +1,4 @@
-"""What belongs to one process: a forked child, a data-loading worker above all, begins without it."""
+"""State that belongs to one process: a forked child, above all a data-loading worker, begins without it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import final
 
 @final
 class ProcessLock:
-    """A lock between the threads of one process that a forked child finds open, whoever held it in the parent.
+    """A lock between the threads of one process. A forked child finds it open, even if the parent held it.
 
-    It is pickled as an open one.
+    It is pickled as an open lock.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class ProcessLock:
 
     def __enter__(self) -> None:
         if self._process_id != os.getpid():
-            # The thread that holds it was not forked.
+            # The fork did not copy the thread that holds it.
             self._process_id, self._lock = os.getpid(), threading.RLock()
         self._lock.acquire()
 

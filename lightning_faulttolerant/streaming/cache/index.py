@@ -1,4 +1,4 @@
-"""Get the index of a data set, and the directory that is the cache of what it lists."""
+"""Gets the index of a data set, and the directory that caches its shards."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _DIGEST_CHARACTERS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedIndex:
-    """An index, and where its shards belong.
+    """An index, and the directory of its shards.
 
     Args:
-        text: Of the index.
-        directory: The cache of its shards: ``local``, or a folder in it where ``local`` is that of another index.
-        digest: Tells this index from others.
+        text: The content of the index.
+        directory: The cache of its shards: ``local``, or a folder in it if ``local`` belongs to another index.
+        digest: Distinguishes this index from others.
     """
 
     text: bytes
@@ -47,20 +47,20 @@ def fetch_index(
     timeout: float = 60,
     storage_options: Mapping[str, Any] | None = None,
 ) -> FetchedIndex:
-    """Return the index of a data set as it is now.
+    """Return the current index of a data set.
 
-    A copy is kept in the directory. Where another index is there (the remote one has been changed, or two data sets
-    were given one directory) this one and its shards go to a folder of their own, so that the two never mix.
+    A copy is kept in the directory. If the directory has another index (the remote one has changed, or two data sets
+    share a directory), this index and its shards go to a separate folder, so the two never mix.
 
     Args:
         local: The directory of the data set on this machine.
-        remote: Where it is fetched from; None reads it from ``local``.
+        remote: The source of the index. None reads it from ``local``.
         retry: How often a download is tried again.
-        timeout: How long one attempt may take, in seconds.
-        storage_options: For the remote's file system.
+        timeout: The limit of one attempt, in seconds.
+        storage_options: Options of the remote's file system.
 
     Raises:
-        IndexFileError: If there is none, or it can't be had.
+        IndexFileError: If the index is missing, or can't be fetched.
         ImportError: If the package for this kind of remote is not installed.
     """
     attempts = Attempts(retry=retry, timeout_seconds=timeout)
@@ -108,7 +108,7 @@ def _kind(cause: BaseException | None) -> type[IndexFileError]:
 
 
 def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
-    if _kept(directory) == text:  # without a lock: the directory may be one that can't be written
+    if _kept(directory) == text:  # without a lock: the directory may not be writable
         return directory
     sweep(directory)
     path = marks.path_of(directory, INDEX_NAME, LOCK_SUFFIX)

@@ -1,4 +1,4 @@
-"""The shards that are in a cache directory: which of them are whole, when each was used, how much room they take."""
+"""The shards in a cache directory: which of them are complete, when each was used, and how much room they take."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
 LOCK_SUFFIX = ".lock"
 OTHER_INDEX = "index-"
-"""How a folder's name begins that holds the shards of another index."""
+"""The prefix of a folder that holds the shards of another index."""
 
 _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What is in a cache directory, all data sets and processes together.
+    """The contents of a cache directory, for all data sets and processes together.
 
     Args:
-        num_bytes: Of all files of shards.
-        num_announced: How many more are about to come, or have just come.
+        num_bytes: The size of all files of shards.
+        num_announced: The bytes that are about to come, or have just come.
         last_uses: When each shard was used last (ns), by its number.
     """
 
@@ -45,11 +45,11 @@ class KeptShards:
     """The files of the shards of one index in one directory.
 
     Args:
-        directory: Where they are.
-        shards: What the index says of them.
-        index_digest: Of that index: what was kept for another one is not used.
-        validate_hash: The algorithm by which contents are compared with the index; None compares sizes.
-        is_marked: Whether what is known of them may be written down.
+        directory: The directory of the files.
+        shards: The index entries of the shards.
+        index_digest: The digest of the index. Files kept for another index are not used.
+        validate_hash: The algorithm that compares contents with the index. None compares sizes.
+        is_marked: Whether marks of the shards may be written to disk.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class KeptShards:
         self._numbers: dict[str, int] = {}
 
     def path(self, file: ShardFile) -> str:
-        """Return where a file is kept."""
+        """Return the path of a file."""
         return os.path.join(self.directory, file.basename)
 
     def lock_path(self, shard: int) -> str:
-        """Return the name of the lock under which a shard is fetched or evicted; makes its directory."""
+        """Return the path of the lock for fetching or evicting a shard. Create its directory."""
         path = marks.path_of(self.directory, self.shards[shard].files[0].basename, LOCK_SUFFIX)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
     def sweep(self) -> None:
-        """Remove what processes that are dead have left."""
+        """Remove the leftovers of dead processes."""
         for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
             sweep(os.path.join(self.directory, folder))
             own = os.path.join(self.directory, marks.DIRECTORY, folder)
@@ -88,14 +88,14 @@ class KeptShards:
                 is_abandoned(path)
 
     def is_there(self, shard: int) -> bool:
-        """Tell whether a shard that was whole is still there."""
+        """Return whether a shard that was complete still exists."""
         return os.path.exists(self.path(self.shards[shard].files[0]))
 
     def fault(self, shard: int) -> str | None:
-        """Return what is wrong with a shard; None where it is whole. It is read if it may have changed since it was."""
+        """Return the fault of a shard, or None. Read the shard if it may have changed since its last check."""
         try:
             return self._fault(shard)
-        except FileNotFoundError:  # evicted by another process while it was read
+        except FileNotFoundError:  # evicted by another process during the read
             return f"{self.shards[shard].files[0].basename}: it is not there any more"
 
     def _fault(self, shard: int) -> str | None:
@@ -115,52 +115,52 @@ class KeptShards:
                 fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
             if fault:
                 return f"{file.basename}: {fault}"
-        if self._is_marked:  # else the checksums would be for nobody, and take as long as reading the whole shard
+        if self._is_marked:  # else nothing would use the checksums, which take as long as reading the whole shard
             checksums = self._checksums(shard, self._paths(shard))
             self._mark(shard, checksums, is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
     def publish(self, shard: int, temporaries: Sequence[str]) -> None:
-        """Give the files of a shard their names, so that everybody may use it.
+        """Give the files of a shard their final names, so every process may use it.
 
         Args:
             shard: Its number.
-            temporaries: The files, which have been checked, in the order of the shard's.
+            temporaries: The checked files, in the order of the shard's files.
 
         Raises:
-            OSError: If one has gone, or can't be moved.
+            OSError: If a file is gone, or can't be moved.
         """
         checksums = self._checksums(shard, temporaries) if self._is_marked else ()
-        # Before and after: between the two, and after a power loss, the checksum tells whether the file is whole.
+        # Before and after: between the two, and after a power loss, the checksum shows whether the file is complete.
         self._mark(shard, checksums, is_downloaded=True, is_new=True)
         for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
             publish(temporary, self.path(file), is_durable=not self._is_marked)
         self._mark(shard, checksums, is_downloaded=True)
 
     def remove(self, shard: int) -> int:
-        """Remove all files of a shard; return how many bytes are free now."""
+        """Remove all files of a shard and return the number of bytes freed."""
         info = self.shards[shard]
         num_bytes = sum(_remove(self.path(file)) for file in (*info.files, *info.zip_files))
-        _remove(self._mark_path(shard))  # last: what has no mark is taken for found, and is never evicted
+        _remove(self._mark_path(shard))  # last: a shard without a mark counts as found, and is never evicted
         return num_bytes
 
     def is_of_this_index(self, shard: int) -> bool:
-        """Tell whether what is kept of a shard belongs to this index, as far as is known."""
+        """Return whether the kept files of a shard belong to this index, as far as is known."""
         mark = marks.read(self._mark_path(shard))
         return mark is None or mark.index == self._index_digest
 
     def touch(self, shard: int) -> None:
-        """Write down that a shard is used now."""
+        """Record that a shard is used now."""
         with contextlib.suppress(OSError):
-            now = time.time_ns()  # the clock of the file system ticks too slowly
+            now = time.time_ns()  # the file system's clock ticks too slowly
             os.utime(self._mark_path(shard), ns=(now, now))
 
     def contents(self) -> Contents:
-        """Look through the directory."""
+        """Scan the directory."""
         num_bytes, num_announced, last_uses = 0, 0, {}
         if not self._numbers:
             self._numbers.update((info.files[0].basename, number) for number, info in enumerate(self.shards))
-        # What is announced before what is there: who has just brought a shard is in one of them, or in both.
+        # Read announced bytes before existing ones: a shard that has just been fetched then counts in one, or in both.
         for entry, basename in _files(os.path.join(self.directory, marks.DIRECTORY), ""):
             with contextlib.suppress(FileNotFoundError):
                 number = self._numbers.get(basename.removesuffix(marks.SUFFIX))
@@ -170,20 +170,20 @@ class KeptShards:
                     num_announced += entry.stat().st_size
         for entry, name in _files(self.directory, ""):
             with contextlib.suppress(FileNotFoundError):
-                # Of temporary files the locks count.
+                # Temporary files are counted through their locks.
                 if not name.startswith(marks.DIRECTORY + "/") and not name.endswith(TEMPORARY_SUFFIX):
                     num_bytes += entry.stat().st_size
         return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
     def evict(self, shard: int, last_use: int) -> int:
-        """Remove a shard that was brought here, if nobody has used it since and nobody is fetching it.
+        """Remove a fetched shard, unless it was used since or is being fetched.
 
         Args:
             shard: Its number.
             last_use: When it was used last, as far as the caller knows.
 
         Returns:
-            How many bytes are free now; 0 if it was kept.
+            The number of bytes freed; 0 if it was kept.
         """
         path = self._mark_path(shard)
         with locked(self.lock_path(shard), 0) as lock:
@@ -193,17 +193,17 @@ class KeptShards:
             return self.remove(shard)
 
     def discard(self, shard: int, *, timeout_seconds: float) -> None:
-        """Remove a shard, whoever brought it here and used it.
+        """Remove a shard, no matter which process fetched or used it.
 
         Args:
             shard: Its number.
-            timeout_seconds: How long to wait for somebody who is fetching it.
+            timeout_seconds: How long to wait for a process that is fetching it.
         """
         with locked(self.lock_path(shard), timeout_seconds):
             self.remove(shard)
 
     def is_being_fetched(self, shard: int) -> bool:
-        """Tell whether another process is fetching or evicting a shard."""
+        """Return whether another process is fetching or evicting a shard."""
         with locked(self.lock_path(shard), 0) as lock:
             return lock is None
 
@@ -238,12 +238,12 @@ class KeptShards:
 
 
 def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
-    """Give a file that is complete its name, in one step.
+    """Give a complete file its final name, in one step.
 
     Args:
-        temporary: Its name until now.
-        path: Its name from now on.
-        is_durable: Whether it must be whole after a power loss, since nothing will tell.
+        temporary: Its temporary name.
+        path: Its final name.
+        is_durable: Whether it must be complete after a power loss, because no check would detect a fault.
     """
     if is_durable:
         with open(temporary, "rb") as file:
@@ -251,12 +251,12 @@ def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
     try:
         os.replace(temporary, path)
     except FileNotFoundError as error:
-        # Not as if the shard were missing: a sweep of another container took this process for dead.
+        # Not FileNotFoundError, which means a missing shard: a sweep in another container took this process for dead.
         raise OSError(f"{temporary} was removed by somebody before it was complete") from error
 
 
 def size_fault(path: str, num_bytes: int) -> str | None:
-    """Return what is wrong with the size of a file; None where it is right."""
+    """Return the fault in a file's size, or None if it is correct."""
     try:
         found = os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -265,7 +265,7 @@ def size_fault(path: str, num_bytes: int) -> str | None:
 
 
 def hash_fault(path: str, file: ShardFile, algorithm: str) -> str | None:
-    """Return what is wrong with the hash of a file; None where it is right."""
+    """Return the fault in a file's hash, or None if it is correct."""
     found, expected = _digest(path, algorithm), file.hashes[algorithm]
     return None if found == expected else f"its {algorithm} is {found}, the index says {expected}"
 

@@ -1,4 +1,4 @@
-"""How much room the shards of a data set may take on this machine, all its streams and processes together."""
+"""How much room the shards of a data set may take on this machine, for all its streams and processes together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _LOCK_NAME = "eviction.lock"
 _LOOK_SECONDS = 0.05
 _STILL_SECONDS = 2.0
-_NUM_LARGEST = 4  # as the original: what is read, what is fetched ahead, and room for other processes
+_NUM_LARGEST = 4  # as in the original: for reading, for prefetching, and room for other processes
 
 
 class LimitedCache(Protocol):
-    """What a limit needs of the cache of one stream."""
+    """The interface of one stream's cache that a limit needs."""
 
     directory: str
 
@@ -29,17 +29,17 @@ class LimitedCache(Protocol):
         """Return how much room a shard takes while it is fetched."""
 
     def contents(self) -> Contents:
-        """Look through the directory."""
+        """Scan the directory."""
 
     def is_held(self, shard: int) -> bool:
-        """Tell whether this process is using a shard."""
+        """Return whether this process is using a shard."""
 
     def evict(self, shard: int, last_use: int) -> int:
-        """Remove a shard if it may be; return how many bytes are free now."""
+        """Remove a shard if that is allowed, and return the number of bytes freed."""
 
 
 class _Room(NamedTuple):
-    """How many bytes are taken, in all, by this process alone, and by what is being fetched."""
+    """The bytes in use: in all, by this process alone, and by fetches in progress."""
 
     used: int
     held: int
@@ -48,16 +48,17 @@ class _Room(NamedTuple):
 
 @final
 class CacheLimit:
-    """Evicts shards that were used least recently, so that all that is cached stays below a limit.
+    """Evicts the least recently used shards, to keep all cached files below a limit.
 
-    It counts what lies in the cache directories of the streams, whoever fetched it. It never evicts what was not
-    fetched (the only copy, perhaps), nor what this process is using. Streams without a remote don't count.
+    It counts the files in the cache directories of the streams, whichever process fetched them. It never evicts files
+    that were not fetched (perhaps the only copy), nor files that this process uses. Streams without a remote don't
+    count.
 
     Args:
-        limit: In bytes: a number, or a text such as ``"10gb"`` (1 kB is 1,024 bytes).
+        limit: In bytes: a number, or a string such as ``"10gb"`` (1 kB is 1,024 bytes).
 
     Raises:
-        ValueError: If it is no size, or smaller than a shard that is added.
+        ValueError: If it is not a size, or smaller than a shard that is added.
     """
 
     def __init__(self, limit: int | str) -> None:
@@ -66,11 +67,11 @@ class CacheLimit:
         self._largest = 0
 
     def add(self, cache: LimitedCache, num_shards: int) -> None:
-        """Let a cache count, too.
+        """Include a cache in the limit.
 
         Args:
-            cache: Of one stream.
-            num_shards: How many shards its index has.
+            cache: The cache of one stream.
+            num_shards: The number of shards in its index.
         """
         largest = max((cache.num_bytes_of(shard) for shard in range(num_shards)), default=0)
         if largest > self.num_bytes:
@@ -85,7 +86,7 @@ class CacheLimit:
         """Raise ValueError if a run would soon find no room.
 
         Args:
-            index_bytes: Of the indexes in the caches that count.
+            index_bytes: The size of the indexes in the caches that count.
         """
         least = max(_NUM_LARGEST * self._largest, index_bytes + self._largest)
         if self.num_bytes < least:
@@ -96,16 +97,16 @@ class CacheLimit:
             )
 
     def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
-        """Evict until a shard fits in, and tell all processes that it is about to come.
+        """Evict until a shard fits, and announce the shard to all processes.
 
         Args:
-            cache: Where it comes.
+            cache: The shard's cache.
             shard: Its number.
-            lock: Under which it is fetched; None if it could not be had.
-            timeout_seconds: How long to wait for what other processes are fetching.
+            lock: The lock of the fetch; None if it could not be taken.
+            timeout_seconds: How long to wait for fetches of other processes.
 
         Raises:
-            CacheLimitError: If all that is there is in use, or may not be evicted.
+            CacheLimitError: If all existing shards are in use, or may not be evicted.
         """
         num_bytes = cache.num_bytes_of(shard)
         begin = time.monotonic()
@@ -118,7 +119,8 @@ class CacheLimit:
                     if lock is not None:
                         lock.announce(num_bytes)
                     return
-            # What others are fetching can be evicted once it is there, and what was used just now, when others are.
+            # Other processes' fetches can be evicted once they are complete. So can a shard used just now, once another
+            # one is used.
             patience = timeout_seconds if room.announced else min(timeout_seconds, _STILL_SECONDS)
             if room.held + num_bytes > self.num_bytes or time.monotonic() - begin > patience:
                 raise CacheLimitError(
@@ -152,10 +154,10 @@ def parse_bytes(size: int | str) -> int:
     """Return a number of bytes.
 
     Args:
-        size: The number, or a text: ``"67108864"``, ``"512kb"``, ``"10 GB"``, ``"1.5tb"``; 1 kB is 1,024 bytes.
+        size: The number, or a string: ``"67108864"``, ``"512kb"``, ``"10 GB"``, ``"1.5tb"``; 1 kB is 1,024 bytes.
 
     Raises:
-        ValueError: If it is none, or not above 0.
+        ValueError: If it is not a size, or not above 0.
 
     Example:
         >>> parse_bytes("1.5kb")

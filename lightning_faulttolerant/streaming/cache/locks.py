@@ -1,6 +1,6 @@
-"""Let one process of a machine at a time fetch a shard; whoever dies, however it dies, holds no lock any longer.
+"""Lets only one process of a machine at a time fetch a shard. A process that dies in any way releases its locks.
 
-A lock only saves work: what is published is complete without it, since that is one ``os.replace``. So where a file
+A lock only saves work. Published files are complete without it, because publishing is one ``os.replace``. Where a file
 system can't lock (some network file systems), and on Windows, each process fetches for itself.
 """
 
@@ -26,8 +26,8 @@ _logger = logging.getLogger(__name__)
 _FIRST_LOOK_SECONDS = 0.002
 _LAST_LOOK_SECONDS = 0.05
 
-# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it: so
-# this process must know what it holds, and never open such a file again. A fork inherits descriptors, but no lock.
+# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it. So
+# this process must know its locks, and never open such a file again. A fork inherits descriptors, but no lock.
 _held: dict[str, int] = {}
 _held_lock = ProcessLock()
 
@@ -45,13 +45,13 @@ if sys.platform != "win32":
 
 @final
 class FileLock:
-    """One lock, of this thread, against other threads and other processes.
+    """One lock of this thread, against other threads and other processes.
 
-    The file is there while the lock is held. Its size says how many bytes its holder is about to write elsewhere, so
-    that all processes know; nothing stands in it.
+    The file exists while the lock is held. It has no content. Its size announces to all processes how many bytes the
+    holder is about to write elsewhere.
 
     Args:
-        path: Of the lock's file; its directory is there.
+        path: The lock's file, in an existing directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,7 +62,7 @@ class FileLock:
         """Take the lock, or give up after a time.
 
         Args:
-            timeout_seconds: 0 looks once.
+            timeout_seconds: How long to try; 0 tries once.
         """
         deadline = time.monotonic() + timeout_seconds
         seconds = _FIRST_LOOK_SECONDS
@@ -75,16 +75,16 @@ class FileLock:
         return True
 
     def announce(self, num_bytes: int) -> None:
-        """Tell all processes how much is about to be written."""
-        with contextlib.suppress(OSError):  # a file system without sparse files that is full
+        """Announce to all processes how many bytes are about to be written."""
+        with contextlib.suppress(OSError):  # a full file system without sparse files
             os.ftruncate(self._descriptor, num_bytes)
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         with _held_lock:
             if _held.get(self.path) != self._descriptor:
                 return  # forked since
-            # Removed while still locked: who waits at the old file sees that it is gone and takes the new one.
+            # Removed while still locked: a waiter at the old file sees that it is gone and takes the new one.
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
             del _held[self.path]
@@ -105,16 +105,16 @@ class FileLock:
                 os.close(descriptor)
                 return False
             _held[self.path] = self._descriptor = descriptor
-            self.announce(0)  # what a dead holder may have left
+            self.announce(0)  # removes the announcement of a dead holder
             return True
 
 
 @contextlib.contextmanager
 def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
-    """Hold a lock in a block; None where it could not be had in time.
+    """Hold a lock in a block; yield None if it could not be taken in time.
 
     Args:
-        path: Of the lock's file; its directory is there.
+        path: The lock's file, in an existing directory.
         timeout_seconds: How long to wait for it.
     """
     lock = FileLock(path)
@@ -128,7 +128,7 @@ def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
 
 
 def is_abandoned(path: str) -> bool:
-    """Tell whether a lock's file is the leftover of a dead process; it is removed then."""
+    """Return whether a lock's file is the leftover of a dead process. In that case, remove it."""
     lock = FileLock(path)
     if not lock.acquire(0):
         return False
@@ -140,8 +140,8 @@ def _lock(descriptor: int) -> bool:
     if sys.platform == "win32":
         return True
     try:
-        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive the process
-        # that took it. A flock would be held on by them; a record lock belongs to the process.
+        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive the process that
+        # took it. They would keep holding a flock. A record lock belongs to the process.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):

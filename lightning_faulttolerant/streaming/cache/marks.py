@@ -1,9 +1,9 @@
-"""What this machine knows of a shard in its cache without reading it, and when that may be believed.
+"""Marks: a machine's record of a shard in its cache, and when the record is trusted without reading the shard.
 
-A file is believed unread if it is the very file that was checked: its inode, size and times are those of its mark, and
-the machine has not been started again since, for a file that was written shortly before a power loss may have lost
-its content and nothing else. Else its content is compared with the checksum of the mark. A mark is there before the
-file is: what has none was not brought here by us.
+A file is trusted unread if it is the same file that was checked: its inode, size, and times are those of its mark, and
+the machine has not been restarted since. A restart matters because a file written shortly before a power loss may have
+lost its content and nothing else. Otherwise its content is compared with the checksum of the mark. A mark is written
+before its file, so a file without a mark was not fetched by this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from lightning_faulttolerant.streaming.cache.temporary import temporary_for
 
 DIRECTORY = ".faulttolerant"
-"""Where marks and locks are, in the directory of the cache."""
+"""The folder of marks and locks, in the directory of the cache."""
 SUFFIX = ".mark"
 CRC32 = "crc32"
 
@@ -29,12 +29,12 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileMark:
-    """One file as it was when it was checked.
+    """One file at the time of its check.
 
     Args:
-        algorithm: Of the checksum.
-        checksum: Of the whole file, hexadecimal.
-        identity: Its inode, its size, and when its content and its entry were changed; nothing where it may be new.
+        algorithm: The algorithm of the checksum.
+        checksum: The checksum of the whole file, hexadecimal.
+        identity: Its inode, its size, and the change times of its content and its entry; empty if it may be new.
     """
 
     algorithm: str
@@ -44,13 +44,13 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What was found when a shard was checked.
+    """The result of a shard's check.
 
     Args:
-        index: Digest of the index that it belongs to.
-        boot: Which start of which machine it was checked in; empty where that can't be told.
-        is_downloaded: Whether it was brought here, so that it may be evicted; False for one that was found here.
-        files: In the order of the shard's.
+        index: The digest of the index that it belongs to.
+        boot: The boot of the machine in which it was checked; empty if unknown.
+        is_downloaded: Whether it was fetched, so it may be evicted; False if it was found in the directory.
+        files: Its files, in the order of the shard's.
     """
 
     index: str
@@ -59,7 +59,7 @@ class Mark:
     files: tuple[FileMark, ...]
 
     def is_unchanged(self, paths: list[str]) -> bool:
-        """Tell whether files are those that were checked, without reading them."""
+        """Return whether the files are those that were checked, without reading them."""
         return bool(self.boot) and self.boot == this_boot() and [identity(path) for path in paths] == self._identities
 
     @property
@@ -68,12 +68,12 @@ class Mark:
 
 
 def path_of(directory: str, basename: str, suffix: str = SUFFIX) -> str:
-    """Return where a shard's mark is, or what else is kept for it."""
+    """Return the path of a shard's mark, or of another file that is kept for it."""
     return os.path.join(directory, DIRECTORY, basename + suffix)
 
 
 def read(path: str) -> Mark | None:
-    """Return a mark; None if there is none. One that can't be understood is one of no index."""
+    """Return a mark, or None if it is missing. A mark that can't be parsed is returned as one without an index."""
     try:
         content = Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -82,12 +82,12 @@ def read(path: str) -> Mark | None:
         found = json.loads(content)
         files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
         return Mark(**found, files=files)
-    except (ValueError, TypeError, KeyError, AttributeError):  # lost with the power, perhaps with its shard
+    except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard
         return Mark(index="", boot="", is_downloaded=True, files=())
 
 
 def write(path: str, mark: Mark) -> None:
-    """Write a mark; where nothing can be written the shard is checked again by the next process."""
+    """Write a mark. If nothing can be written, the next process checks the shard again."""
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with temporary_for(path) as temporary:
@@ -96,7 +96,7 @@ def write(path: str, mark: Mark) -> None:
 
 
 def identity(path: str) -> tuple[int, ...]:
-    """Return what changes when a file is written, replaced or renamed; nothing where there is none."""
+    """Return values that change when a file is written, replaced, or renamed. Empty if the file is missing."""
     try:
         found: Any = os.stat(path)
     except OSError:
@@ -105,7 +105,7 @@ def identity(path: str) -> tuple[int, ...]:
 
 
 def crc32(path: str) -> str:
-    """Return the checksum of a file for which the index has no hash that is asked for."""
+    """Return the CRC32 of a file: the checksum if no hash of the index is requested."""
     checksum = 0
     block = bytearray(_BLOCK_BYTES)
     with open(path, "rb", buffering=0) as file:
@@ -116,7 +116,7 @@ def crc32(path: str) -> str:
 
 @lru_cache(maxsize=1)
 def this_boot() -> str:
-    """Return which start of which machine this is; empty where that can't be told."""
+    """Return the id of the current boot of this machine. Empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux

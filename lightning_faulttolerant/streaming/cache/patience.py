@@ -1,4 +1,4 @@
-"""Wait for something in a bounded time, in a way that whoever started the waiting thread can end."""
+"""Waits for a limited time, in a way that another thread can end."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Result = TypeVar("Result")
 
 _LOOK_SECONDS = 0.05
 
-# Each thread has a context of its own, and begins with an empty one.
+# Each thread has its own context, and begins with an empty one.
 _stop: ContextVar[threading.Event | None] = ContextVar("_stop", default=None)
 
 
 class StoppedError(BaseException):
-    """Nobody wants what this thread is waiting for; no error of the data, so nothing that handles these meets it."""
+    """This thread no longer needs to wait. It is not a data error, so handlers of data errors don't catch it."""
 
 
 @contextlib.contextmanager
 def stoppable(stop: threading.Event) -> Iterator[None]:
-    """Let an event end what the block waits for, with a StoppedError.
+    """Let an event end the waits in the block, with a StoppedError.
 
     Args:
         stop: Set by another thread.
@@ -53,8 +53,8 @@ def result_in_time(future: concurrent.futures.Future[Result], timeout_seconds: f
     """Return the result of a future.
 
     Args:
-        future: It is cancelled, as far as it can be, when it is given up.
-        timeout_seconds: How long it may take.
+        future: It is cancelled, if possible, when it is given up.
+        timeout_seconds: The longest time that it may take.
 
     Raises:
         TimeoutError: If it takes longer.

@@ -1,7 +1,7 @@
-"""Fetch shards before they are needed, in the background of the process that will read them.
+"""Fetches shards before they are needed, in the background of the process that will read them.
 
-It only warms the cache: whoever needs a shard that is not there yet, or not any more, fetches it. So nothing can be
-missed, and nothing waits for a thread that is gone.
+It only warms the cache: a reader that needs a missing shard fetches it itself. So nothing can be missed, and nothing
+waits for a thread that is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.streaming.cache.patience import StoppedError, stoppable
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
 
-# Of a server that takes 20 ms to answer two threads get 1.7 times as many shards of 1 MiB as one, four 3.1 times.
+# From a server that takes 20 ms to answer, two threads get 1.7 times as many 1 MiB shards as one, four 3.1 times.
 _NUM_THREADS = 4
 _LOOK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
@@ -31,8 +31,8 @@ class Need(NamedTuple):
     """A shard that will be needed.
 
     Args:
-        position: Of the first sample for which it is, in the order in which this process reads.
-        stream: Number of its cache.
+        position: The position of the first sample that needs it, in the reading order of this process.
+        stream: The number of its cache.
         shard: Its number in the index of that stream.
     """
 
@@ -43,19 +43,19 @@ class Need(NamedTuple):
 
 @final
 class Prefetcher:
-    """Fetches the shards of a plan ahead of the one who reads it. There are no threads if no stream has a remote.
+    """Fetches the shards of a plan ahead of its reader. It has no threads if no stream has a remote.
 
-    Its threads end with ``close``, when it is garbage, and when the process that started this one is gone. In a forked
-    child it has none, and fetches when it is asked.
+    Its threads end with ``close``, when it is garbage-collected, and when the parent of this process is gone. In a
+    forked child it has no threads, and fetches on request.
 
     Args:
-        caches: Of each stream.
-        upcoming: What will be needed, in that order; it is asked in the background.
+        caches: The cache of each stream.
+        upcoming: The needs, in order. It is iterated in the background.
         predownload: How many samples ahead of the reader's position shards are fetched.
-        num_readers: How many processes of this machine read through the same limit. Each fetches ahead at most its
-            part of half the limit, or they would evict from each other what is about to be needed.
-        first: The position up to which samples are read at once: what is needed after it is fetched once the reader
-            is there, so that nothing delays the first batch.
+        num_readers: The number of this machine's processes that read through the same limit. Each fetches ahead at most
+            its part of half the limit. Otherwise they would evict each other's shards before use.
+        first: The position up to which samples are read immediately. Shards needed after it are fetched once the reader
+            is there, so nothing delays the first batch.
 
     Example::
 
@@ -82,7 +82,7 @@ class Prefetcher:
         self._work = _Work(caches, upcoming, predownload, min(limits) // (2 * num_readers) if limits else None, first)
         self._threads: list[threading.Thread] = []
         if any(cache.has_remote for cache in caches):
-            # With a limit one after the other: what is needed later must not take the room of what is needed sooner.
+            # With a limit, fetch one after the other: a later need must not take the room of an earlier one.
             num_threads = 1 if limits else _NUM_THREADS
             self._threads = [
                 threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(num_threads)
@@ -92,24 +92,24 @@ class Prefetcher:
             thread.start()
 
     def advance(self, position: int) -> None:
-        """Tell how far the reader is; cheap enough to be called for each sample.
+        """Set the reader's position. This is cheap enough to be called for each sample.
 
         Args:
-            position: Of the sample that is read next.
+            position: The position of the next sample to be read.
         """
         self._work.position = position
         if position >= self._work.resume_at and self._process_id == os.getpid():
             self._work.wake()
 
     def wait(self, stream: int, shard: int) -> str:
-        """Return the directory of a shard once it is there.
+        """Return the directory of a shard once it is available.
 
         Args:
-            stream: Number of its cache.
+            stream: The number of its cache.
             shard: Its number in the index of that stream.
 
         Raises:
-            ShardError: What went wrong in the background with this shard, or what goes wrong now.
+            ShardError: The error of this shard, in the background or now.
         """
         cache = self._caches[stream]
         if self._process_id != os.getpid():
@@ -120,13 +120,13 @@ class Prefetcher:
         try:
             return cache.fetch(shard)
         except CacheLimitError:
-            with self._work.making_way():  # what is needed now goes before what will be
+            with self._work.making_way():  # a current need goes before future ones
                 return cache.fetch(shard)
         finally:
             self._work.let_go((stream, shard))
 
     def close(self) -> None:
-        """End the threads; what they were fetching is given up."""
+        """End the threads and give up their fetches."""
         self._finalizer()
         if self._process_id == os.getpid():
             for thread in self._threads:
@@ -141,7 +141,7 @@ class Prefetcher:
 
 @final
 class _Work:
-    """What the threads share; they must not know their Prefetcher, or it would never be garbage."""
+    """The state that the threads share. They must not refer to their Prefetcher, or it would never be garbage."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Work:
         self._plan_error: Exception | None = None
 
     def run(self) -> None:
-        """Fetch until there is nothing left; in a thread."""
+        """Fetch until nothing is left; runs in a thread."""
         try:
             with stoppable(self.stop):
                 while (need := self._next()) is not None:
@@ -178,12 +178,12 @@ class _Work:
             pass
 
     def wake(self) -> None:
-        """Let the threads look how far the reader is."""
+        """Let the threads check the reader's position."""
         with self._changed:
             self._changed.notify_all()
 
     def error_of(self, key: Key) -> Exception | None:
-        """Return what went wrong with a shard, once nobody is fetching it; each error once."""
+        """Return the error of a shard, once no thread is fetching it. Each error is returned once."""
         with self._changed:
             self._wanted = key
             while key in self._in_flight and not self.stop.is_set():
@@ -194,14 +194,14 @@ class _Work:
             return error
 
     def let_go(self, key: Key) -> None:
-        """Let go of a shard that was fetched ahead."""
+        """Release a shard that was fetched ahead."""
         with self._changed:
             self._release([key])
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def making_way(self) -> Iterator[None]:
-        """Let go of all that was fetched ahead, and begin with nothing new in the block."""
+        """Release all shards that were fetched ahead, and start no new fetches in the block."""
         with self._changed:
             self._makes_way = True
             self._release(list(self._ahead))
@@ -243,7 +243,7 @@ class _Work:
         return ahead + self._caches[need.stream].num_bytes_of(need.shard) <= self._max_bytes
 
     def _release_passed(self) -> None:
-        # Who has passed a shard without waiting for it has it open.
+        # A reader that has passed a shard without waiting for it has it open.
         self._release([key for key, needed in self._ahead.items() if needed < self.position])
 
     def _fetch(self, need: Need) -> None:
@@ -253,7 +253,7 @@ class _Work:
             while self._makes_way and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS)
             if need.position < self.position or key in self._in_flight or key in self._ahead:
-                return  # whoever passed it had it: fetched again, it would evict what is still needed
+                return  # a reader that passed it has had it: another fetch would evict shards that are still needed
             self._in_flight.add(key)
             cache.hold(need.shard)
             self._ahead[key] = need.position
@@ -273,8 +273,8 @@ class _Work:
                 if self._wanted != key and not self.stop.is_set():
                     self._changed.wait(_ROOM_SECONDS)
                     self._release_passed()
-                    return False  # there may be room once the reader is further
-                self._release([key])  # the reader has more right to the room, and learns it if there is none
+                    return False  # room may become free once the reader has advanced
+                self._release([key])  # the reader goes first, and raises if there is no room
         except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard
             with self._changed:
                 self._errors[key] = error
@@ -288,7 +288,7 @@ class _Work:
 
 
 def _stop(work: _Work, process_id: int) -> None:
-    if process_id == os.getpid():  # the locks of a forked child may be held by threads that it does not have
+    if process_id == os.getpid():  # in a forked child, the locks may be held by threads that it does not have
         work.stop.set()
         work.wake()
 

@@ -1,4 +1,4 @@
-"""Where shards come from: a directory anywhere that fsspec reaches, and one bounded attempt to get a file of it."""
+"""The source of shards: a directory in any file system of fsspec, and one time-limited attempt to fetch a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_faulttolerant.streaming.cache.patience import result_in_time
 
 Result = TypeVar("Result")
 
-# What stands between // and @, and after a question mark.
+# The credentials between // and @, and everything after a question mark.
 _SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
 _WEB_PROTOCOLS = ("http", "https")
 
@@ -31,15 +31,15 @@ _WEB_PROTOCOLS = ("http", "https")
 class Remote:
     """A directory that shards are fetched from.
 
-    It can be pickled and forked; each process makes its own connections.
+    It can be pickled and forked; each process opens its own connections.
 
     Args:
         url: A path, or a URL that fsspec knows: ``s3://``, ``gs://``, ``az://``, ``hf://``, ``http://``, ``file://``.
-        storage_options: For fsspec's file system: credentials, addresses.
+        storage_options: Options of fsspec's file system: credentials, addresses.
 
     Raises:
         ImportError: If the package for this kind of URL is not installed.
-        ValueError: If there is no such kind of URL, or its options are wrong.
+        ValueError: If this kind of URL doesn't exist, or its options are wrong.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -51,30 +51,30 @@ class Remote:
         self.is_local = isinstance(self.file_system(), LocalFileSystem)
 
     def local_directory(self) -> str | None:
-        """Return the directory where it is one of this machine."""
+        """Return the directory if it is on this machine."""
         return os.path.realpath(self._root) if self.is_local else None
 
     def address(self, basename: str) -> str:
-        """Return the URL of a file, as it may be shown."""
+        """Return the URL of a file in a form that is safe to show."""
         return self.without_secrets(_join(self.url, basename))
 
     def without_secrets(self, text: str) -> str:
-        """Return a text, such as a client's error, without the password and the signature that the URL may have."""
+        """Return a text, such as a client's error, without the password and the signature that the URL may contain."""
         for secret in _SECRETS.findall(self.url):
             text = text.replace(secret, "")
         return text
 
     def download(self, basename: str, target: str, *, timeout_seconds: float) -> None:
-        """Copy a file here, once, in a bounded time, whatever the other side does.
+        """Copy a file here in one attempt of limited time, whatever the other side does.
 
         Args:
-            basename: Of the file, relative to the directory; may have sub-folders.
-            target: Where it is written. What is there after an error is the caller's to remove.
-            timeout_seconds: For all of it.
+            basename: The file's path relative to the directory; may have subfolders.
+            target: The file to write. After an error, the caller must remove it.
+            timeout_seconds: The limit for the whole copy.
 
         Raises:
-            TimeoutError: If it has not ended in time.
-            Exception: What the client raises.
+            TimeoutError: If it has not finished in time.
+            Exception: Any error of the client.
         """
         fs, path = self.file_system(), _join(self._root, basename)
         let_retries_draw_elsewhere()
@@ -86,22 +86,22 @@ class Remote:
                 result_in_time(_in_thread(copy), timeout_seconds)
             finally:
                 copy.is_given_up = True
-        if os.path.isdir(target):  # that is how a directory is copied
+        if os.path.isdir(target):  # fsspec copies a directory this way
             os.rmdir(target)
             raise IsADirectoryError(f"{self.address(basename)} is a directory")
 
     def read(self, basename: str, *, timeout_seconds: float) -> bytes:
-        """Return the content of a file, as ``download`` does."""
+        """Return the content of a file, with the limits of ``download``."""
         fs, path = self.file_system(), _join(self._root, basename)
         let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
-        else:  # asked for in the thread that uses it: fsspec keeps one for each thread
+        else:  # requested in the thread that uses it: fsspec keeps one for each thread
             content = result_in_time(_in_thread(lambda: self.file_system().cat_file(path)), timeout_seconds)
         return bytes(content)
 
     def file_system(self) -> Any:
-        """Return fsspec's file system, of this process and, if it blocks, of this thread."""
+        """Return fsspec's file system of this process and, if it blocks, of this thread."""
         if self._shared is not None and self._process_id == os.getpid():
             return self._shared
         try:
@@ -117,8 +117,8 @@ class Remote:
                 "URL that fsspec knows, such as s3://bucket/folder, with the storage_options that it needs."
             ) from error
         if isinstance(fs, AsyncFileSystem):
-            # One for all threads: its work is done in fsspec's own. Others are not made for that, and fsspec keeps one
-            # for each thread.
+            # One for all threads: its work runs in fsspec's own thread. Blocking file systems don't support that, and
+            # fsspec keeps one of them for each thread.
             self._shared, self._process_id = fs, os.getpid()
         return fs
 
@@ -128,7 +128,7 @@ class Remote:
 
 @final
 class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
-    """A copy by a file system that blocks, which ends between two blocks once nobody waits for it any more."""
+    """A copy by a blocking file system. It ends between two blocks once its result is no longer wanted."""
 
     def __init__(self, file_system: Callable[[], Any], path: str, target: str) -> None:
         super().__init__()
@@ -141,29 +141,29 @@ class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
         try:
             self._file_system().get_file(self._path, self._target, callback=self)
         finally:
-            if self.is_given_up:  # who waited has removed the file, but perhaps before it was made
+            if self.is_given_up:  # the caller has removed the file, but perhaps before it was created
                 with contextlib.suppress(OSError):
                     os.unlink(self._target)
 
     def relative_update(self, inc: int = 1) -> None:
-        """Learn that a block has been written."""
+        """Note that a block has been written."""
         if self.is_given_up:
             raise TimeoutError("nobody waits for this file any more")
 
 
 def _in_loop(fs: AsyncFileSystem, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-    """Begin with what can be cancelled when its time is over, so that nothing continues behind our back."""
+    """Start a coroutine that can be cancelled when its time is over, so nothing continues in the background."""
     return asyncio.run_coroutine_threadsafe(coroutine, fs.loop)
 
 
 def _in_thread(function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
-    """Begin with what can't be ended, in a thread that does not keep the process from its end when it hangs."""
+    """Start a function that can't be interrupted, in a thread that does not keep the process alive if it hangs."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         else:
@@ -177,14 +177,14 @@ def _in_thread(function: Callable[[], Result]) -> concurrent.futures.Future[Resu
 def _join(directory: str, basename: str) -> str:
     if not basename:
         return directory
-    # A signature stands after the path: https://host/folder?sig=...
+    # A signature comes after the path: https://host/folder?sig=...
     is_web = urlsplit(directory).scheme in _WEB_PROTOCOLS
     directory, mark, query = directory.partition("?") if is_web else (directory, "", "")
     return f"{directory.rstrip('/')}/{basename}{mark}{query}"
 
 
 def is_final(error: BaseException) -> bool:
-    """Tell whether an error will be the same when it is tried again: what is not there, and what is not allowed."""
+    """Return whether a retry would raise the same error: the file is missing, or access is denied."""
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)):
         return True
     status = getattr(error, "status", None)  # aiohttp's
@@ -197,6 +197,6 @@ def _options(url: str) -> dict[str, Any]:
         with contextlib.suppress(ImportError):
             from fsspec.implementations import http
 
-            # Ours counts, not the five minutes that it has for each request.
+            # Our timeout applies, not the default of five minutes for each request.
             return {"client_kwargs": {"timeout": http.aiohttp.ClientTimeout(total=None)}}
     return client_options(scheme)

@@ -1,4 +1,4 @@
-"""The shards of one stream on this machine: where they are, fetched when they are not, checked before they are used."""
+"""The shards of one stream on this machine: located, fetched if missing, and checked before use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
 Opened = TypeVar("Opened")
 
-# How often a shard is fetched again that other processes evict before it can be opened.
+# How many times a shard is fetched again if other processes evict it before it can be opened.
 _NUM_OPENINGS = 5
 
 
@@ -30,23 +30,23 @@ _NUM_OPENINGS = 5
 class ShardCache:
     """The files of one stream in one directory, which all ranks and workers of a machine share.
 
-    All that they need to know of each other is in that directory, so nothing is left behind by a process that is
-    killed but ``*.tmp`` files, which the next one sweeps. It can be pickled, and used on after a fork.
+    All shared information is in that directory. A process that is killed leaves nothing behind except ``*.tmp`` files,
+    which the next process sweeps. It can be pickled, and used after a fork.
 
     Args:
-        local: The directory; what is there already is checked before it is used.
-        remote: Where shards are fetched from; with None nothing is written here, but what has to be decompressed.
-        shards: What the index says of them.
-        keep_zip: Whether a compressed file is kept once it is decompressed; None keeps it if the remote is local.
-        download_retry: How often a download is tried again.
-        download_timeout: How long one attempt may take, in seconds.
-        validate_hash: The algorithm by which contents are checked; None checks sizes.
-        limit: How much room they may take.
-        storage_options: For the remote's file system.
-        index_digest: Of the index: what is in the directory for another one is fetched again.
+        local: The directory. Its existing files are checked before use.
+        remote: The source of the shards. With None, nothing is written here except decompressed files.
+        shards: The index entries of the shards.
+        keep_zip: Whether a compressed file is kept after decompression. None keeps it if the remote is local.
+        download_retry: How many times a failed download is tried again.
+        download_timeout: The limit of one attempt, in seconds.
+        validate_hash: The algorithm that checks contents. None checks sizes.
+        limit: How much room the files may take.
+        storage_options: Options of the remote's file system.
+        index_digest: The digest of the index. Files in the directory that belong to another index are fetched again.
 
     Raises:
-        ValueError: If an argument can't be right, or the index has no hashes of this algorithm.
+        ValueError: If an argument is invalid, or the index has no hashes of this algorithm.
         ImportError: If the package for this kind of remote is not installed.
     """
 
@@ -91,11 +91,11 @@ class ShardCache:
 
     @property
     def has_remote(self) -> bool:
-        """Whether there is anything to fetch from."""
+        """Whether there is a source to fetch from."""
         return self._remote is not None
 
     def is_here(self, shard: int) -> bool:
-        """Tell whether a shard can be read without being fetched; the first time in a process it is checked."""
+        """Return whether a shard can be read without a fetch. It is checked the first time in a process."""
         if shard in self._sound:
             if self._kept.is_there(shard):
                 return True
@@ -106,18 +106,18 @@ class ShardCache:
         return True
 
     def fetch(self, shard: int) -> str:
-        """Return the directory of a shard, once it is there and has been checked.
+        """Return the directory of a shard, once the shard is there and has been checked.
 
-        Another process may evict it at any time: ``open`` is for those who want to read it.
+        Another process may evict it at any time. To read it, use ``open``.
 
         Args:
             shard: Its number in the index.
 
         Raises:
             MissingShardError: If it is not where the index says.
-            DamagedShardError: If its size or its hash is not that of the index, after all attempts.
+            DamagedShardError: If its size or its hash differs from the index, after all attempts.
             CacheLimitError: If there is no room for it.
-            ShardError: If it could not be had for another reason.
+            ShardError: If the fetch failed for another reason.
         """
         if not self.is_here(shard):
             self._get(shard)
@@ -127,7 +127,7 @@ class ShardCache:
         return self.directory
 
     def open(self, shard: int, opener: Callable[[str], Opened]) -> Opened:
-        """Return what an opener makes of a shard; it is fetched again if it is evicted before it is opened.
+        """Return the opener's result for a shard. If the shard is evicted before it is opened, it is fetched again.
 
         Args:
             shard: Its number in the index.
@@ -135,7 +135,7 @@ class ShardCache:
                 shard damaged.
 
         Raises:
-            ShardError: As ``fetch`` does.
+            ShardError: In the same cases as ``fetch``.
         """
         was_damaged = False
         for _ in range(_NUM_OPENINGS):
@@ -145,7 +145,7 @@ class ShardCache:
             except FileNotFoundError:
                 if self._remote is None:
                     raise
-            except DamagedShardError:  # what no size and no hash has told
+            except DamagedShardError:  # damage that neither size nor hash has shown
                 if self._remote is None or was_damaged:
                     raise
                 was_damaged = True
@@ -156,13 +156,13 @@ class ShardCache:
         )
 
     def hold(self, shard: int) -> None:
-        """Keep a shard from being evicted by this process; as often as it is held it must be released."""
+        """Prevent this process from evicting a shard. Each hold needs its own release."""
         with self._holds_lock:
             holds = self._own_holds()
             holds[shard] = holds.get(shard, 0) + 1
 
     def release(self, shard: int) -> None:
-        """Let go of a shard that was held."""
+        """Release a shard that was held."""
         with self._holds_lock:
             holds = self._own_holds()
             holds[shard] = holds.get(shard, 0) - 1
@@ -170,25 +170,25 @@ class ShardCache:
                 del holds[shard]
 
     def is_held(self, shard: int) -> bool:
-        """Tell whether this process holds a shard."""
+        """Return whether this process holds a shard."""
         with self._holds_lock:
             return shard in self._own_holds()
 
     def num_bytes_of(self, shard: int) -> int:
-        """Return how much room a shard takes while it is fetched: its files, and the compressed ones."""
+        """Return the bytes that a shard takes while it is fetched: its files, and the compressed ones."""
         info = self.shards[shard]
         return sum(file.num_bytes for file in (*info.files, *info.zip_files))
 
     def contents(self) -> Contents:
-        """Look through the directory."""
+        """Scan the directory."""
         return self._kept.contents()
 
     def evict(self, shard: int, last_use: int) -> int:
-        """Remove a shard that was fetched, if nobody has used it since a time; return how many bytes are free now."""
+        """Remove a fetched shard if it was not used since ``last_use``. Return the number of bytes freed."""
         return self._kept.evict(shard, last_use)
 
     def discard(self, shard: int) -> None:
-        """Remove a shard at once, whoever has used it; it can be fetched again.
+        """Remove a shard immediately, even if it was used recently; it can be fetched again.
 
         Raises:
             ValueError: If there is no remote to fetch it from.
@@ -202,11 +202,11 @@ class ShardCache:
         self._kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
 
     def is_being_fetched(self, shard: int) -> bool:
-        """Tell whether another process is fetching a shard."""
+        """Return whether another process is fetching a shard."""
         return self._remote is not None and self._kept.is_being_fetched(shard)
 
     def _own_holds(self) -> dict[int, int]:
-        if self._process_id != os.getpid():  # those of the parent are the parent's
+        if self._process_id != os.getpid():  # the parent's holds belong to the parent
             self._process_id, self._holds = os.getpid(), {}
         return self._holds
 
@@ -220,12 +220,12 @@ class ShardCache:
             )
         try:
             self._prepare()
-            # Whoever holds the lock gives up before that, or is asleep: then this process fetches it, too.
+            # The holder of the lock gives up before that, or it is suspended: then this process fetches the shard, too.
             with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
                 if self._kept.fault(shard) is None:
                     return
                 if self.limit is not None:
-                    self._kept.remove(shard)  # what is there of it is no copy, but takes room
+                    self._kept.remove(shard)  # the existing files are not a valid copy, but take room
                     self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
                 self._attempts.run(functools.partial(self._bring, shard))
         except FailedError as failed:
@@ -315,7 +315,7 @@ class ShardCache:
         return f"Shard {shard} ({self.shards[shard].files[0].basename})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was checked is checked again in another process, which may be on another machine.
+        # Shards are checked again in another process, which may be on another machine.
         return {**self.__dict__, "_sound": set(), "_holds": {}, "_swept_by": 0}
 
 

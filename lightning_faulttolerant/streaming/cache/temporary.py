@@ -1,4 +1,4 @@
-"""Names of files that are being written, from which everybody can tell whose they are, and when they are left over."""
+"""Names of files being written. Every process can tell from the name who writes it, and whether it is left over."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SUFFIX = ".tmp"
 
 _NAME = re.compile(r".+\.(?P<hostname>[^/]+)\.(?P<process_id>\d+)\.(?P<token>[0-9a-f]{16})\.tmp")
 
-# Processes of another host can't be asked whether they live. If the file of a living one is removed all the same, its
-# download is repeated: nothing wrong can come of it.
+# It is unknown whether processes of another host are alive. If the file of a living one is removed, its download is
+# repeated: nothing else can go wrong.
 _SILENT_SECONDS = 3600.0
 
-# What this process is writing: in a container each start may have the same process id.
+# The files that this process is writing: in a container, each start may have the same process id.
 _own: set[str] = set()
 
 
 @contextlib.contextmanager
 def temporary_for(path: str) -> Iterator[str]:
-    """Give a name beside a path, to be written and then moved to it; what is still there at the end is removed.
+    """Yield a temporary name beside a path, to be written and then moved to the path. A leftover file is removed.
 
     Args:
-        path: The name that the file will have; its directory is there.
+        path: The final name of the file, in an existing directory.
     """
     # Dots separate the parts of the name.
     hostname = socket.gethostname().replace(".", "-") or "localhost"
@@ -44,10 +44,10 @@ def temporary_for(path: str) -> Iterator[str]:
 
 
 def sweep(directory: str) -> None:
-    """Remove what processes that are dead were writing in a directory.
+    """Remove the files that dead processes were writing in a directory.
 
     Args:
-        directory: Of the cache; sub-folders are not looked at.
+        directory: The directory of the cache. Subfolders are not checked.
     """
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -1,1 +1,1 @@
-"""What is in the files: index, shards, encodings, compression, hashes; reading and writing them."""
+"""The file formats: index, shards, encodings, compression, and hashes; reading and writing them."""

@@ -1,7 +1,7 @@
 """The encodings ``ndarray``, ``ndarray:<dtype>`` and ``ndarray:<dtype>:<shape>``.
 
-A decoded array is a copy: it may be written to (torch warns of arrays that may not), its memory is aligned whatever
-stands before it in the sample, and it outlives the file it came from.
+A decoded array is a copy. It is writable (torch warns about arrays that aren't), its memory is aligned whatever comes
+before it in the sample, and it outlives the file it came from.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _MAX_NDIM = 63
 
-# Arrays up to this size are copied many at once and share the memory of that copy; larger ones have memory of their
-# own, so that whoever keeps one sample does not keep its neighbours.
+# Arrays up to this size are copied many at a time and share the memory of that copy. Larger ones have separate memory,
+# so keeping one sample does not keep its neighbors.
 _MAX_SHARED_BYTES = 4096
 
 DTYPES = tuple(dtype.name for dtype in _DTYPE_OF_CODE.values())
-"""Names of the types that an array may have."""
+"""Names of the supported array types."""
 
 
 def array_encoding(config: str) -> Encoding:
@@ -75,16 +75,16 @@ def _checked(value: Any, dtype: np.dtype[Any] | None) -> Array:
         raise ValueError(f"The column holds arrays of {dtype}, got one of {array.dtype}.")
     if not array.ndim or not array.size:
         raise ValueError(f"An array of shape {array.shape} can't be stored: it needs an axis and an element.")
-    # What is stored is little-endian, as on every platform that the format is used on.
+    # The stored values are little-endian, as on every platform that uses the format.
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 class FixedArray(Encoding):
-    """Arrays of one type and one shape: the values only.
+    """Arrays of one type and one shape; only the values are stored.
 
     Args:
         dtype: Type of the elements.
-        shape: Of each array, at least one dimension.
+        shape: Shape of each array, at least one dimension.
     """
 
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class FixedArray(Encoding):
         return copied
 
     def lend(self, buffer: Buffer, begin: int, end: int) -> Array:
-        """Return the value of ``buffer[begin:end]``: a part of the buffer."""
+        """Return the value of ``buffer[begin:end]`` as a view of the buffer."""
         expect_size(end - begin, self.size)
         flat = np.frombuffer(buffer, self._dtype, self._num_elements, begin)
         return flat if len(self._shape) == 1 else flat.reshape(self._shape)
@@ -121,13 +121,13 @@ class FixedArray(Encoding):
 
 
 class DynamicArray(Encoding):
-    """Arrays of any shape; of one type, or of any.
+    """Arrays of any shape, of one type or of any.
 
-    One byte for the type where it is not fixed; one byte ``ndim << 2 | k``; the dimensions in unsigned integers of
+    One byte for the type if it is not fixed; one byte ``ndim << 2 | k``; the dimensions in unsigned integers of
     ``2 ** k`` bytes; the values.
 
     Args:
-        dtype: Type of the elements, or ``None`` where each array says its own.
+        dtype: Type of the elements, or ``None`` if each array stores its own.
     """
 
     def __init__(self, dtype: np.dtype[Any] | None) -> None:
@@ -163,7 +163,7 @@ class DynamicArray(Encoding):
         return flat if ndim == 1 else flat.reshape(shape)
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Array]:
-        """Return many values at once, faster where all have the same type and shape."""
+        """Return many values in one call, faster if all have the same type and shape."""
         size = int(ends[0] - begins[0])
         if not 0 < size <= _MAX_SHARED_BYTES or (ends - begins != size).any():
             return super().decode_many(buffer, windows, begins, ends)

@@ -1,4 +1,4 @@
-"""Compression of whole files: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each with levels but for snappy."""
+"""Compression of whole files: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each except snappy with levels."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ COMPRESSIONS = tuple(
 
 
 def is_known_compression(algorithm: object) -> bool:
-    """Whether an algorithm, perhaps with a level (``zstd:7``), is one of the format's."""
+    """Return whether the format supports an algorithm, which may have a level (``zstd:7``)."""
     return algorithm in COMPRESSIONS
 
 
 def extension(algorithm: str) -> str:
-    """Return what a compressed file's name ends with, without the dot."""
+    """Return the extension of a compressed file's name, without the dot."""
     return _parsed(algorithm)[0]
 
 
 def compress(data: bytes, algorithm: str) -> bytes:
-    """Compress bytes; the same bytes become the same bytes.
+    """Compress bytes. The same input always yields the same output.
 
     Args:
-        data: What to compress.
+        data: The bytes to compress.
         algorithm: With or without a level.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Takes compressed files apart, and never writes more than the index says there is.
+"""Decompresses files, and never writes more bytes than the index allows.
 
-A few kilobytes can stand for terabytes. Where the library of an algorithm works in parts, no part is larger than a
-megabyte; where it doesn't, the size that the file says of itself is checked before anything is decompressed.
+A few kilobytes can expand to terabytes. If an algorithm's library works in parts, no part is larger than a megabyte. If
+it doesn't, the size stated in the file is checked before anything is decompressed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _PART_BYTES = 1 << 20
 
 
 def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int) -> None:
-    """Write the content of a compressed file into another.
+    """Write the content of a compressed file to another file.
 
     Args:
         source: The compressed file.
-        target: A new file, or one to be replaced; it is deleted again if the content is not what was expected.
+        target: A new file, or one to be replaced. It is deleted again if the content is not as expected.
         algorithm: With or without a level.
-        num_bytes: How many bytes the content has, as the index says.
+        num_bytes: The size of the content according to the index.
 
     Raises:
-        DamagedShardError: If it is not compressed by this algorithm, is not whole, or has another size.
+        DamagedShardError: If it is not compressed with this algorithm, is incomplete, or has another size.
         ImportError: If the algorithm needs a package that is not installed.
     """
     family = extension(algorithm)
@@ -66,7 +66,7 @@ def _gzip_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
                 state = zlib.decompressobj(31)
             yield state.decompress(data, _PART_BYTES)
             rest = state.unused_data if state.eof else state.unconsumed_tail
-        # What a full part left behind comes without more input.
+        # Output that did not fit into a full part comes without more input.
         while not state.eof and (part := state.decompress(b"", _PART_BYTES)):
             yield part
     except zlib.error as error:
@@ -96,7 +96,7 @@ def _bzip2_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
 def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
     brotli = extra("brotli", purpose="for the compression br")
     state = brotli.Decompressor()
-    # Older versions know no limit: what a small piece of input becomes is all that can be bounded.
+    # Older versions can't limit the output. Only small pieces of input keep it bounded.
     knows_limit = hasattr(state, "can_accept_more_data")
     limit = {"output_buffer_limit": _PART_BYTES} if knows_limit else {}
     try:
@@ -104,7 +104,7 @@ def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
             yield state.process(data, **limit)
             while knows_limit and not state.can_accept_more_data():
                 yield state.process(b"", **limit)
-        # What a full part left behind comes without more input.
+        # Output that did not fit into a full part comes without more input.
         while not state.is_finished() and (part := state.process(b"", **limit)):
             yield part
     except brotli.error as error:
@@ -124,7 +124,7 @@ def _zstd_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
 
 
 def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str) -> bytes:
-    """Return what is in `data`, taken apart in one piece: so the size that it states itself is looked at before."""
+    """Return the content of ``data``, decompressed in one piece. The size that it states is checked first."""
     if size != num_bytes:
         raise ValueError(f"it holds {size} bytes by what it says itself, the index says {num_bytes}")
     module: Any = extra(package, purpose=f"for the compression {package}")

@@ -38,13 +38,13 @@ ENCODINGS = tuple(_MAKERS)
 
 @functools.lru_cache(maxsize=1024)
 def encoding_of(name: str) -> Encoding:
-    """Return the encoding of a name.
+    """Return the encoding with the given name.
 
     Args:
         name: ``int``, ``jpeg``, ``ndarray:float32:3,3``, ...
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If no encoding has this name.
     """
     family, _, config = name.partition(":")
     if family == "ndarray" and config:

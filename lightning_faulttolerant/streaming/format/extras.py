@@ -9,11 +9,11 @@ _DISTRIBUTIONS = {"PIL": "pillow", "PIL.Image": "pillow", "snappy": "python-snap
 
 
 def extra(module: str, *, purpose: str) -> ModuleType:
-    """Import a package that not everybody has.
+    """Import an optional package.
 
     Args:
         module: Its name in an import.
-        purpose: What it is needed for here, as the end of a sentence: "to read images".
+        purpose: Its purpose here, as the end of a sentence: "to read images".
 
     Raises:
         ImportError: If it is not installed; the message says how to install it.

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_faulttolerant.streaming.format.extras import extra
 
 _XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
-# hashlib's own constructors, without those whose digest has no length of its own.
+# hashlib's constructors, except those with a digest of variable length.
 _HASHLIB = tuple(
     sorted(name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_"))
 )
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def is_known_hash(name: object) -> bool:
-    """Whether there is a hash of this name; those of ``xxhash`` need the package, from the first digest on."""
+    """Return whether a hash of this name exists. Those of ``xxhash`` need the package, from the first digest on."""
     return name in _HASHLIB or name in _XXHASHES
 
 
@@ -24,12 +24,12 @@ def digest(path: str, algorithm: str) -> str:
     """Return the digest of a file, read in parts.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
         algorithm: ``sha1``, ``xxh64``, ...
 
     Raises:
-        ValueError: If there is no hash of this name.
-        ImportError: If it is one of xxhash's, and that is not installed.
+        ValueError: If no hash of this name exists.
+        ImportError: If it is one of xxhash's, and xxhash is not installed.
     """
     state = _new(algorithm)
     with open(path, "rb") as file:
@@ -39,7 +39,7 @@ def digest(path: str, algorithm: str) -> str:
 
 
 def digest_of(data: bytes, algorithm: str) -> str:
-    """Return the digest of bytes, as ``digest`` does of a file."""
+    """Return the digest of bytes, as ``digest`` does for a file."""
     state = _new(algorithm)
     state.update(data)
     return str(state.hexdigest())
@@ -50,5 +50,5 @@ def _new(algorithm: str) -> Any:
         raise ValueError(f"There is no hash {algorithm!r}; those known are {', '.join(_HASHLIB + _XXHASHES)}.")
     if algorithm in _XXHASHES:
         return getattr(extra("xxhash", purpose=f"for the hash {algorithm}"), algorithm)()
-    # Not for secrets: a platform that forbids old algorithms for those may allow them here.
+    # Not for secrets: a platform that forbids old algorithms for secrets may allow them here.
     return hashlib.new(algorithm, usedforsecurity=False)

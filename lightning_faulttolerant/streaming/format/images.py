@@ -19,7 +19,7 @@ def _pillow() -> ModuleType:
 
 
 class RawImage(Encoding):
-    """An image's pixels as they are: width, height, length of the mode, mode, pixels."""
+    """The raw pixels of an image: width, height, length of the mode, mode, pixels."""
 
     _head = struct.Struct("<III")
 
@@ -36,7 +36,7 @@ class RawImage(Encoding):
             raise ValueError(f"an image of {end - begin} bytes")
         width, height, mode_bytes = self._head.unpack_from(buffer, begin)
         pixels_at = begin + self._head.size + mode_bytes
-        # A pixel has at least one bit. More pixels than that would be allocated before they are found missing.
+        # A pixel has at least one bit. Without this check, memory for too many pixels would be allocated first.
         if pixels_at > end or width * height > 8 * (end - pixels_at):
             raise ValueError(f"an image of {width} x {height} pixels in {end - begin} bytes")
         mode = buffer[begin + self._head.size : pixels_at].decode()
@@ -44,7 +44,7 @@ class RawImage(Encoding):
 
 
 class ImageFile(Encoding):
-    """An image as the bytes of a file. Pixels are decoded when they are first asked for.
+    """An image as the bytes of a file. Pixels are decoded on first access.
 
     Args:
         format_: ``JPEG`` or ``PNG``.
@@ -69,9 +69,9 @@ class ImageFile(Encoding):
 
     @staticmethod
     def _bytes_of_file(image: Any) -> bytes | None:
-        """Return the JPEG file that an image was opened from: to encode it again would lose quality.
+        """Return the JPEG file that an image was opened from: encoding it again would lose quality.
 
-        An image that was made smaller in place is no longer what is in its file.
+        An image that was shrunk in place no longer matches its file.
         """
         path = getattr(image, "filename", "")
         if image.format != "JPEG" or not path:
@@ -86,10 +86,10 @@ class ImageFile(Encoding):
 
 
 class ImageList(Encoding):
-    """A list of images: a zero, how many, their sizes, the images.
+    """A list of images: a zero, their number, their sizes, the images.
 
     Args:
-        element: How each is encoded.
+        element: The encoding of each image.
     """
 
     def __init__(self, element: Encoding) -> None:
@@ -132,7 +132,7 @@ def _packed(elements: list[bytes]) -> bytes:
 
 
 def _spans(buffer: Buffer, begin: int, end: int) -> list[tuple[int, int]]:
-    """Where the elements of a packed list lie."""
+    """Return the spans of the elements in a packed list."""
     if end - begin < _UINT32_BYTES:
         raise ValueError("a list ends before its length")
     (num_elements,) = struct.unpack_from("<I", buffer, begin)

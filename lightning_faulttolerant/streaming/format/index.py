@@ -1,4 +1,4 @@
-"""Reads the index of a data set, and believes nothing of it: it may be damaged, or made to write files elsewhere."""
+"""Reads the index of a data set without trusting it: it may be damaged, or crafted to write files elsewhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ INDEX_BASENAME = "index.json"
 """The name of an index, in the directory of its split."""
 
 VERSION = 2
-"""Of the format, the only one there is."""
+"""Version of the format, the only one that exists."""
 
 SEPARATORS = {"csv": ",", "tsv": "\t"}
-"""What stands between values in the formats of lines that have a fixed separator."""
+"""The separator of values in the line formats with a fixed separator."""
 
 TEXT_ENCODINGS = ("str", "int", "float")
 """Encodings of the columns of formats other than ``mds``."""
 
 FORMATS = ("mds", "json", "csv", "tsv", "xsv")
-"""Of shards; a file name ends with one of them."""
+"""Formats of shards; a file name ends with one of them."""
 
-# A drive, an absolute path, a component that is empty or made of dots only, a backslash, a control character.
+# A drive, an absolute path, a component that is empty or consists of dots only, a backslash, a control character.
 _LEAVES_DIRECTORY = re.compile(r"(?:[A-Za-z]:|/)|(?:^|.*/)\.{0,2}(?:/.*|$)|.*[\\\x00-\x1f\x7f]", re.DOTALL)
 
 
@@ -35,20 +35,20 @@ def parse_index(text: str | bytes, *, source: str) -> tuple[ShardInfo, ...]:
     """Read the text of an index.
 
     Args:
-        text: What the file holds.
-        source: Where it comes from, for errors.
+        text: The content of the file.
+        source: Its origin, for errors.
 
     Returns:
-        The shards in their order, which is that of the samples.
+        The shards in order, which is the order of the samples.
 
     Raises:
-        DamagedIndexError: If it is not an index, is not whole, or names a file outside the directory of the data set.
+        DamagedIndexError: If it is not an index, is incomplete, or names a file outside the data set's directory.
     """
     return _Parser(source).shards(text)
 
 
 class _Parser:
-    """Reads one index. Columns that are equal become one object, so that readers share what they make of them."""
+    """Reads one index. Equal columns become one object, so readers share what they build from them."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -144,7 +144,7 @@ def check_basename(basename: Any) -> None:
         raise ValueError(f"the name {basename!r} of a file does not stay in the directory of the data set")
     if basename == INDEX_BASENAME:
         raise ValueError("a shard has the name of the index")
-    basename.encode()  # one that no file can have, a half of a surrogate pair, is a ValueError too
+    basename.encode()  # a name that no file can have, such as half of a surrogate pair, is a ValueError, too
 
 
 def _check_columns(columns: Columns, *, is_mds: bool) -> None:

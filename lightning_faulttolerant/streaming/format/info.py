@@ -1,4 +1,4 @@
-"""What an index says about a shard. Plain values: nothing here opens a file."""
+"""The index entry of a shard. Plain values: nothing here opens a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ShardFile:
     """One file of a shard.
 
     Args:
-        basename: Its path relative to the directory of the split; may have sub-folders, never leaves the directory.
+        basename: Its path relative to the directory of the split; may have subfolders, never leaves the directory.
         num_bytes: Its size.
         hashes: Hexadecimal digests of the whole file, by the name of the algorithm.
     """
@@ -27,11 +27,11 @@ class ShardInfo:
 
     Args:
         format: ``mds``, ``json``, ``csv``, ``tsv`` or ``xsv``.
-        num_samples: How many samples it has; may be 0.
-        files: The files that are read: the data, and for formats other than ``mds`` the offsets ("meta") after it.
-        zip_files: What is stored of them remotely where the data set is compressed, in the same order; else empty.
+        num_samples: The number of its samples; may be 0.
+        files: The files that are read: the data, followed by the offsets ("meta") for formats other than ``mds``.
+        zip_files: The compressed files stored remotely, in the same order; empty if the data set is not compressed.
         compression: The algorithm and its level (``zstd:7``), or ``None``.
-        columns: What the format needs to read a sample: names, encodings, sizes, newline, separator.
+        columns: The information to read a sample: names, encodings, sizes, newline, separator.
     """
 
     format: str
@@ -47,11 +47,11 @@ class Columns:
     """The columns of a shard, in the order of the file.
 
     Args:
-        names: One for each column.
+        names: The name of each column.
         encodings: ``int``, ``ndarray:float32:3,3``, ``jpeg``, ...
         sizes: Bytes of a fixed-size column, ``None`` for one of variable size (``mds`` only).
-        newline: What ends a line (formats other than ``mds``).
-        separator: What stands between values (``csv``, ``tsv``, ``xsv``).
+        newline: The end of a line (formats other than ``mds``).
+        separator: The separator of values (``csv``, ``tsv``, ``xsv``).
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How the samples of a set of columns lie in bytes. Made once per set, shared by all shards that have it."""
+"""The byte layout of samples with a set of columns. Created once per set, shared by all shards that have it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_faulttolerant.streaming.format.info import Columns
 
 _UINT32_BYTES = 4
 
-# The name of a column, what makes a value of its bytes, and how many these are, if they are always as many.
+# The name of a column, the function that decodes its bytes, and the number of bytes if it is constant.
 Decoder: TypeAlias = tuple[str, Callable[[Buffer, int, int], Any], int | None]
 
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(columns: Columns) -> Layout:
-    """Return the layout of columns; equal columns have the same one."""
+    """Return the layout of columns. Equal columns share one."""
     return Layout(columns)
 
 
 class Layout:
-    """Takes samples apart: the lengths of the columns of variable size, then the payloads of all columns.
+    """Splits samples: the lengths of the columns of variable size, then the payloads of all columns.
 
     Args:
-        columns: As the index gives them.
+        columns: The columns as the index lists them.
     """
 
     def __init__(self, columns: Columns) -> None:
-        # A size of 0 says the same as none: the length stands in each sample.
+        # A size of 0 means the same as none: the length is in each sample.
         self._columns: tuple[tuple[str, Encoding, int | None], ...] = tuple(
             (name, encoding_of(encoding), size or None)
             for name, encoding, size in zip(columns.names, columns.encodings, columns.sizes, strict=True)
@@ -42,34 +42,34 @@ class Layout:
         self._decoders = tuple((name, encoding.decode, size) for name, encoding, size in self._columns)
         self._lenders = tuple((name, encoding.lend, size) for name, encoding, size in self._columns)
         self.is_lent = any(encoding.is_lent for _, encoding, _ in self._columns)
-        """Whether ``lend`` spares copies that ``decode`` makes."""
+        """Whether ``lend`` avoids copies that ``decode`` makes."""
         self._num_lengths = sum(size is None for _, _, size in self._columns)
         self._head = struct.Struct(f"<{self._num_lengths}I")
         self.min_bytes = self._head.size + sum(size or 0 for _, _, size in self._columns)
-        """Of a sample: lengths, and all that has a fixed size."""
+        """The smallest size of a sample: lengths, and everything of fixed size."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all samples have ``min_bytes``."""
+        """Whether all samples have exactly ``min_bytes``."""
         return not self._num_lengths
 
     def unsafe_column(self) -> str | None:
-        """Return the name of a column that is not safe to decode, if there is one."""
+        """Return the name of a column that is not safe to decode, if one exists."""
         return next((name for name, encoding, _ in self._columns if not encoding.is_safe), None)
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> dict[str, Any]:
         """Return the sample in ``buffer[begin:end]``, which has at least ``min_bytes``.
 
         Raises:
-            ValueError: If the bytes are not those of a sample.
+            ValueError: If the bytes don't encode a sample.
         """
         return self._taken_apart(buffer, begin, end, self._decoders)
 
     def lend(self, buffer: Buffer, begin: int, end: int) -> dict[str, Any]:
-        """Return the sample in ``buffer[begin:end]`` with arrays that may be parts of the buffer.
+        """Return the sample in ``buffer[begin:end]`` with arrays that may be views of the buffer.
 
         Raises:
-            ValueError: If the bytes are not those of a sample.
+            ValueError: If the bytes don't encode a sample.
         """
         return self._taken_apart(buffer, begin, end, self._lenders)
 
@@ -87,10 +87,10 @@ class Layout:
         return sample
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[dict[str, Any]]:
-        """Return many samples at once: the same as calling ``decode`` for each.
+        """Return many samples in one call: the same as calling ``decode`` for each.
 
         Raises:
-            ValueError: If the bytes of any of them are not those of a sample.
+            ValueError: If the bytes of any of them don't encode a sample.
         """
         spans = self._spans(windows, begins, ends)
         values = [
@@ -103,7 +103,7 @@ class Layout:
         )
 
     def _spans(self, windows: Windows, begins: Positions, ends: Positions) -> list[tuple[Positions, Positions]]:
-        """Where each column of each sample lies."""
+        """Return the span of each column in each sample."""
         at = begins + self._head.size
         lengths = self._lengths(windows, begins)
         spans = []

@@ -13,11 +13,11 @@ from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.layout import layout_of
 from lightning_faulttolerant.streaming.format.shard import DECODING_ERRORS, ShardReader
 
-# Decoded at once: enough that what numpy costs per call is shared by many, so little that the first sample of a call
-# does not wait for the rest of a shard, and that whoever keeps a sample does not keep many others.
+# Samples decoded per call. Large enough to spread numpy's cost per call over many samples. Small enough that the first
+# sample does not wait for the rest of a shard, and that keeping a sample does not keep many others.
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 1 << 20
-# Fewer than this are faster one by one.
+# Fewer samples than this are faster one by one.
 _FEW = 16
 
 
@@ -63,7 +63,7 @@ class MDSReader(ShardReader):
                 yield from self._many(block)
 
     def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
-        """Yield many samples, whose large arrays are parts of the file."""
+        """Yield many samples. Their large arrays are views of the file."""
         if not self._layout.is_lent:
             yield from self.samples(ids)
             return
@@ -80,11 +80,11 @@ class MDSReader(ShardReader):
         try:
             return self._layout.decode_many(self._file, self._windows, bounds[ids], bounds[ids + 1])
         except DECODING_ERRORS:
-            # One by one, to name the sample.
+            # Decode one by one to name the faulty sample.
             return [self[number] for number in ids.tolist()]
 
     def _windows(self, size: int) -> npt.NDArray[Any]:
-        """Return an array of all runs of so many bytes, each by its first: they overlap, none is copied."""
+        """Return an array of all runs of ``size`` bytes, indexed by their first byte. They overlap; none is copied."""
         windows = self._windows_by_size.get(size)
         if windows is None:
             num_windows = max(0, len(self._file) - size + 1)
@@ -93,6 +93,6 @@ class MDSReader(ShardReader):
         return windows
 
     def close(self) -> None:
-        """Give the file back."""
+        """Release the file."""
         self._windows_by_size.clear()
         super().close()

@@ -19,10 +19,10 @@ class MDSWriter(DatasetWriter):
 
     Args:
         columns: The encoding of each column, by its name.
-        **options: Those of ``DatasetWriter``.
+        **options: Options of ``DatasetWriter``.
 
     Raises:
-        TypeError: If there is no such encoding.
+        TypeError: If an encoding doesn't exist.
 
     Example:
         >>> import tempfile
@@ -46,7 +46,7 @@ class MDSWriter(DatasetWriter):
         super().__init__(**options)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what each shard says of itself in the index and in its file."""
+        """Return the description of each shard in the index and in its file."""
         return {
             **super().get_config(),
             "column_names": self.column_names,
@@ -65,7 +65,7 @@ class MDSWriter(DatasetWriter):
         lengths, payloads = [], []
         for name, encoding in zip(self.column_names, self._encodings, strict=True):
             value = sample[name]
-            # What is bytes already is stored as it is, in any column: images that need not be encoded again.
+            # Bytes are stored unchanged in any column: images then need not be encoded again.
             payload = value if isinstance(value, bytes) else encoding.encode(value)
             if encoding.size is None:
                 lengths.append(len(payload))

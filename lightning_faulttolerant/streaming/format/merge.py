@@ -1,4 +1,4 @@
-"""Makes one data set of several that lie below one directory: only the index is written, no shard is touched."""
+"""Merges several data sets below one directory into one: only the index is written, and no shard is touched."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NUM_THREADS = 16
 
 
 def merge_index(*args: Any, **kwargs: Any) -> None:
-    """Write an index of all the data sets below a directory, which then are one.
+    """Write an index of all the data sets below a directory, which makes them one data set.
 
-    ``merge_index(out, keep_local=True, download_timeout=60)`` takes all that have an index below ``out``, in the order
-    of their names. ``merge_index(index_file_urls, out, keep_local=True, download_timeout=60)`` takes those given, in
+    ``merge_index(out, keep_local=True, download_timeout=60)`` merges all that have an index below ``out``, in the order
+    of their names. ``merge_index(index_file_urls, out, keep_local=True, download_timeout=60)`` merges those given, in
     that order, each once.
 
     Args:
         *args: In one of the two orders above. ``index_file_urls``: paths or addresses of indexes below ``out``, or
-            pairs of both. ``out``: a directory, an address, or a pair of both; the index is written to each, and what
-            is in the directory is not asked of the address. ``keep_local``: of a pair, write it to the directory too.
-            ``download_timeout``: seconds that reading an index may take.
+            pairs of both. ``out``: a directory, an address, or a pair of both. The index is written to each, and files
+            in the directory are not requested from the address. ``keep_local``: for a pair, write it to the directory,
+            too. ``download_timeout``: limit for reading an index, in seconds.
         **kwargs: The same by their names; also ``storage_options``, for the file system of an address.
 
     Raises:
@@ -55,13 +55,13 @@ class _Merge:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         addresses = (out,) if isinstance(out, (str, os.PathLike)) else tuple(out)
-        # The last one is where the data set is; before it may stand a directory with copies of its indexes.
+        # The last one is the place of the data set. A directory with copies of its indexes may come before it.
         self._places: list[Place] = [place_of(address, storage_options) for address in addresses]
         self._keep_local = keep_local
         self._timeout_seconds = download_timeout
 
     def found(self) -> list[str]:
-        """Return the indexes below ``out``. What lies below a data set is part of it already."""
+        """Return the indexes below ``out``. Anything below a data set is already part of it."""
         names = {name for place in self._places for name in place.find(INDEX_BASENAME)} - {INDEX_BASENAME}
         return sorted((name for name in names if not names & _indexes_above(name)), key=lambda name: name.split("/"))
 
@@ -95,7 +95,7 @@ class _Merge:
             executor.shutdown(wait=False, cancel_futures=True)
         shards = [shard for name, text in zip(names, texts, strict=True) for shard in self._shards(name, text)]
         merged = json.dumps({"version": VERSION, "shards": shards}).encode()
-        # It is read once: that says whether two of them name the same file.
+        # Reading it once shows whether two of them name the same file.
         parse_index(merged, source=f"merged below {self._places[-1]}")
         for place in self._places:
             if self._keep_local or len(self._places) == 1 or place is not self._places[0]:
@@ -119,6 +119,6 @@ class _Merge:
 
 
 def _indexes_above(name: str) -> set[str]:
-    """The names that indexes would have in the folders that a folder with an index lies in."""
+    """Return the names that indexes would have in the parent folders of a folder with an index."""
     folders = name.split("/")[:-1]
     return {"/".join((*folders[:i], INDEX_BASENAME)) for i in range(1, len(folders))}

@@ -19,17 +19,17 @@ _READERS: dict[str, type[ShardReader]] = {
 
 
 def open_shard(info: ShardInfo, directory: str, *, allow_unsafe_types: bool = False) -> ShardReader:
-    """Open a shard whose files are here, uncompressed.
+    """Open a shard with local, uncompressed files.
 
     Args:
-        info: What the index says of it.
-        directory: Of the split.
-        allow_unsafe_types: Read pickled columns too. They run whatever code their bytes ask for.
+        info: The shard's index entry.
+        directory: The directory of the split.
+        allow_unsafe_types: Whether to read pickled columns, too. They run any code that their bytes contain.
 
     Raises:
-        UnsafeDataError: If a column is pickled and that is not allowed; no byte of it has been read.
-        MissingShardError: If a file is not there.
-        DamagedShardError: If it is not what the index says.
+        UnsafeDataError: If a column is pickled and that is not allowed; none of its bytes has been read.
+        MissingShardError: If a file is missing.
+        DamagedShardError: If it doesn't match the index.
     """
     if not allow_unsafe_types:
         check_safe(info)
@@ -37,7 +37,7 @@ def open_shard(info: ShardInfo, directory: str, *, allow_unsafe_types: bool = Fa
 
 
 def check_safe(info: ShardInfo) -> None:
-    """Raise UnsafeDataError if reading a shard may run code that is in it."""
+    """Raise UnsafeDataError if reading a shard may run code from it."""
     name = layout_of(info.columns).unsafe_column() if info.format == "mds" else None
     if name is not None:
         raise UnsafeDataError(

@@ -1,4 +1,4 @@
-"""Takes the files of a data set that is being written to where they belong, and its index last of all."""
+"""Delivers the files of a data set that is being written, and its index last."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SHARD_NAME = re.compile(
     rf"|{re.escape(INDEX_BASENAME)}(?:\.tmp\..*)?"
 )
 _MAX_DELAY_SECONDS = 30.0
-# Not worth another attempt: it would end the same way.
+# Errors that another attempt would raise again.
 _FINAL_ERRORS = (FileNotFoundError, PermissionError, NotImplementedError, TypeError)
 
 
 class Output:
-    """Takes the files of a data set one by one, and its index last.
+    """Receives the files of a data set one by one, and its index last.
 
-    Files for a directory of this machine are written at once. Those for a remote are uploaded by threads; no more wait
-    than there are threads, so that a slow remote slows the writer down and does not fill its memory.
+    Files for a local directory are written immediately. Threads upload the files for a remote. No more files wait than
+    there are threads, so a slow remote slows the writer down and does not fill its memory.
 
     Args: see ``DatasetWriter``.
     """
@@ -66,7 +66,7 @@ class Output:
         """Write a file of the data set.
 
         Raises:
-            OSError: If it can't be written, or if an earlier one could not be uploaded.
+            OSError: If it can't be written, or if an earlier upload failed.
         """
         if self._local is not None:
             self._local.write(name, data)
@@ -81,10 +81,10 @@ class Output:
             self._uploads.append(upload)
 
     def publish(self, data: bytes) -> None:
-        """Write the index, when all else is where it belongs.
+        """Write the index, once all other files are in place.
 
         Raises:
-            OSError: If that, or something before it, can't be written.
+            OSError: If the index, or a file before it, can't be written.
         """
         self._raise_failures(only_done=False)
         if self._local is not None:
@@ -99,7 +99,7 @@ class Output:
                 os.rmdir(self._local.path)
 
     def abandon(self) -> None:
-        """Give up: wait for the uploads under way, begin no other."""
+        """Give up: wait for the current uploads, and start no others."""
         self._close()
 
     def _upload(self, name: str, data: bytes) -> None:
@@ -141,7 +141,7 @@ class Output:
 def _places(
     out: str | os.PathLike[str] | tuple[str, str], storage_options: Mapping[str, Any] | None
 ) -> tuple[Place | None, Place | None]:
-    """Where to write at once, and where to upload to."""
+    """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):
         if len(out) != 2 or is_remote(os.fspath(out[0])):
             raise ValueError(f"out={out!r}: a pair is a directory of this machine, and an address.")
@@ -151,7 +151,7 @@ def _places(
 
 
 def _make_room(place: Place, *, exist_ok: bool) -> None:
-    """Delete the data set that is there: the index first, so that none is left whose shards are gone."""
+    """Delete the existing data set, its index first: an index must not remain without its shards."""
     names = place.names()
     if names and not exist_ok:
         raise FileExistsError(

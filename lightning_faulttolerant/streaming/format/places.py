@@ -1,4 +1,4 @@
-"""Where the files of a data set are: a directory, or an address that fsspec knows."""
+"""The location of a data set's files: a directory, or an address that fsspec knows."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import fsspec
 
 
 class Place(ABC):
-    """A directory of files, here or elsewhere. Names are relative to it, with ``/`` between their parts."""
+    """A local or remote directory of files. Names are relative to it, with ``/`` between their parts."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return what is in a file.
+        """Return the content of a file.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If it doesn't exist.
         """
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a file; when it returns, the file is there to stay."""
+        """Write a file. When this returns, the file is durable."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file so that whoever reads it finds the old content or the new one, never a part."""
+        """Write a file so that readers find the old content or the new one, never a part."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return what is directly in the directory, sorted; nothing if it does not exist."""
+        """Return the names directly in the directory, sorted; an empty list if it does not exist."""
 
     @abstractmethod
     def find(self, basename: str) -> list[str]:
@@ -42,7 +42,7 @@ class Place(ABC):
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are not there are passed over."""
+        """Delete files; missing ones are skipped."""
 
     @abstractmethod
     def relative(self, address: str) -> str | None:
@@ -50,7 +50,7 @@ class Place(ABC):
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is not a path of this machine."""
+    """Return whether an address is not a local path."""
     return ("://" in address or "::" in address) and not address.startswith("file://")
 
 
@@ -58,18 +58,18 @@ def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any]
     """Return the place at an address.
 
     Args:
-        address: A path, or what fsspec knows.
-        storage_options: For the file system of an address.
+        address: A path, or an address that fsspec knows.
+        storage_options: Options for the file system of an address.
     """
     text = os.fspath(address)
     return RemotePlace(text, storage_options or {}) if is_remote(text) else LocalPlace(text.removeprefix("file://"))
 
 
 class LocalPlace(Place):
-    """A directory of this machine.
+    """A local directory.
 
     Args:
-        path: Of the directory; it is made when the first file is written.
+        path: The path of the directory; it is created when the first file is written.
     """
 
     def __init__(self, path: str) -> None:
@@ -79,7 +79,7 @@ class LocalPlace(Place):
         return self.path
 
     def read(self, name: str) -> bytes:
-        """Return what is in a file."""
+        """Return the content of a file."""
         with open(self._path(name), "rb") as file:
             return file.read()
 
@@ -93,7 +93,7 @@ class LocalPlace(Place):
             os.fsync(file.fileno())
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file under another name, then give it its own."""
+        """Write a file under a temporary name, then rename it."""
         temporary = f"{name}.tmp.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             self.write(temporary, data)
@@ -108,7 +108,7 @@ class LocalPlace(Place):
             os.close(directory)
 
     def names(self) -> list[str]:
-        """Return what is directly in the directory."""
+        """Return the names directly in the directory."""
         try:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
@@ -141,7 +141,7 @@ class RemotePlace(Place):
 
     Args:
         address: ``s3://bucket/data``, ``memory://data``, ...
-        storage_options: For its file system.
+        storage_options: Options for its file system.
     """
 
     def __init__(self, address: str, storage_options: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class RemotePlace(Place):
         return self._address
 
     def read(self, name: str) -> bytes:
-        """Return what is in a file."""
+        """Return the content of a file."""
         return bytes(self._file_system.cat_file(self._path(name)))
 
     def write(self, name: str, data: bytes) -> None:
@@ -166,11 +166,11 @@ class RemotePlace(Place):
             self._file_system.pipe_file(path, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file: object stores show it when it is whole."""
+        """Write a file: object stores show it when it is complete."""
         self.write(name, data)
 
     def names(self) -> list[str]:
-        """Return what is directly at the address."""
+        """Return the names directly at the address."""
         self._file_system.invalidate_cache(self._root)
         try:
             paths = self._file_system.ls(self._root, detail=False)

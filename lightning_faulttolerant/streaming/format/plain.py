@@ -1,4 +1,4 @@
-"""Encodings of bytes, text, numbers and JSON."""
+"""Encodings of bytes, text, numbers, and JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_faulttolerant.streaming.format.encoding import (
 
 
 class Bytes(Encoding):
-    """Bytes as they are."""
+    """Unchanged bytes."""
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a value."""
@@ -106,10 +106,10 @@ class Scalar(Encoding):
 
 
 class Digits(Encoding):
-    """A number as the text that Python prints of it, so that no digit is lost.
+    """A number as the text that Python prints for it, so no digit is lost.
 
     Args:
-        name: Of the encoding.
+        name: The name of the encoding.
         type_: ``int``, ``float`` or ``Decimal``.
     """
 
@@ -128,7 +128,7 @@ class Digits(Encoding):
 
 
 class Json(Encoding):
-    """Anything that JSON has; arrays become lists."""
+    """Any value that JSON supports; arrays become lists."""
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a value."""
@@ -140,7 +140,7 @@ class Json(Encoding):
 
 
 class Pickled(Encoding):
-    """Any object. Reading it runs whatever code its bytes ask for."""
+    """Any object. Reading it runs any code that its bytes contain."""
 
     is_safe = False
 

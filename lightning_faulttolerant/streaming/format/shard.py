@@ -1,4 +1,4 @@
-"""What all readers of a shard are, and which of them reads which."""
+"""The base class of all shard readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_faulttolerant.streaming.format.encoding import Buffer, Positions
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
 DECODING_ERRORS = (ValueError, LookupError, OSError, ArithmeticError)
-"""What decoders raise of bytes that are not what they should be."""
+"""Errors that decoders raise for invalid bytes."""
 
 _UINT32_BYTES = 4
 
@@ -25,12 +25,12 @@ _UINT32_BYTES = 4
 class ShardReader(ABC):
     """Random access to the samples of one shard.
 
-    Files are opened once and mapped; offsets are read and checked once. What it returns is the caller's own and stays
+    Files are opened once and mapped. Offsets are read and checked once. Returned samples belong to the caller and stay
     valid after ``close``.
 
     Args:
-        info: What the index says of the shard.
-        directory: Where its files are, uncompressed.
+        info: The shard's index entry.
+        directory: The directory of its uncompressed files.
     """
 
     def __init__(self, info: ShardInfo, directory: str) -> None:
@@ -47,11 +47,11 @@ class ShardReader(ABC):
         """Return a sample.
 
         Args:
-            index: In the shard, from 0; negative from its end.
+            index: The index in the shard, from 0; negative from its end.
 
         Raises:
             IndexError: If the shard has fewer samples.
-            DamagedShardError: If the bytes are not those of a sample.
+            DamagedShardError: If the bytes don't encode a sample.
         """
 
     @abstractmethod
@@ -59,31 +59,31 @@ class ShardReader(ABC):
         """Yield many samples, faster than one by one.
 
         Args:
-            ids: In the shard, from 0.
+            ids: The indices in the shard, from 0.
 
         Raises:
-            IndexError: If one of them is outside of the shard.
-            DamagedShardError: If the bytes are not those of a sample.
+            IndexError: If one of them is outside the shard.
+            DamagedShardError: If the bytes don't encode a sample.
         """
 
     def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
-        """Yield many samples for somebody who copies what is in them at once, and gives them to nobody else.
+        """Yield many samples for a caller that copies their contents immediately, and does not pass them on.
 
-        Large arrays may be parts of the file, which can't be written to and keep it mapped.
+        Large arrays may be read-only views of the file, which keep it mapped.
 
         Args:
-            ids: In the shard, from 0.
+            ids: The indices in the shard, from 0.
 
         Raises:
-            IndexError: If one of them is outside of the shard.
-            DamagedShardError: If the bytes are not those of a sample.
+            IndexError: If one of them is outside the shard.
+            DamagedShardError: If the bytes don't encode a sample.
         """
         return self.samples(ids)
 
     def close(self) -> None:
-        """Give the files back. Samples can't be read any more."""
+        """Release the files. Samples can't be read any more."""
         self._is_closed = True
-        # Whoever is reading from it this moment has a view of it; the mapping goes with the last of those.
+        # A thread that is reading has a view of the file. The mapping disappears with the last view.
         if isinstance(self._file, mmap.mmap):
             with contextlib.suppress(BufferError):
                 self._file.close()
@@ -108,7 +108,7 @@ class ShardReader(ABC):
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Positions:
         array = np.asarray(ids, dtype=np.int64)
-        # As unsigned numbers the negative ones are the largest.
+        # As unsigned numbers, negative ones are the largest.
         if (array.view(np.uint64) >= self._info.num_samples).any():
             raise IndexError(
                 f"Samples {array.min()} to {array.max()} of a shard that has {self._info.num_samples}: "
@@ -131,12 +131,12 @@ class ShardReader(ABC):
             ) from error
 
     def _offsets(self, table: Buffer, *, first: int | None, end: int) -> Positions:
-        """Return where the samples begin and end, as a table of offsets after their number says.
+        """Return the offset of each sample and the end of the last one, from a table after the number of samples.
 
         Args:
             table: The file that holds the number of samples and the offsets.
             first: Where the first sample begins, or ``None`` for anywhere after the table.
-            end: Where the last one ends.
+            end: Where the last sample ends.
         """
         num_samples = self._info.num_samples
         head_bytes = _UINT32_BYTES * (num_samples + 2)

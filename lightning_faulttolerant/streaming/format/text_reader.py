@@ -1,4 +1,4 @@
-"""Reads shards of lines: JSON, CSV, TSV, XSV. Where each line lies stands in a second file, the "meta"."""
+"""Reads shards of lines: JSON, CSV, TSV, XSV. A second file, the "meta", has the offset of each line."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class TextReader(ShardReader):
 
     @abstractmethod
     def _header(self) -> str:
-        """Return what stands before the first line."""
+        """Return the text before the first line."""
 
     @abstractmethod
     def _decoded(self, line: str) -> dict[str, Any]:
-        """Return the sample of a line, given without its end."""
+        """Return the sample of a line. The line is passed without its line end."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = self._checked_id(index)
@@ -58,7 +58,7 @@ class TextReader(ShardReader):
 
 
 class JSONReader(TextReader):
-    """Random access to the samples of a shard that has an object of JSON on each line."""
+    """Random access to the samples of a shard with a JSON object on each line."""
 
     def _header(self) -> str:
         return ""
@@ -71,7 +71,7 @@ class JSONReader(TextReader):
 
 
 class XSVReader(TextReader):
-    """Random access to the samples of a shard that has values between separators on each line."""
+    """Random access to the samples of a shard with separated values on each line."""
 
     def __init__(self, info: ShardInfo, directory: str) -> None:
         columns = info.columns

@@ -15,15 +15,15 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
 class TextWriter(DatasetWriter):
-    r"""Writes a data set whose shards are lines.
+    r"""Writes a data set with shards of lines.
 
     Args:
-        columns: ``str``, ``int`` or ``float`` for each column, by its name.
-        newline: What ends a line.
-        **options: Those of ``DatasetWriter``.
+        columns: ``str``, ``int``, or ``float`` for each column, by its name.
+        newline: The end of a line.
+        **options: Options of ``DatasetWriter``.
 
     Raises:
-        TypeError: If there is no such encoding.
+        TypeError: If an encoding doesn't exist.
     """
 
     def __init__(self, *, columns: Mapping[str, str], newline: str = "\n", **options: Any) -> None:
@@ -38,10 +38,10 @@ class TextWriter(DatasetWriter):
 
     @abstractmethod
     def _line(self, sample: Mapping[str, Any]) -> str:
-        """Return the line of a sample without its end."""
+        """Return the line of a sample without its line end."""
 
     def _header(self) -> str:
-        """Return what stands before the first line."""
+        """Return the text before the first line."""
         return ""
 
     def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
@@ -58,12 +58,12 @@ class TextWriter(DatasetWriter):
 
 
 class JSONWriter(TextWriter):
-    """Writes a data set whose shards have an object of JSON on each line."""
+    """Writes a data set with a JSON object on each line of its shards."""
 
     format = "json"
 
     def get_config(self) -> dict[str, Any]:
-        """Return what each shard says of itself in the index and in its meta file."""
+        """Return the description of each shard in the index and in its meta file."""
         return {**super().get_config(), "columns": self.columns, "newline": self.newline}
 
     def _line(self, sample: Mapping[str, Any]) -> str:
@@ -71,19 +71,19 @@ class JSONWriter(TextWriter):
 
 
 class XSVWriter(TextWriter):
-    r"""Writes a data set whose shards have values between separators on each line, and the columns on the first one.
+    r"""Writes a data set with separated values on each line of its shards, and the columns on the first line.
 
-    Nothing is quoted: a value that holds the separator or the newline is refused.
+    Nothing is quoted: a value that contains the separator or the newline is refused.
 
     Args:
-        columns: ``str``, ``int`` or ``float`` for each column, by its name.
-        separator: What stands between values.
-        newline: What ends a line.
-        **options: Those of ``DatasetWriter``.
+        columns: ``str``, ``int``, or ``float`` for each column, by its name.
+        separator: The separator of values.
+        newline: The end of a line.
+        **options: Options of ``DatasetWriter``.
 
     Raises:
-        TypeError: If there is no such encoding.
-        ValueError: If the name of a column holds the separator or the newline.
+        TypeError: If an encoding doesn't exist.
+        ValueError: If the name of a column contains the separator or the newline.
     """
 
     format = "xsv"
@@ -99,7 +99,7 @@ class XSVWriter(TextWriter):
         super().__init__(columns=columns, newline=newline, **options)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what each shard says of itself in the index and in its meta file."""
+        """Return the description of each shard in the index and in its meta file."""
         config = {
             **super().get_config(),
             "column_names": self.column_names,
@@ -123,7 +123,7 @@ class XSVWriter(TextWriter):
 
 
 class CSVWriter(XSVWriter):
-    r"""Writes a data set of values between commas: ``XSVWriter`` with ``separator=","``."""
+    r"""Writes a data set of comma-separated values: ``XSVWriter`` with ``separator=","``."""
 
     format = "csv"
 
@@ -132,7 +132,7 @@ class CSVWriter(XSVWriter):
 
 
 class TSVWriter(XSVWriter):
-    r"""Writes a data set of values between tabs: ``XSVWriter`` with ``separator="\t"``."""
+    r"""Writes a data set of tab-separated values: ``XSVWriter`` with ``separator="\t"``."""
 
     format = "tsv"
 

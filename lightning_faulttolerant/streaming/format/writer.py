@@ -1,4 +1,4 @@
-"""What all writers of a data set do: cut samples into shards, write them, and last of all the index."""
+"""The base of all writers of a data set: cut samples into shards, write them, and write the index last."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 class DatasetWriter(ABC):
     """Writes a data set shard by shard.
 
-    Use it in a ``with`` block. The index is written last: a data set that has one is whole. If the block is left by an
-    exception, or the process is killed, there is none.
+    Use it in a ``with`` block. The index is written last: a data set that has an index is complete. If the block
+    raises, or the process is killed, no index is written.
 
     Args:
         out: A directory, a remote address (``s3://...``, anything fsspec knows), or a pair of both.
         keep_local: Keep the local files of a data set that is also uploaded.
-        compression: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each but snappy perhaps with a level: ``zstd:7``.
-        hashes: Names of algorithms whose digests go into the index, sorted.
-        size_limit: Bytes of a shard, at most; ``"100kb"`` and the like too. A larger sample gets a shard of its own.
+        compression: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each except snappy optionally with a level:
+            ``zstd:7``.
+        hashes: The algorithms of the digests in the index, sorted by name.
+        size_limit: Maximum bytes of a shard; also a string such as ``"100kb"``. A larger sample gets a separate shard.
             ``None``: one shard.
         progress_bar: Show how many files have been uploaded.
-        max_workers: Threads that upload.
-        retry: How often an upload that failed is tried again.
-        exist_ok: Replace a data set that is there: its index and shards are deleted, nothing else.
-        storage_options: For the file system of the remote address.
+        max_workers: The number of threads that upload.
+        retry: How many times a failed upload is tried again.
+        exist_ok: Replace an existing data set: its index and shards are deleted, nothing else.
+        storage_options: Options for the file system of the remote address.
 
     Raises:
         ValueError: If an argument is not one of those above.
-        FileExistsError: If there is something in the directory and ``exist_ok`` is off.
+        FileExistsError: If the directory is not empty and ``exist_ok`` is off.
     """
 
     format: str
@@ -95,14 +96,14 @@ class DatasetWriter(ABC):
 
     @abstractmethod
     def _encoded_shard(self, samples: list[bytes]) -> dict[str, bytes]:
-        """Return the files of a shard: ``data``, and ``meta`` where the format has it."""
+        """Return the files of a shard: ``data``, and ``meta`` if the format has it."""
 
     def _empty_bytes(self) -> int:
-        """How many bytes a shard has before its first sample."""
+        """Return the number of bytes in a shard before its first sample."""
         return 0
 
     def get_config(self) -> dict[str, Any]:
-        """Return what each shard says of itself in the index."""
+        """Return the description of each shard in the index."""
         return {
             "version": VERSION,
             "format": self.format,
@@ -115,7 +116,7 @@ class DatasetWriter(ABC):
         """Write a sample.
 
         Args:
-            sample: A value for each column; what it has beyond those is not written.
+            sample: A value for each column; values without a column are not written.
 
         Raises:
             TypeError: If a value is not of its column's type.
@@ -133,7 +134,7 @@ class DatasetWriter(ABC):
         self._shard_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write what is left and the index; wait until all is where it belongs."""
+        """Write the remaining samples and the index. Wait until all files are in place."""
         if self._finished:
             return
         self._finished = True
@@ -186,14 +187,14 @@ class DatasetWriter(ABC):
 
 
 def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
-    """Return the number of samples and where each begins and the last ends, as the files have them.
+    """Return the number of samples, the offset of each, and the end of the last, as the files store them.
 
     Args:
         samples: Their bytes.
         first: Where the first one begins.
 
     Raises:
-        ValueError: If they end after what 32 bits can say.
+        ValueError: If they end beyond the range of 32 bits.
     """
     offsets = np.cumsum([first, *map(len, samples)], dtype=np.int64)
     if offsets[-1] >= _MAX_SHARD_BYTES:
@@ -205,7 +206,7 @@ def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
 
 
 def _num_bytes(size_limit: int | str | None) -> int | None:
-    """Return a limit in bytes; ``None`` and 0 are none."""
+    """Return a limit in bytes; ``None`` and 0 mean no limit."""
     if not size_limit:
         return None
     if isinstance(size_limit, str):

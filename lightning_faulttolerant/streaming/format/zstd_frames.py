@@ -1,4 +1,4 @@
-"""What zstd says of its content, in the heads of its frames, without decompressing any.
+"""Reads the content size from the headers of zstd frames, without decompressing them.
 
 Source: RFC 8878, section 3.1.
 """
@@ -12,10 +12,10 @@ _RESERVED = 3
 
 
 def content_bytes(data: bytes) -> int:
-    """Return how many bytes all frames together decompress to.
+    """Return the number of bytes that all frames together decompress to.
 
     Raises:
-        ValueError: If these are not whole frames of zstd, or one of them does not say its size.
+        ValueError: If these are not complete frames of zstd, or one of them does not state its size.
     """
     at, total = 0, 0
     while at < len(data):

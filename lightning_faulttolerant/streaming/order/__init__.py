@@ -1,4 +1,4 @@
-"""Which sample comes when: mixing, shuffling and dealing, as pure functions of seed, epoch and position."""
+"""The order of the samples: mixing, shuffling, and dealing, as pure functions of seed, epoch, and position."""
 
 from lightning_faulttolerant.streaming.order.batching import BATCHING_METHODS, batched_deal, batched_order
 from lightning_faulttolerant.streaming.order.deal import Deal, normalised, positions_of_step

@@ -1,7 +1,7 @@
-"""Batches that have a fixed share of each stream, or samples of one stream only.
+"""Batches with a fixed share of each stream, or with samples of one stream only.
 
-Then the order depends on the global batch size: its positions are those of one global batch after the other, and an
-epoch can be entered only between two of them. Samples that don't fill a last batch are left out, as in the original.
+With these, the order depends on the global batch size. Its positions are one global batch after the other, and an epoch
+can start or resume only between two of them. Samples that don't fill a last batch are left out, as in the original.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def batched_order(
     sampling_method: str = "balanced",
     **settings: Any,
 ) -> EpochOrder:
-    """Return the order of an epoch whose batches are of the streams in a certain way.
+    """Return the order of an epoch with stratified or per-stream batches.
 
     Args:
         shard_sizes: The number of samples of each shard, for each stream.
         batching_method: ``"stratified"``: every global batch has the same number of samples of each stream, in
-            proportion to their shares of the epoch. ``"per_stream"``: every global batch is of one stream.
-        shares: Of the streams in an epoch.
-        world: Who reads; of it only an order of the original library depends on more than the number of ranks.
-        batch_size: Samples of one batch of one rank.
-        epoch: As in `epoch_order`, for each stream by itself; so do those that follow.
-        seed: Of the order.
+            proportion to the streams' shares of the epoch. ``"per_stream"``: every global batch is of one stream.
+        shares: The shares of the streams in an epoch.
+        world: The ranks that read. Only an order of the original library depends on more than their number.
+        batch_size: The number of samples in one batch of one rank.
+        epoch: As in `epoch_order`, for each stream separately. The same holds for the arguments below.
+        seed: The seed of the order.
         shuffle: Whether samples are shuffled.
-        algorithm: How; those of the original library give its batches too.
+        algorithm: The shuffle algorithm. The algorithms of the original library also yield its batches.
         sampling_method: ``"balanced"`` or ``"fixed"``.
-        settings: The others of `epoch_order`; a ``block_size`` is that of all streams together.
+        settings: The other arguments of `epoch_order`. A ``block_size`` is that of all streams together.
 
     Raises:
         ValueError: The method is unknown, or a stream has too few samples for a batch, or too small a share.
@@ -78,7 +78,7 @@ def batched_order(
 def _of_streams(
     shard_sizes: Sequence[Sequence[int] | Ints], shares: Shares, filled_for: World | None, **settings: Any
 ) -> list[EpochOrder]:
-    """The orders of the streams; those of the original library are filled for who reads."""
+    """Return the orders of the streams. Those of the original library are filled up for the readers."""
     block_size = settings.pop("block_size", None)
     if filled_for is not None:
         settings["num_nodes"], _ = nodes_of(filled_for)
@@ -101,7 +101,7 @@ def batched_deal(
     """Return how the batches of a `batched_order` are dealt.
 
     Raises:
-        ValueError: ``start`` is inside a global batch, so that samples would be lost or read twice.
+        ValueError: ``start`` is inside a global batch, so samples would be lost or read twice.
     """
     samples = world.num_ranks * batch_size
     if start % samples:
@@ -115,10 +115,10 @@ def batched_deal(
 
 
 def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
-    """Return how many samples of each stream a global batch has: largest remainders.
+    """Return the number of samples of each stream in a global batch, by largest remainders.
 
     Raises:
-        ValueError: A stream would have none.
+        ValueError: A stream would have no samples.
 
     Source: ``batching/stratified.py`` of MosaicML Streaming 0.13.
     """
@@ -135,11 +135,11 @@ def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
 
 
 class OffsetOrder:
-    """The order of one stream, with ids counted over all.
+    """The order of one stream, with ids counted over all streams.
 
     Args:
-        order: Of the stream.
-        first: The id of its first sample.
+        order: The order of the stream.
+        first: The id of the stream's first sample.
     """
 
     def __init__(self, order: EpochOrder, first: int) -> None:
@@ -148,7 +148,7 @@ class OffsetOrder:
 
     @property
     def num_positions(self) -> int:
-        """Of the stream's part of the epoch."""
+        """The number of positions in the stream's part of the epoch."""
         return self._order.num_positions
 
     def sample_ids(self, positions: Ints) -> Ints:
@@ -157,10 +157,10 @@ class OffsetOrder:
 
 
 class FilledOrder:
-    """An order with so many samples once more that all ranks have equally many: as the original's last step has them.
+    """An order that repeats samples until all ranks have equally many, as in the original's last step.
 
     Args:
-        order: Which is filled.
+        order: The order to fill up.
         world: The ranks that read it.
     """
 
@@ -173,7 +173,7 @@ class FilledOrder:
 
     @property
     def num_positions(self) -> int:
-        """With the samples that come once more."""
+        """The number of positions, including the repeated samples."""
         return self._deals[0].num_samples * len(self._deals)
 
     def sample_ids(self, positions: Ints) -> Ints:
@@ -188,11 +188,11 @@ class FilledOrder:
 
 
 class StratifiedOrder:
-    """Global batches with the same number of samples of each stream, as many as all streams have samples for.
+    """Global batches with a fixed number of samples of each stream, until one stream lacks samples for another batch.
 
     Args:
-        orders: Of the streams.
-        portions: How many samples of each stream a global batch has.
+        orders: The orders of the streams.
+        portions: The number of samples of each stream in a global batch.
     """
 
     def __init__(self, orders: Sequence[EpochOrder], portions: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class StratifiedOrder:
 
     @property
     def num_positions(self) -> int:
-        """Of full batches."""
+        """The number of positions in full batches."""
         return self._num_batches * int(self._stops[-1])
 
     def sample_ids(self, positions: Ints) -> Ints:
@@ -215,13 +215,13 @@ class StratifiedOrder:
 
 
 class PerStreamOrder:
-    """Global batches of one stream each, those of all streams in random order; keeps a number for each batch.
+    """Global batches of one stream each, in random order over all streams. Keeps a number for each batch.
 
     Args:
-        orders: Of the streams.
-        num_samples: Of a global batch.
-        drawn: What the order of the streams is drawn from, as the original draws it.
-        key: What it is drawn from otherwise.
+        orders: The orders of the streams.
+        num_samples: The number of samples in a global batch.
+        drawn: The numpy seed for the order of the streams, as in the original. Used if ``key`` is None.
+        key: The key for the order of the streams.
 
     Raises:
         ValueError: A stream has too few samples for a global batch.
@@ -243,14 +243,14 @@ class PerStreamOrder:
             np.random.default_rng(drawn).shuffle(self._streams)
         else:
             self._streams = self._streams[permutation(key, len(self._streams))]
-        # Of the batches of its stream, which each is.
+        # The number of each batch among the batches of its stream.
         order = np.argsort(self._streams, kind="stable")
         self._numbers = np.empty(len(order), np.int64)
         self._numbers[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
 
     @property
     def num_positions(self) -> int:
-        """Of full batches."""
+        """The number of positions in full batches."""
         return len(self._streams) * self._num_samples
 
     def sample_ids(self, positions: Ints) -> Ints:

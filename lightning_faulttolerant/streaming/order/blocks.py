@@ -1,4 +1,4 @@
-"""The orders that cost nothing in advance: one after the other, and the default shuffle, in blocks of a few shards."""
+"""The orders that need no preparation: sequential, and the default shuffle, in blocks of a few shards."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows, R
 from lightning_faulttolerant.streaming.order.units import Recent, Units, grouped
 
 SHARDS_PER_BLOCK = 8
-# A block of more samples is read as several, each with a piece of each of its shards.
+# A block with more samples is read in slices, each with a piece of each of its shards.
 MAX_BLOCK_SAMPLES = 1 << 17
 
 
 class SequentialOrder:
-    """One shard after the other, in each canonical node: what ``shuffle=False`` means.
+    """One shard after the other, in each canonical node: the order of ``shuffle=False``.
 
-    Guarantees: every sample of the epoch once, the same in each epoch; one shard open for each canonical node; no
-    memory beside the list of shards.
+    Guarantees: every sample of the epoch once, in the same order in each epoch. One shard is open for each canonical
+    node. No memory is needed besides the list of shards.
 
     Args:
-        units: What the epoch reads.
-        rows: Its canonical nodes.
+        units: The units that the epoch reads.
+        rows: The canonical nodes of the epoch.
     """
 
     def __init__(self, units: Units, rows: EvenRows | PaddedRows) -> None:
@@ -37,7 +37,7 @@ class SequentialOrder:
 
     @property
     def num_positions(self) -> int:
-        """Of the whole epoch."""
+        """The number of positions in the whole epoch."""
         return self._rows.num_positions
 
     def sample_ids(self, positions: Ints) -> Ints:
@@ -55,24 +55,24 @@ class SequentialOrder:
 class BlockOrder:
     """The default shuffle: shards in a new order in each epoch, and samples shuffled in blocks of a few shards.
 
-    Guarantees: every sample of the epoch once. Each canonical node has the same share of the shards in every epoch.
-    In each epoch its shards come in a new random order, are taken together in blocks of up to eight (or of about
-    ``block_size`` samples), and all samples of a block are permuted. So at any time the shards of one block are open
-    for each canonical node, of two where one ends, and a start or a resume at any position needs no others. Samples of
-    different blocks are not mixed within an epoch, but shards meet in other blocks in the next one. Data in which
-    neighbouring shards are alike need no larger block; data of which each shard is all of one kind do.
+    Guarantees: every sample of the epoch once. Each canonical node has the same share of the shards in every epoch. In
+    each epoch, its shards come in a new random order. They are grouped into blocks of up to eight shards (or of about
+    ``block_size`` samples), and all samples of a block are permuted. At any time, the shards of one block are open for
+    each canonical node, or of two blocks where one ends. A start or a resume at any position needs no other shards.
+    Samples of different blocks do not mix within an epoch, but the next epoch groups the shards into other blocks. Data
+    with similar neighboring shards needs no larger block. Data with only one kind of sample in each shard does.
 
-    Cost: memory for the list of shards and one block for each canonical node; a start or a resume permutes the shards,
-    and the samples of the blocks in which it continues. Where the shards are so large that a block would have more than
-    131,072 samples, it is read in slices of about so many, each with a piece of each of its shards.
+    Cost: memory for the list of shards, and for one block for each canonical node. A start or a resume permutes the
+    shards, and the samples of the blocks in which it continues. If the shards are so large that a block would have more
+    than 131,072 samples, it is read in slices of about that many, each with a piece of each of its shards.
 
     Args:
-        units: What the epoch reads.
-        seed: Of the order.
-        epoch: Of which the order is.
+        units: The units that the epoch reads.
+        seed: The seed of the order.
+        epoch: The epoch of the order.
         num_canonical_nodes: The number of rows.
-        block_size: How many samples a block should have: whole shards, as near as they go. By default a block has up to
-            eight shards.
+        block_size: The approximate number of samples in a block, which consists of whole shards. By default a block has
+            up to eight shards.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class BlockOrder:
         self._parts, block = _sliced(parts, np.cumsum(changes) - 1, drawn[order])
         self._first_part = np.searchsorted(block, np.arange(block.max(initial=-1) + 2))
         self._starts = np.append(0, np.cumsum(self._parts.size))[self._first_part]
-        # Each row reads in one block, in two where one ends; a thread that looks ahead is in others.
+        # Each row reads from one block, or from two where one ends. A thread that looks ahead reads from others.
         self._tables = Recent(at_most=2 * num_canonical_nodes + 2)
 
     @property
     def num_positions(self) -> int:
-        """Of the whole epoch."""
+        """The number of positions in the whole epoch."""
         return self._rows.num_positions
 
     @property
     def num_blocks(self) -> int:
-        """Of all canonical nodes together."""
+        """The number of blocks of all canonical nodes together."""
         return len(self._starts) - 1
 
     def sample_ids(self, positions: Ints) -> Ints:
@@ -116,7 +116,7 @@ class BlockOrder:
         return ids
 
     def _table(self, block: int) -> Ints:
-        """The ids of a block, in order."""
+        """Return the ids of a block, in order."""
         unit, begin, size = (
             array[self._first_part[block] : self._first_part[block + 1]].tolist()
             for array in (self._parts.unit, self._parts.begin, self._parts.size)
@@ -131,9 +131,9 @@ class _Parts:
     """Parts of units.
 
     Args:
-        unit: Of which unit each is a part.
-        begin: Where in the unit it begins.
-        size: How many samples it has.
+        unit: The unit of each part.
+        begin: Where the part begins in its unit.
+        size: The number of samples in the part.
     """
 
     unit: Ints
@@ -141,12 +141,12 @@ class _Parts:
     size: Ints
 
     def of(self, which: Ints) -> _Parts:
-        """Some of the parts, in an order."""
+        """Return some of the parts, in the given order."""
         return _Parts(unit=self.unit[which], begin=self.begin[which], size=self.size[which])
 
 
 def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
-    """Deal the shards to the rows, the same in every epoch, and cut those that lie over a bound.
+    """Deal the shards to the rows, the same in every epoch, and cut those that cross a bound.
 
     Returns the parts, and the row of each.
     """
@@ -155,7 +155,7 @@ def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
     order = np.argsort(place[units.shard], kind="stable")
     stops = np.cumsum(units.size[order])
     starts = stops - units.size[order]
-    # Both ascend: what np.union1d would give, which takes half of the whole time for a million shards.
+    # Both ascend. np.union1d would return the same, but takes half of the whole time for a million shards.
     cuts = np.unique(bounds)
     places = np.searchsorted(starts, cuts)
     is_new = np.append(starts, -1)[places] != cuts
@@ -167,7 +167,7 @@ def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
 
 
 def _blocks_of(starts: Ints, row: Ints, bounds: Ints, block_size: int | None) -> Ints:
-    """Number the block of each part within its row: blocks of a row are as equal as whole parts go."""
+    """Number the block of each part within its row. The blocks of a row are as equal as whole parts allow."""
     if block_size is None:
         lengths = np.bincount(row, minlength=len(bounds) - 1)
         places = np.arange(len(row)) - (np.cumsum(lengths) - lengths)[row]
@@ -180,7 +180,7 @@ def _blocks_of(starts: Ints, row: Ints, bounds: Ints, block_size: int | None) ->
 
 
 def _sliced(parts: _Parts, block: Ints, drawn: npt.NDArray[np.uint64]) -> tuple[_Parts, Ints]:
-    """Make several blocks of one that has too many samples: each has a piece of each of its parts, in random order.
+    """Split each block with too many samples. Each slice has a piece of each of the block's parts, in random order.
 
     Returns the parts and the block of each.
     """

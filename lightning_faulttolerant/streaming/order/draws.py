@@ -1,7 +1,7 @@
-"""Random numbers from counters: any of them can be had without those before it.
+"""Random numbers from counters: each can be computed without those before it.
 
-The bits are written down here and come from no library's generator, so that an order is the same under every version
-of numpy and on every machine: keys are BLAKE2b of what they stand for, numbers are SplitMix64 of key and counter.
+The bits are defined here and do not come from a library's generator. So an order is the same under every version of
+numpy and on every machine. A key is the BLAKE2b hash of its parts. A number is SplitMix64 of a key and a counter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, np.uint64(0xBF58476D1CE4E5B9), np.u
 
 
 def key_of(*parts: int | str) -> int:
-    """Return the 64-bit key of what ``parts`` name together: a use, a seed, an epoch, a number."""
+    """Return the 64-bit key for ``parts``: a use, a seed, an epoch, a number."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -41,8 +41,8 @@ def numbers(key: int, count: int) -> npt.NDArray[np.uint64]:
 def permutation(key: int, count: int) -> Ints:
     """Return a permutation of ``range(count)``, as int64.
 
-    The low bits of each random number are replaced by its place, so that no two are equal: what they are sorted to
-    does not depend on the algorithm that sorts them, and sorting values is several times faster than sorting places.
+    The low bits of each random number are replaced by its index, so no two are equal. The sorted result therefore does
+    not depend on the sorting algorithm, and sorting values is several times faster than sorting indices.
     """
     bits = np.uint64(max(count - 1, 1).bit_length())
     drawn = numbers(key, count)

@@ -1,4 +1,4 @@
-"""The order of an epoch, made of what is read, how it is shuffled, and its canonical nodes."""
+"""The order of an epoch, from the samples that are read, the shuffle, and the canonical nodes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DEFAULT = "blocks"
 
 
 class EpochOrder(Protocol):
-    """Which sample stands at which position of an epoch. A pure function: it has no state that matters."""
+    """The sample at each position of an epoch. It is a pure function: its state does not affect the result."""
 
     @property
     def num_positions(self) -> int:
-        """Of the whole epoch, with what an order of the original library repeats."""
+        """The number of positions in the whole epoch, including those that an order of the original library repeats."""
         ...
 
     def sample_ids(self, positions: Ints) -> Ints:
         """Return the ids of the samples at these positions, counted over all shards of all streams.
 
-        Ask for many at once: a call costs microseconds, a sample in it some nanoseconds.
+        Request many in one call: a call costs microseconds, a sample in it some nanoseconds.
 
         Args:
-            positions: Any, in any order, from 0 to ``num_positions - 1``.
+            positions: Any positions, in any order, from 0 to ``num_positions - 1``.
         """
         ...
 
@@ -55,17 +55,18 @@ def epoch_order(
 
     Args:
         shard_sizes: The number of samples of each shard, for each stream.
-        epoch: Which one, from 0.
-        seed: Of the order.
+        epoch: The epoch, from 0.
+        seed: The seed of the order.
         shuffle: Whether the samples are shuffled.
-        algorithm: ``"blocks"``, which ``None`` stands for (see `BlockOrder`), or the name of one of the original
-            library's, whose order is then that of the original library with and without ``shuffle``.
-        block_size: What the algorithm takes for a block, in samples.
+        algorithm: ``"blocks"`` (the same as ``None``, see `BlockOrder`), or the name of an algorithm of the original
+            library. With such a name, the order is that of the original library, with and without ``shuffle``.
+        block_size: The block size of the algorithm, in samples.
         num_canonical_nodes: How many parts of the data set are read side by side.
-        num_nodes: How many nodes read; only some orders of the original library depend on it.
-        chosen: How many samples of each stream the epoch has, see `shares_of_streams`; by default each once.
-        sampling_method: ``"balanced"`` (other samples of a stream that is read in part in each epoch) or ``"fixed"``.
-        sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
+        num_nodes: The number of nodes that read. Only some orders of the original library depend on it.
+        chosen: The number of samples of each stream in the epoch, see `shares_of_streams`. By default each sample once.
+        sampling_method: ``"balanced"`` (each epoch draws other samples of a stream that is read in part) or
+            ``"fixed"``.
+        sampling_granularity: How many samples are taken at a time from a shard that is read in part.
     """
     _check(locals())
     sizes = [np.asarray(of_stream, np.int64) for of_stream in shard_sizes]
@@ -99,7 +100,7 @@ def _of_the_original(
     units = _units(sizes, chosen, draw) if are_whole else None
     if units is not None and not draw.shuffle:
         return SequentialOrder(units, rows)
-    # Where every shard is read once, the place of a sample is its id: an array of all ids would be one too many.
+    # If every shard is read once, a sample's place is its id, so an array of all ids is not needed.
     of_units, ids = resampled(sizes, chosen, draw) if units is None else (units.size, None)
     if ids is not None and not draw.shuffle:
         return TableOrder(ids, rows)
@@ -131,7 +132,7 @@ def _check(given: dict[str, object]) -> None:
 
 
 def _units(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) -> Units:
-    """What an epoch reads, without an array of all samples."""
+    """Return the units that an epoch reads, without an array of all samples."""
     key = (draw.seed, draw.epoch) if draw.is_balanced else (draw.seed,)
     of_shards = [
         chosen_of_shards(sizes, count, granularity=draw.granularity, draw=key, stream=stream)

@@ -1,4 +1,4 @@
-"""How many samples of each stream, and of each of its shards, an epoch has."""
+"""The number of samples of each stream, and of each of its shards, in an epoch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """How much of a stream an epoch has; at most one of the three, and without any the stream once.
+    """How much of a stream an epoch has. At most one of the three is set. Without any, the stream is read once.
 
     Args:
-        proportion: Relative to the other streams, at least 0. Then every stream has one, and ``epoch_size`` holds.
-        repeat: How many times its samples are read, at least 0; may be a fraction.
+        proportion: Relative to the other streams, at least 0. Then every stream has one, and ``epoch_size`` applies.
+        repeat: How many times its samples are read, at least 0. May be a fraction.
         choose: How many of its samples are read, at least 0.
     """
 
@@ -35,18 +35,18 @@ class Weight:
 
     @property
     def is_given(self) -> bool:
-        """Whether the stream has one."""
+        """Whether the stream has a weight."""
         return not self.proportion is self.repeat is self.choose is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """What the weights come to: one of each for each stream.
+    """The shares that result from the weights, with one entry for each stream.
 
     Args:
-        proportions: Of the epoch.
+        proportions: The stream's proportion of the epoch.
         repeats: How many times the samples of the stream are read, on average.
-        chosen: How many samples of the epoch are its own.
+        chosen: The number of the stream's samples in the epoch.
     """
 
     proportions: tuple[float, ...]
@@ -55,27 +55,28 @@ class Shares:
 
     @property
     def epoch_size(self) -> int:
-        """Samples of an epoch."""
+        """The number of samples in an epoch."""
         return sum(self.chosen)
 
 
 def shares_of_streams(
     weights: Sequence[Weight], sizes: Sequence[int], *, epoch_size: int | None = None, seed: int
 ) -> Shares:
-    """Return how many samples of each stream an epoch has.
+    """Return the number of samples of each stream in an epoch.
 
-    Where the proportions don't divide, a few streams, drawn by the seed once for all epochs, get one sample more.
+    If the proportions don't divide evenly, a few streams get one sample more. The seed selects these streams once for
+    all epochs.
 
     Args:
-        weights: One for each stream.
+        weights: One weight for each stream.
         sizes: The number of samples of each stream.
-        epoch_size: Of all streams together; only with proportions, or where no stream has a weight.
-        seed: Of the order.
+        epoch_size: The samples of all streams together. Only with proportions, or if no stream has a weight.
+        seed: The seed of the order.
 
     Raises:
-        ValueError: Proportions and the other weights don't go together, nor do those and ``epoch_size``.
+        ValueError: Proportions are combined with other weights, or other weights with ``epoch_size``.
 
-    Source: ``Stream.apply_weights`` of MosaicML Streaming 0.13, which gives the same numbers.
+    Source: ``Stream.apply_weights`` of MosaicML Streaming 0.13, which returns the same numbers.
     """
     if not all(sizes):
         raise ValueError(f"Stream {[*sizes].index(0)} has no samples.")
@@ -129,18 +130,19 @@ def _shares(proportions: Ints, chosen: Ints, sizes: Ints) -> Shares:
 
 
 def chosen_of_shards(shard_size: Ints, chosen: int, *, granularity: int, draw: tuple[int, ...], stream: int) -> Ints:
-    """Return how many samples of each shard of a stream an epoch has, for the orders that cost nothing in advance.
+    """Return the number of samples of each shard of a stream in an epoch, for the orders that need no preparation.
 
-    Every shard is read whole as often as it goes. Of what is left each shard has a share in proportion to its size, up
-    or down to the next ``granularity`` samples, by systematic sampling over the shards in a random order: so the cost
-    is that of a list of shards, whatever the number of samples.
+    Every shard is read whole as often as it fits. Each shard gets a share of the rest in proportion to its size,
+    rounded up or down to the next ``granularity`` samples. This is systematic sampling over the shards in a random
+    order. The cost depends on the number of shards, not on the number of samples.
 
     Args:
         shard_size: The number of samples of each shard.
-        chosen: How many samples of the stream the epoch has.
-        granularity: How many samples are taken from a shard at a time: few shards for a small share if it is large.
-        draw: What the choice depends on: seed, and epoch where it is drawn again in each.
-        stream: Which one it is.
+        chosen: The number of samples of the stream in the epoch.
+        granularity: How many samples are taken from a shard at a time. A large value takes a small share from few
+            shards.
+        draw: The inputs of the choice: the seed, and the epoch if each epoch draws again.
+        stream: The number of the stream.
     """
     total = int(shard_size.sum())
     times, rest = divmod(chosen, total)
@@ -151,7 +153,7 @@ def chosen_of_shards(shard_size: Ints, chosen: int, *, granularity: int, draw: t
     sizes = [int(size) for size in shard_size[order]]
     grains = [-(-size // granularity) for size in sizes]
     wanted, available = -(-rest // granularity), sum(grains)
-    # Of the grains of all shards in a row every (available / wanted)-th is taken, from a random one on.
+    # Of all shards' grains in a row, take every (available / wanted)-th, starting at a random one.
     before, taken = key_of("first grain", *draw, stream) % available, []
     for grain in grains:
         after = before + grain * wanted
@@ -163,7 +165,7 @@ def chosen_of_shards(shard_size: Ints, chosen: int, *, granularity: int, draw: t
 
 
 def _fitted(parts: list[int], sizes: list[int], total: int) -> list[int]:
-    """Add or take away what a last, smaller grain of a shard made wrong."""
+    """Add or remove samples to correct the sum where a shard's last grain is smaller."""
     excess = sum(parts) - total
     for place, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         if not excess:

@@ -1,7 +1,7 @@
-"""The orders of the original library, MosaicML Streaming, bit for bit: a run begun with it continues here.
+"""The orders of the original library, MosaicML Streaming, bit for bit: a run that began with it continues here.
 
-Each draws from one long stream of numpy's, so that it can be had from the beginning only: an array of all samples is
-made for each epoch: 80 MB and 0.3 to 2 s for 10^7 samples. The default order has no such array.
+Each order draws from one long stream of numpy's random numbers, so it can only be computed from the beginning. Each
+epoch creates an array of all samples: 80 MB and 0.3 to 2 s for 10^7 samples. The default order has no such array.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning_faulttolerant.streaming.order.rows import PaddedRows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The shards of an epoch in the order that a seed gives them for all epochs, cut at the bounds of the rows.
+    """The shards of an epoch, in the order that a seed defines for all epochs, cut at the bounds of the rows.
 
     Args:
         begins: The first sample of each piece.
-        sizes: Its samples.
-        rows: For each row, its first piece and the first of the next.
-        num_samples: Of the epoch.
-        generator: The one that draws for the epoch.
+        sizes: The number of samples in each piece.
+        rows: For each row, its first piece and the first piece of the next row.
+        num_samples: The number of samples in the epoch.
+        generator: The generator that draws for the epoch.
     """
 
     begins: Ints
@@ -40,7 +40,7 @@ Shuffle = Callable[[Cut, int], Ints]
 def naive(cut: Cut, block_size: int) -> Ints:
     """Permute all samples.
 
-    Guarantees: the best mixing there is. Every node reads every shard, and nearly all of them in its first batches.
+    Guarantees: the best possible mixing. Every node reads every shard, and nearly all of them in its first batches.
     """
     del block_size
     return cut.generator.permutation(cut.num_samples)
@@ -49,19 +49,19 @@ def naive(cut: Cut, block_size: int) -> Ints:
 def py1s(cut: Cut, block_size: int) -> Ints:
     """Permute the shards of each canonical node, and the samples of each shard.
 
-    Guarantees: one shard open for each canonical node, which has the same samples in every epoch. Samples of different
-    shards are mixed only by reading the canonical nodes side by side: 64 for each node, if their number isn't given.
+    Guarantees: each canonical node has one open shard, and the same samples in every epoch. Samples of different shards
+    mix only because the canonical nodes are read side by side: 64 for each node, if their number isn't given.
     """
     del block_size
     return _drawn_in_pieces(cut, [*_drawn_rows(cut)])
 
 
 def py2s(cut: Cut, block_size: int) -> Ints:
-    """As ``py1s``, but samples are permuted inside shards before the cut too.
+    """Like ``py1s``, but samples are also permuted inside shards before the cut.
 
-    Guarantees: as ``py1s``; which samples of a shard at a bound belong to which canonical node is random as well.
+    Guarantees: like ``py1s``. The canonical node of each sample in a shard at a bound is random as well.
     """
-    # The samples before the cut are permuted in `shuffled`. A row is drawn when the one before is done.
+    # `shuffled` permutes the samples before the cut. A row is drawn when the previous one is done.
     del block_size
     return _drawn_in_pieces(cut, _drawn_rows(cut))
 
@@ -77,8 +77,8 @@ def _drawn_in_pieces(cut: Cut, rows: Iterable[list[int]]) -> Ints:
 def py1br(cut: Cut, block_size: int) -> Ints:
     """Permute the shards of each canonical node, then the samples in blocks of 0.75 to 1.25 times ``block_size``.
 
-    Guarantees: mixing over a block, each canonical node with the same samples in every epoch. The shards of a block are
-    needed all at once where it begins; blocks of different canonical nodes begin at different times.
+    Guarantees: samples mix over a block. Each canonical node has the same samples in every epoch. A block needs all its
+    shards when it begins. Blocks of different canonical nodes begin at different times.
     """
     pieces = [*_drawn_rows(cut)]
     ids = np.empty(cut.num_samples, np.int64)
@@ -104,15 +104,15 @@ def _staggered(
         drawn = int(generator.integers(int(0.75 * block_size), int(1.25 * block_size)))
         first, last = max(reached - stagger, begin), min(reached + drawn - stagger, stop)
         yield first, last
-        # A block that is cut at the beginning of the row counts for what is left of it.
+        # A block that is cut at the beginning of the row counts for its remaining part.
         reached += last - first
 
 
 def py1e(cut: Cut, block_size: int) -> Ints:
     """Permute the shards of each canonical node and the samples of each shard, then move every sample a little.
 
-    Guarantees: a sample moves by at most half of 0.75 to 1.25 times ``block_size``, so that about a block of shards is
-    open, and they are needed one by one. Each canonical node has the same samples in every epoch. A shard larger than
+    Guarantees: a sample moves by at most half of 0.75 to 1.25 times ``block_size``. So about a block of shards is open,
+    and the shards are needed one by one. Each canonical node has the same samples in every epoch. A shard larger than
     the block is not mixed with others.
 
     Raises:
@@ -137,7 +137,7 @@ def py1e(cut: Cut, block_size: int) -> Ints:
 
 
 def _moved(cut: Cut, row: list[int], num_samples: int, block_size: int) -> np.ndarray:
-    """Where the samples of a row move to; they are read in the order of that."""
+    """Return the place that each sample of a row moves to. The samples are read in this order."""
     moved = np.arange(num_samples).astype(np.float64)
     for piece, where in _laid_out(cut, [row]):
         size = int(cut.sizes[piece])
@@ -149,7 +149,7 @@ def _moved(cut: Cut, row: list[int], num_samples: int, block_size: int) -> np.nd
 
 
 def _drawn_rows(cut: Cut) -> Iterator[list[int]]:
-    """The pieces of each row, in the order of this epoch."""
+    """Yield the pieces of each row, in the order of this epoch."""
     for first, last in cut.rows:
         row = np.arange(first, last)
         cut.generator.shuffle(row)
@@ -157,7 +157,7 @@ def _drawn_rows(cut: Cut) -> Iterator[list[int]]:
 
 
 def _laid_out(cut: Cut, rows: Iterable[list[int]]) -> Iterator[tuple[int, slice]]:
-    """Each piece, with the place where it comes to lie."""
+    """Yield each piece with its new place."""
     stop = 0
     for row in rows:
         for piece in row:
@@ -169,20 +169,20 @@ SHUFFLES: dict[str, Shuffle] = {"naive": naive, "py1br": py1br, "py1e": py1e, "p
 
 
 def default_block_size(num_canonical_nodes: int) -> int:
-    """Return the original library's, in samples."""
+    """Return the original library's block size, in samples."""
     return max(4_000_000 // num_canonical_nodes, 1 << 18)
 
 
 def default_canonical_nodes(algorithm: str | None, num_nodes: int) -> int:
-    """Return how many canonical nodes a first run on ``num_nodes`` nodes has: the original library's rule."""
+    """Return the number of canonical nodes of a first run on ``num_nodes`` nodes: the original library's rule."""
     return 64 * num_nodes if algorithm in ("py1s", "py2s") else num_nodes
 
 
 def kept_nodes(*, num_canonical_nodes: int, num_nodes: int, initial_nodes: int | None) -> int | None:
-    """Return the number of nodes for which the original library keeps the order inside a global batch, if it does.
+    """Return the number of nodes for which the original library keeps the order inside a global batch, or None.
 
-    That is the number that the run began with, where it now has another one that neither divides the canonical nodes
-    nor is divided by them. It goes to `Deal` as ``initial_nodes`` and to `epoch_order` as ``num_nodes``.
+    It is the number that the run began with, if the current number neither divides the canonical nodes nor is divided
+    by them. Pass it to `Deal` as ``initial_nodes`` and to `epoch_order` as ``num_nodes``.
 
     Source: ``partition/relaxed.py`` of MosaicML Streaming 0.13.
     """
@@ -197,11 +197,11 @@ def shuffled(
 
     Args:
         algorithm: A name in ``SHUFFLES``.
-        sizes: The samples of each unit: a shard, or a part of it. None is empty.
+        sizes: The number of samples in each unit (a shard, or a part of it). No unit is empty.
         num_canonical_nodes: The number of rows.
-        seed: Of the order.
-        epoch: Of which the order is.
-        block_size: In samples; ``None`` for the original library's.
+        seed: The seed of the order.
+        epoch: The epoch of the order.
+        block_size: In samples. ``None`` is the original library's default.
 
     Source: ``shuffle/*.py`` of MosaicML Streaming 0.13.
     """
@@ -218,7 +218,7 @@ def shuffled(
 
 
 def _drawn_inside(sizes: Ints, order: Ints, generator: np.random.Generator) -> Ints:
-    """The samples, shard after shard in an order, permuted in each of them."""
+    """Return the samples shard after shard in the given order, permuted inside each shard."""
     begins = np.cumsum(sizes) - sizes
     drawn = [np.arange(begins[unit], begins[unit] + sizes[unit]) for unit in order]
     for samples in drawn:
@@ -227,7 +227,7 @@ def _drawn_inside(sizes: Ints, order: Ints, generator: np.random.Generator) -> I
 
 
 def _cut(sizes: Ints, order: Ints, num_rows: int, generator: np.random.Generator, *, are_drawn: bool) -> Cut:
-    """Cut the units, laid end to end in an order, at the bounds of the rows."""
+    """Cut the units, laid end to end in the given order, at the bounds of the rows."""
     num_samples = int(sizes.sum())
     bounds = num_samples * np.arange(num_rows + 1, dtype=np.int64) // num_rows
     stops = np.cumsum(sizes[order])
@@ -247,7 +247,7 @@ def _cut(sizes: Ints, order: Ints, num_rows: int, generator: np.random.Generator
 
 
 class TableOrder:
-    """An order that is an array of all samples.
+    """An order that is stored as an array of all samples.
 
     Args:
         ids: The sample at each place.
@@ -260,7 +260,7 @@ class TableOrder:
 
     @property
     def num_positions(self) -> int:
-        """Of the whole epoch, with those that repeat samples so that all canonical nodes have equally many."""
+        """The number of positions in the epoch, including repeats that give all canonical nodes equally many."""
         return self._rows.num_positions
 
     def sample_ids(self, positions: Ints) -> Ints:

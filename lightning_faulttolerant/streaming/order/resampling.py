@@ -12,13 +12,13 @@ from lightning_faulttolerant.streaming.order.draws import Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """What the samples of streams that are read in part depend on.
+    """The inputs that determine the samples of streams that are read in part.
 
     Args:
-        seed: Of the order.
-        epoch: Of which the order is.
-        shuffle: Whether samples are shuffled: only then the number of samples of a shard changes with the epoch.
-        is_balanced: Whether other samples are drawn in each epoch.
+        seed: The seed of the order.
+        epoch: The epoch of the order.
+        shuffle: Whether samples are shuffled. Only then does the number of samples of a shard change with the epoch.
+        is_balanced: Whether each epoch draws other samples.
         granularity: How many samples are taken from a shard at a time.
     """
 
@@ -34,8 +34,8 @@ def resampled(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) ->
 
     Args:
         shard_sizes: The number of samples of each shard, for each stream.
-        chosen: How many samples of each stream the epoch has.
-        draw: What it depends on.
+        chosen: The number of samples of each stream in the epoch.
+        draw: The inputs of the draw.
 
     Source: ``StreamingDataset.resample_streams`` of MosaicML Streaming 0.13.
     """
@@ -58,7 +58,7 @@ def resampled(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) ->
 
 
 def samples_of_shards(sizes: Ints, chosen: int, *, granularity: int, seed: int) -> Ints:
-    """Return how many samples of each shard of a stream an epoch has.
+    """Return the number of samples of each shard of a stream in an epoch.
 
     Source: ``streaming/base/sampling.py`` of MosaicML Streaming 0.13.
     """
@@ -70,7 +70,7 @@ def samples_of_shards(sizes: Ints, chosen: int, *, granularity: int, seed: int) 
     counts = -(-sizes // granularity)
     shard = np.repeat(np.arange(len(sizes)), counts)
     grains = np.full(len(shard), granularity, np.int64)
-    # An empty shard has no last grain: there the original takes that of the shard before for it, and so do we.
+    # An empty shard has no last grain. The original modifies the previous shard's grain instead, and so does this code.
     grains[np.cumsum(counts) - 1] = sizes - (counts - 1) * granularity
     order = np.random.default_rng(seed).permutation(len(shard))
     taken = np.diff(np.minimum(np.cumsum(grains[order]), rest), prepend=0)

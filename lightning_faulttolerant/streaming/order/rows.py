@@ -1,7 +1,7 @@
-"""Canonical nodes: the flat order reads the rows of a matrix in turn, one sample of each.
+"""Canonical nodes: the flat order takes one sample from each row of a matrix in turn.
 
-The samples of an epoch lie in ``num_rows`` rows of nearly equal length, each a piece of the whole. Position ``p`` is
-column ``p // num_rows`` of row ``p % num_rows``, so that nodes that read every n-th position stay in rows of their own.
+The samples of an epoch are in ``num_rows`` rows of nearly equal length. Each row is one piece of the whole. Position
+``p`` is column ``p // num_rows`` of row ``p % num_rows``. Nodes that read every n-th position stay in their own rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lightning_faulttolerant.streaming.order.draws import Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Every sample once: the last column has only the rows that are longer by one, and those come first.
+    """Every sample once. Only the rows that are longer by one reach the last column, and these rows come first.
 
     Args:
-        num_samples: Of the whole epoch.
+        num_samples: The number of samples in the whole epoch.
         num_rows: The number of canonical nodes.
     """
 
@@ -27,12 +27,12 @@ class Rows:
 
     @property
     def num_positions(self) -> int:
-        """As many as there are samples."""
+        """The number of positions, equal to the number of samples."""
         return self.num_samples
 
     @property
     def bounds(self) -> Ints:
-        """Where the rows begin, and where the last one ends."""
+        """The beginning of each row, and the end of the last one."""
         return self._begin(np.arange(self.num_rows + 1, dtype=np.int64))
 
     def places(self, positions: Ints) -> Ints:
@@ -49,10 +49,10 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvenRows:
-    """Every sample once, the longer rows spread evenly: as in `PaddedRows`, but for the repeats in the last column.
+    """Every sample once, with the longer rows spread evenly: `PaddedRows` without the repeats in the last column.
 
     Args:
-        num_samples: Of the whole epoch.
+        num_samples: The number of samples in the whole epoch.
         num_rows: The number of canonical nodes.
     """
 
@@ -61,7 +61,7 @@ class EvenRows:
 
     @property
     def num_positions(self) -> int:
-        """As many as there are samples."""
+        """The number of positions, equal to the number of samples."""
         return self.num_samples
 
     def places(self, positions: Ints) -> Ints:
@@ -76,12 +76,12 @@ class EvenRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedRows:
-    """As the original library lays them out: short rows repeat samples, so that all have the same length.
+    """The layout of the original library: short rows repeat samples, so all have the same length.
 
     Args:
-        num_samples: Of the whole epoch.
+        num_samples: The number of samples in the whole epoch.
         num_rows: The number of canonical nodes.
-        num_nodes: Where there are more nodes than rows and each row serves several, its length is a multiple of them.
+        num_nodes: The number of nodes. If each row serves several nodes, its length is a multiple of their number.
 
     Source: ``partition/orig.py`` of MosaicML Streaming 0.13.
     """
@@ -92,14 +92,14 @@ class PaddedRows:
 
     @property
     def num_positions(self) -> int:
-        """Of the whole matrix, with its repeats."""
+        """The number of positions in the whole matrix, including its repeats."""
         return self.num_rows * (self._length + self._padding)
 
     def places(self, positions: Ints) -> Ints:
         """Return the place of each position in the samples of the epoch."""
         columns, rows = np.divmod(positions, self.num_rows)
         if self.num_samples < self.num_rows or self.num_samples == self.num_rows < self.num_nodes:
-            # Samples are too few: they are laid over the rows again and again.
+            # Too few samples: they repeat over the rows again and again.
             return (rows * (self._length + self._padding) + columns) % self.num_samples
         if self._padding:
             ratio = self.num_nodes // self.num_rows

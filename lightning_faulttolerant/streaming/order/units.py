@@ -1,7 +1,7 @@
-"""What an epoch reads, shard by shard: whole shards, some of them more than once, and samples drawn from some.
+"""The units that an epoch reads: whole shards, some of them more than once, and samples drawn from shards.
 
-A unit is a shard once, or some samples of it. Whatever is as long as a list of shards is kept; ids of samples are made
-when they are asked for, and only the latest of them are kept.
+A unit is one pass over a shard, or some of its samples. Arrays as long as the list of shards are kept. Arrays of sample
+ids are created on request, and only the latest of them are kept.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Units:
     """The units of an epoch, none of them empty, in the order of their shards.
 
     Args:
-        shard: The shard of each, counted over all streams.
+        shard: The shard of each unit, counted over all streams.
         first: The id of the first sample of its shard.
-        size: How many samples it has.
-        shard_size: How many its shard has: if they are more, the samples are drawn from them.
-        num_shards: Of the whole data set, with those that this epoch does not read.
-        draw: What the draws depend on: seed, and epoch where it is drawn again in each.
+        size: The number of samples in the unit.
+        shard_size: The number of samples in its shard. If the shard has more, the unit's samples are drawn from them.
+        num_shards: The number of shards in the whole data set, including those that this epoch does not read.
+        draw: The inputs of the draws: the seed, and the epoch if each epoch draws again.
     """
 
     shard: Ints
@@ -37,7 +37,7 @@ class Units:
 
     @property
     def num_samples(self) -> int:
-        """Of the whole epoch."""
+        """The number of samples in the whole epoch."""
         return int(self.size.sum())
 
     @property
@@ -60,7 +60,7 @@ class Units:
 
 
 def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> Units:
-    """Return the units that make ``chosen`` samples of each shard: the whole of it as often as it goes, and a rest."""
+    """Return the units that cover ``chosen`` samples of each shard: the whole shard as often as it fits, and a rest."""
     shards = np.flatnonzero(shard_size)
     times, rest = np.divmod(chosen[shards], shard_size[shards])
     first = np.cumsum(shard_size) - shard_size
@@ -81,13 +81,13 @@ def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> U
 
 
 class Recent:
-    """The latest of some arrays that are made from a number when they are asked for.
+    """A cache of the latest arrays. Each array is created from a number on request.
 
-    Several threads may read it, and a process may be forked meanwhile: there is no lock that could stay locked. At
-    worst two threads make the same array.
+    Several threads may read the cache, and the process may fork at any time, so it has no lock that could stay locked.
+    At worst, two threads create the same array.
 
     Args:
-        at_most: How many are kept.
+        at_most: The number of arrays to keep.
     """
 
     def __init__(self, *, at_most: int) -> None:
@@ -95,7 +95,7 @@ class Recent:
         self._kept: dict[int, Ints] = {}
 
     def get(self, number: int, make: Callable[[int], Ints]) -> Ints:
-        """Return the array of a number; it is made if it is not kept."""
+        """Return the array of a number. Create it if it is not kept."""
         found = self._kept.pop(number, None)
         if found is None:
             found = make(number)
@@ -106,11 +106,11 @@ class Recent:
 
 
 def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:
-    """Yield each number that there is, with the places where it stands."""
+    """Yield each distinct number, with the places where it occurs."""
     if not numbers.size:
         return
     steps = np.diff(numbers)
-    # What is read in turn is in order already, in most cases.
+    # Numbers that are read in turn are usually sorted already.
     order = np.argsort(numbers, kind="stable") if (steps < 0).any() else None
     if order is not None:
         numbers = numbers[order]

@@ -1,1 +1,1 @@
-"""What Lightning's own callbacks keep and don't save or restore by themselves: one small adapter each."""
+"""State that Lightning's own callbacks keep and don't save or restore: one small adapter each."""

@@ -1,4 +1,4 @@
-"""What Lightning's own callbacks keep and don't restore by themselves: one small adapter each."""
+"""The best and last files of ModelCheckpoints, which forget them if their directory has changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model
 
 
 def restore_best_models(trainer: Trainer, states: Mapping[str, Any]) -> None:
-    """Let each ModelCheckpoint know its best and last files again, in another directory too.
+    """Let each ModelCheckpoint know its best and last files again, even in another directory.
 
-    The default logger takes a new version directory at each start, and ModelCheckpoint drops what it knew when its
+    The default logger takes a new version directory at each start. ModelCheckpoint drops what it knew if its
     ``dirpath`` has changed: it would take the first result after a resume for the best of all.
 
     Args:
-        trainer: Whose callbacks they are.
+        trainer: The trainer of the callbacks.
         states: The callbacks' states in the checkpoint, by state key.
     """
     for callback in trainer.checkpoint_callbacks:

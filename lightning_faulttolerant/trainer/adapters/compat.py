@@ -1,4 +1,4 @@
-"""Every private name of Lightning's callbacks that their adapters touch, checked on 2.5.6 to 2.6.6.
+"""Private names of Lightning's callbacks that their adapters use, checked on 2.5.6 to 2.6.6.
 
 `SEAMS` lists them for the contract test, with what breaks without each.
 """
@@ -40,12 +40,12 @@ SEAMS = {
     "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
 }
 
-# Empty in Lightning 2.5, which has none.
+# Empty in Lightning 2.5, which does not have it.
 WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
 
 
 def averaged_models(trainer: Trainer) -> list[nn.Module]:
-    """Return the models that WeightAveraging writes into a checkpoint as they are when it is written."""
+    """Return the models that WeightAveraging writes into a checkpoint as they are at the time of the write."""
     averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
     return [c._average_model for c in averaging if c._average_model is not None]
 
@@ -62,7 +62,7 @@ def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> di
 
 
 def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
-    """Put back of `averaging_state` what no hook of the callback's sets up again."""
+    """Restore the parts of `averaging_state` that no hook of the callback sets up again."""
     if state["accumulate_grad_batches"] is not None:
         callback._accumulate_grad_batches = state["accumulate_grad_batches"]
     trainer.fit_loop.max_epochs = callback._max_epochs + state["num_added_epochs"]
@@ -83,7 +83,7 @@ def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
 
 
 def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
-    """Return what a ModelPruning goes back to, by the place in `pruned_parameters`; it may keep none."""
+    """Return the weights that a ModelPruning goes back to, by place in `pruned_parameters`; it may keep none."""
     layers = (callback._original_layers or {}).values()
     return {number: getattr(layer["data"], name) for layer in layers for number, name in layer["names"]}
 
@@ -94,20 +94,20 @@ def removes_masks(callback: ModelPruning) -> bool:
 
 
 def timer_state(timer: Timer) -> dict[str, Any]:
-    """Return how much time has passed in each stage that has begun, and which of them have ended."""
+    """Return the time that has passed in each stage that has begun, and which stages have ended."""
     stages = [stage.value for stage in RunningStage if timer.start_time(stage) is not None]
     elapsed = {stage: timer.time_elapsed(stage) for stage in stages}
     return {"elapsed": elapsed, "ended": [stage for stage in stages if timer.end_time(stage) is not None]}
 
 
 def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
-    """Let the time continue from what `timer_state` gave, without what has passed since this process began to train."""
+    """Continue the time from a result of `timer_state`, without the time since this process began to train."""
     now = time.monotonic()
     for name, elapsed in state["elapsed"].items():
         stage = RunningStage(name)
         if stage == RunningStage.TRAINING:
-            # What has passed before it is in the Timer's own state, which Lightning has put back.
-            if timer._start_time[stage] is not None:  # a fit that came to its end does not start again
+            # The time before it is in the Timer's own state, which Lightning has restored.
+            if timer._start_time[stage] is not None:  # a finished fit does not start again
                 timer._start_time[stage] = now
         else:
             timer._start_time[stage] = now - elapsed
@@ -115,9 +115,9 @@ def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
 
 
 def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
-    """Return what a ThroughputMonitor has counted in each stage of a fit that has begun, and the time that it took.
+    """Return what a ThroughputMonitor has counted in each stage of a fit that has begun, and the elapsed time.
 
-    The last value of each window is what is counted so far.
+    The last value of each window is the count so far.
     """
     now = time.perf_counter()
     return {
@@ -131,12 +131,13 @@ def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
 
 
 def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
-    """Let it count on from what `throughput_state` gave; return the stages that it does not watch.
+    """Let it continue from a result of `throughput_state`; return the stages that it does not watch.
 
-    Its windows refuse a time or a count that is not above the one before, so these and the counters continue together.
+    Its windows refuse a time or a count that is not above the previous one, so these and the counters continue
+    together.
     """
     now = time.perf_counter()
-    # Lightning 2.5 has lengths alone, and takes the other two from the loops.
+    # Lightning 2.5 has only the lengths, and takes the other two from the loops.
     counters = {"lengths": monitor._lengths}
     counters |= {"batches": monitor._batches, "samples": monitor._samples} if hasattr(monitor, "_batches") else {}
     watched = [name for name in state if RunningStage(name) in monitor._throughputs]
@@ -147,7 +148,7 @@ def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> lis
             counts[stage] = saved[kind][-1] if saved[kind] else 0
         for kind, window in _windows(monitor._throughputs[stage]).items():
             window.clear()
-            for value in saved[kind]:  # one by one: a window that is shorter now keeps the last
+            for value in saved[kind]:  # one by one: a window that is shorter now keeps the last values
                 window.append(value)
     return sorted(state.keys() - set(watched))
 
@@ -163,5 +164,5 @@ def _windows(throughput: Throughput) -> dict[str, Any]:
 
 
 def _as_plain(window: Iterable[Any]) -> list[Any]:
-    # A number of NumPy's or torch's becomes Python's: a checkpoint is to load with weights_only=True.
+    # A NumPy or torch number becomes a Python number: a checkpoint must load with weights_only=True.
     return [value.item() if hasattr(value, "item") else value for value in window]

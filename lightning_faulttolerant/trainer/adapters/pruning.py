@@ -1,4 +1,4 @@
-"""What is pruned: by ModelPruning, whose masks and first weights are not saved, or by a hook of the user's."""
+"""Pruned weights: of ModelPruning, which does not save its masks and first weights, or of a user's hook."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.utils import prune
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import first_parameters, pruned_parameters
 
-_MASK, _HIDDEN = "_mask", "_orig"  # torch's names for what stands in the place of a pruned parameter
+_MASK, _HIDDEN = "_mask", "_orig"  # torch's names for the tensors that replace a pruned parameter
 
 
 class Pruning:
-    """Adapter of ModelPruning."""
+    """The adapter for ModelPruning."""
 
     def state_dict(self, trainer: Trainer, callback: ModelPruning) -> dict[str, Any]:
-        """Return the masks and what they hide, and the weights from before the fit."""
+        """Return the masks, the weights under them, and the weights from before the fit."""
         first = first_parameters(callback)
         pruned, shared = {}, []
         for number, (module, name) in enumerate(pruned_parameters(callback)):
@@ -33,7 +33,7 @@ class Pruning:
         return {"pruned": pruned, "first": kept, "shared": shared}
 
     def load_state_dict(self, trainer: Trainer, callback: ModelPruning, state: Mapping[str, Any]) -> None:
-        """Prune what was pruned by the same masks; the optimizers keep the parameters that they have."""
+        """Prune the same weights with the same masks; the optimizers keep their parameters."""
         parameters, first = pruned_parameters(callback), first_parameters(callback)
         for number, values in state["pruned"].items():
             module, name = parameters[int(number)]
@@ -43,18 +43,18 @@ class Pruning:
         for number, weight in first.items():
             module, name = parameters[number]
             if number in state["shared"]:
-                # On the CPU Lightning goes back without a copy: from then on the first weights are trained too.
+                # On the CPU, Lightning goes back without a copy: from then on the first weights are trained too.
                 weight.data = getattr(module, name + _HIDDEN, getattr(module, name)).data
             else:
                 weight.data.copy_(state["first"][str(number)])
 
 
 class OwnMasks:
-    """The masks of what a hook of the user's has pruned: the hook isn't called again, and ModelPruning's are its own.
+    """The masks of weights that a user's hook pruned: the hook isn't called again. ModelPruning's masks are left out.
 
     Args:
-        trainer: Whose fit continues.
-        weights: The checkpoint's.
+        trainer: The trainer of the fit that continues.
+        weights: The weights of the checkpoint.
     """
 
     def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
@@ -69,20 +69,20 @@ class OwnMasks:
                 self._masks.append((module, name, weights[key + _MASK]))
 
     def apply(self) -> None:
-        """Prune by them, after the load of the optimizers, which keep the parameters that they have."""
+        """Prune with the masks, after the optimizers are loaded; these keep their parameters."""
         for module, name, mask in self._masks:
             if not hasattr(module, name + _MASK):
                 prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
-        """Put them back where a hook at the start has drawn others."""
+        """Restore the masks if a hook at the start has drawn others."""
         for module, name, mask in self._masks:
             if hasattr(module, name + _MASK):
                 getattr(module, name + _MASK).copy_(mask)
 
 
 def shown_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what the last pass has seen of each weight that is pruned: the next pruning chooses by that."""
+    """Return each pruned weight as the last pass saw it: the next pruning chooses by these values."""
     masks = {name: mask for name, mask in module.named_buffers() if name.endswith(_MASK)}
     if not masks:
         return {}
@@ -91,7 +91,7 @@ def shown_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_shown(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Let the weights that are pruned be seen as they were."""
+    """Show the pruned weights as they were."""
     modules = dict(module.named_modules())
     for key, value in state.items():
         prefix, _, name = key.rpartition(".")
@@ -101,11 +101,11 @@ def load_shown(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def without_masks(weights: Mapping[str, Any], *, here: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return `weights` under the names that they have where nothing is pruned yet.
+    """Return `weights` under the names that they have before any pruning.
 
     Args:
-        weights: By name.
-        here: Those of a module: what is pruned there already keeps its names.
+        weights: The weights by name.
+        here: The weights of a module: parameters that are pruned there keep their names.
     """
     pruned = _pruned(weights) - _pruned(here or {})
     masks, hidden = {name + _MASK for name in pruned}, {name + _HIDDEN: name for name in pruned}

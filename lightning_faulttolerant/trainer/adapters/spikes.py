@@ -1,4 +1,4 @@
-"""SpikeDetection: Lightning lets it save a state that it can't load again."""
+"""SpikeDetection: Lightning makes it save a state that it can't load again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_faulttolerant.trainer.compat import callbacks
 
 @contextmanager
 def spikes_restored(trainer: Trainer) -> Iterator[None]:
-    """Let each SpikeDetection load within the block what it has saved, on the device where it continues.
+    """Within the block, let each SpikeDetection load its saved state, on the device where it continues.
 
-    Its ``load_state_dict`` looks for ``running``, and the name is ``running_mean``: every restore would fail. What the
-    metric there holds is not in that state; it continues with the other metrics of callbacks, after the block.
+    Its ``load_state_dict`` looks for ``running``, but the name is ``running_mean``: every restore would fail.
+    The values of that metric are not in this state; they continue with the callbacks' other metrics, after the block.
     """
     found = [callback for callback in callbacks(trainer) if isinstance(callback, SpikeDetection)]
     lacking = [callback for callback in found if not hasattr(callback, "running")]
@@ -27,5 +27,5 @@ def spikes_restored(trainer: Trainer) -> Iterator[None]:
     finally:
         for callback in lacking:
             del callback.running  # type: ignore[attr-defined]
-    for callback in found:  # by itself it goes there with the first batch of an epoch, which may be over
+    for callback in found:  # by itself it moves there at the first batch of an epoch, which may be over
         callback.running_mean.to(trainer.strategy.root_device)

@@ -1,4 +1,4 @@
-"""What Lightning's callbacks keep and don't save: one small adapter each."""
+"""State that Lightning's callbacks keep and don't save: one small adapter each."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from lightning_faulttolerant.trainer.adapters.pruning import Pruning
 
 
 class Adapter(Protocol):
-    """Reads and puts back what one kind of callback keeps besides its ``state_dict``."""
+    """Reads and restores what one kind of callback keeps besides its ``state_dict``."""
 
     def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
-        """Return a copy of it as plain values."""
+        """Return a copy of the state as plain values."""
 
     def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
-        """Put it back, in the middle of an epoch or after the end of the fit; return what has nothing to go to."""
+        """Restore the state, in the middle of an epoch or after the end of the fit; return parts without a target."""
 
 
 class _LearningRates:
-    """LearningRateMonitor's history: it is made again at each start."""
+    """LearningRateMonitor's history, which is created anew at each start."""
 
     def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
         return {
@@ -64,7 +64,7 @@ class _LearningRates:
 class _Times:
     """Timer, and with it ``Trainer(max_time=...)``.
 
-    Its own state has the time, but what a resume takes after ``on_train_start`` would count too.
+    Its own state has the time, but the time that a resume takes after ``on_train_start`` would count too.
     """
 
     def state_dict(self, trainer: Trainer, callback: Timer) -> dict[str, Any]:
@@ -75,26 +75,26 @@ class _Times:
 
 
 class _Throughputs:
-    """ThroughputMonitor: its counters, time and windows are made again at each start.
+    """ThroughputMonitor: its counters, time, and windows are created anew at each start.
 
-    They continue together, without the time between two processes, so that its rates stay those of training.
+    They continue together, without the time between two processes, so its rates remain those of training.
     """
 
     def state_dict(self, trainer: Trainer, callback: ThroughputMonitor) -> dict[str, Any]:
-        stages = throughput_state(callback)  # empty on all ranks but rank 0, which alone counts
+        stages = throughput_state(callback)  # empty on all ranks except rank 0: only rank 0 counts
         return {"stages": stages, "counts_lengths": callback.length_fn is not None} if stages else {}
 
     def load_state_dict(self, trainer: Trainer, callback: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
         if state["counts_lengths"] != (callback.length_fn is not None):
-            return ["lengths"]  # it wants as many of them as of samples: nothing of it can continue
+            return ["lengths"]  # it needs as many lengths as samples: none of its state can continue
         return load_throughput(callback, state["stages"])
 
 
 class _Averaging:
-    """StochasticWeightAveraging: what it does at the start of an epoch, which a resume inside the epoch skips.
+    """StochasticWeightAveraging: its work at the start of an epoch, which a resume inside the epoch skips.
 
-    It swaps the scheduler for one of its own, and turns the epoch after the last into one that trains nothing and
-    only updates batch norm. The callback does both again by its own hook; what that moves is put back.
+    It replaces the scheduler with its own, and turns the epoch after the last into one that trains nothing and only
+    updates batch norm. The callback repeats both in its own hook; state that this changes is restored.
     """
 
     def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict
 
 
 def load_callbacks(trainer: Trainer, callbacks: Mapping[str, Callback], state: Mapping[str, Any]) -> list[str]:
-    """Put it back; return the names of what has nothing to go to."""
+    """Restore that state; return the names of parts that have no target."""
     missing = sorted(state.keys() - callbacks.keys())
     for name, callback in callbacks.items():
         for kind, adapter in _adapters(callback):
@@ -163,13 +163,13 @@ def _adapters(callback: Callback) -> list[tuple[type[Callback], Adapter]]:
 
 
 def averaged_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that callbacks write into a checkpoint as they are when it is written."""
+    """Return the tensors that callbacks write into a checkpoint as they are at the time of the write."""
     models = averaged_models(trainer)
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
 
 def why_ended(trainer: Trainer) -> str | None:
-    """Return what a callback does at the end of a fit, so that it can't be trained any further; else ``None``."""
+    """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
     kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
     for callback in compat.callbacks(trainer):
         if isinstance(callback, kinds):
@@ -181,9 +181,9 @@ def why_ended(trainer: Trainer) -> str | None:
 
 @contextmanager
 def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
-    """Undo for a while the swap of weights that WeightAveraging makes for a validation run."""
+    """Within the block, undo the swap of weights that WeightAveraging makes for a validation run."""
     module = trainer.lightning_module
-    # Lightning's own methods, not what a subclass makes of them: they swap, and do nothing else.
+    # Lightning's own methods, not a subclass's: they swap, and do nothing else.
     swapping = [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
     for kind, callback in swapping:
         kind.on_validation_epoch_end(callback, trainer, module)
@@ -195,7 +195,7 @@ def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
 
 
 def _packed(values: list[Any]) -> Any:
-    # A value for each step of a long run: a tensor is an eighth of the size, and read and written in no time.
+    # A value for each step of a long run: a tensor takes an eighth of the size, and is read and written in no time.
     is_plain = all(type(value) is float for value in values)
     return torch.tensor(values, dtype=torch.float64) if is_plain else list(values)
 

@@ -1,1 +1,1 @@
-"""What torch's DistributedDataParallel keeps, and no checkpoint holds."""
+"""State of torch's DistributedDataParallel that no checkpoint holds."""

@@ -1,9 +1,9 @@
 """The order in which DDP sums gradients: from three ranks on, the last bits of a sum depend on it.
 
-Gradients of many parameters are summed together, in buckets, and each rank begins the sum of another part of a bucket:
-the order of summation of one gradient depends on its place. DDP lays its buckets out by the order in which parameters
-were made, and again by the order in which gradients come, after its first backward. A process that continues would have
-the first layout once more for its first batch.
+DDP sums the gradients of many parameters together, in buckets, and each rank begins the sum of another part of a
+bucket. So the order of summation of a gradient depends on its place. DDP lays its buckets out in the order in which
+parameters were created. After its first backward, it lays them out again, in the order in which gradients come. A
+process that continues would have the first layout again for its first batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lightning_faulttolerant.trainer.ddp import compat
 
 BUCKETS = "buckets"
 _LAST_BITS = "the arithmetic may differ in the last bits"
-_MIN_RANKS = 3  # a + b is b + a
+_MIN_RANKS = 3  # a + b equals b + a
 
 
 @final
 class Buckets:
-    """The layout of DDP's buckets, of one fit.
+    """The layout of DDP's buckets in one fit.
 
     Args:
-        trainer: Whose fit it is; its strategy is set up.
+        trainer: The trainer of the fit; its strategy is set up.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -38,24 +38,24 @@ class Buckets:
         self._is_laid_out = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of this instant."""
+        """Return the current order."""
         if self._ddp is None:
             return {}
-        if self._is_laid_out:  # DDP would tell of it in terms of that order
+        if self._is_laid_out:  # DDP would report it relative to that order
             return {"order": self._order}
         order = compat.reduction_order(self._ddp)
         is_lost = order is None and compat.is_behind_its_first_backward(self._ddp)
         return {"order": order, "is_lost": True} if is_lost else {"order": order}
 
     def why_not_exact(self) -> list[str]:
-        """Return what DDP keeps from batch to batch and nobody saves."""
+        """Return what DDP keeps from batch to batch and no checkpoint holds."""
         reason = (
             "keeps a state from batch to batch, such as PowerSGD's errors, which is in no checkpoint: it begins again"
         )
         return [f"DDP's communication hook {name} {reason}" for name in self._hooks]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Lay the buckets out in the order that was saved; a collective, to which rank 0's state is given.
+        """Lay the buckets out in the saved order; a collective that gets rank 0's state.
 
         Returns:
             Why the sums of some batches may differ in their last bits, if they may.

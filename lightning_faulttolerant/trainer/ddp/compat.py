@@ -1,4 +1,4 @@
-"""Every private name of torch's DistributedDataParallel that we touch, read in torch 2.4 and run on 2.13.
+"""Private names of torch's DistributedDataParallel that we use, read in torch 2.4 and run on 2.13.
 
 `SEAMS` lists them for the contract test, with what breaks without each.
 """
@@ -30,7 +30,7 @@ _READY = "prev_iteration_grad_ready_order_indices"
 
 
 def reduction_order(ddp: Any) -> list[int] | None:
-    """Return the order in which gradients stand in DDP's buckets from the next batch on, by number.
+    """Return the order of gradients in DDP's buckets from the next batch on, by number.
 
     ``None`` as long as it is the first layout, which a new DDP has too.
     """
@@ -38,14 +38,14 @@ def reduction_order(ddp: Any) -> list[int] | None:
         return None  # never rebuilt
     data = ddp._get_ddp_logging_data()
     if not data.get("has_rebuilt_buckets"):
-        ddp.logger.set_runtime_stats_and_log()  # it tells of each batch when the next one begins
+        ddp.logger.set_runtime_stats_and_log()  # DDP reports each batch only when the next one begins
         data = ddp._get_ddp_logging_data()
     text = data.get(_REBUILT) if data.get("has_rebuilt_buckets") else data.get(_READY)
     return [int(number) for number in text.replace(",", " ").split()] if text else None
 
 
 def is_behind_its_first_backward(ddp: Any) -> bool:
-    """Return whether a static graph has been recorded, and the order of its gradients not yet."""
+    """Return whether a static graph is recorded, but not yet the order of its gradients."""
     data = ddp._get_ddp_logging_data()
     return bool(ddp.static_graph and data.get("iteration") == 1 and not data.get(_READY))
 
@@ -61,10 +61,10 @@ def why_not_reordered(ddp: Any, order: Sequence[int]) -> str | None:
 
 
 def set_reduction_order(ddp: Any, order: Sequence[int]) -> None:
-    """Give DDP the buckets that it makes itself when gradients come in this order; a collective.
+    """Give DDP the buckets that it creates itself if gradients come in this order; a collective.
 
-    DDP makes its buckets again after the first backward. A reducer that gets the parameters in that order, and is told
-    that all of them are ready, does the same at once.
+    DDP creates its buckets again after the first backward. A reducer does the same immediately if it gets the
+    parameters in that order, and is told that all of them are ready.
     """
     parameters, are_sparse = ddp._build_params_for_reducer()
     ordered = [parameters[number] for number in order]
@@ -85,7 +85,7 @@ def set_reduction_order(ddp: Any, order: Sequence[int]) -> None:
 
 
 def hooks_with_state(ddp: Any) -> list[str]:
-    """Return the communication hooks that keep something from batch to batch."""
+    """Return the communication hooks that keep a state from batch to batch."""
     kept: list[Any] = [(hook, state) for hook, state in ddp._comm_hooks if state is not None]
     return [
         getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -1,4 +1,4 @@
-"""The private names that this package touches on 2.5.6 to 2.6.6: of WandbLogger, MLFlowLogger, and a run of W&B."""
+"""Private names that this package uses on 2.5.6 to 2.6.6: of WandbLogger, MLFlowLogger, and a run of W&B."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MLFLOW_SEAMS = {
 WANDB_RUN_SEAMS = {"_log": "rows that the run of W&B has already aren't logged a second time"}
 LOG = "_log"
 
-# Who names one of these wants another run at each start, or says himself where it continues.
+# A user who passes one of these wants another run at each start, or says where the run continues.
 _OWN_WAYS = ("resume_from", "fork_from")
 _NEVER = ("never", False)
 
@@ -39,7 +39,7 @@ def is_tracking(logger: Logger) -> bool:
 
 
 def is_unknown(logger: Logger) -> bool:
-    """Return whether nobody here knows how a logger continues."""
+    """Return whether this package does not know how a logger continues."""
     if isinstance(logger, DummyLogger) or is_tracking(logger):
         return False
     kinds: tuple[Any, ...] = (CSVLogger, TensorBoardLogger)
@@ -56,26 +56,26 @@ def has_begun(logger: TrackingLogger) -> bool:
 
 
 def run_id(logger: TrackingLogger) -> str | None:
-    """Return the id of the run that a logger has begun, or that it is to begin; ``None`` if nobody has chosen one."""
+    """Return the id of the run that a logger has begun or is to begin; ``None`` if no id is chosen."""
     if isinstance(logger, MLFlowLogger):
         return logger._run_id
     return str(logger._experiment.id) if logger._experiment is not None else given_id(logger)
 
 
 def given_id(logger: WandbLogger) -> str | None:
-    """Return the id that the user has given, or that a resume has set."""
+    """Return the id that the user has passed, or that a resume has set."""
     given = logger._wandb_init.get("id") or os.environ.get("WANDB_RUN_ID")
     return None if given is None else str(given)
 
 
 def has_begun_before(logger: WandbLogger) -> bool:
-    """Return whether the run that a logger has, or will take, has begun already."""
+    """Return whether the run that a logger has, or will take, has already begun."""
     wandb = sys.modules.get("wandb")
     return has_begun(logger) or getattr(wandb, "run", None) is not None
 
 
 def begins_anew(logger: TrackingLogger) -> bool:
-    """Return whether the user has said that each start is to begin a run, or from where its run continues."""
+    """Return whether the user requests a new run at each start, or says where the run continues."""
     if isinstance(logger, MLFlowLogger):
         return False
     given = logger._wandb_init
@@ -83,7 +83,7 @@ def begins_anew(logger: TrackingLogger) -> bool:
 
 
 def set_run_id(logger: TrackingLogger, run_id: str | None) -> None:
-    """Let a logger continue in a run, or with ``None`` begin one."""
+    """Let a logger continue in a run, or begin one if `run_id` is ``None``."""
     if isinstance(logger, MLFlowLogger):
         logger._run_id = run_id
         logger._experiment_id = None
@@ -93,16 +93,16 @@ def set_run_id(logger: TrackingLogger, run_id: str | None) -> None:
 
 
 def syncs_tensorboard(logger: WandbLogger) -> bool:
-    """Return whether W&B makes rows of what others write to TensorBoard."""
+    """Return whether W&B creates rows from what others write to TensorBoard."""
     return bool(logger._wandb_init.get("sync_tensorboard"))
 
 
 def client_of(logger: MLFlowLogger) -> Any:
-    """Return the client through which all values go, those of users too."""
+    """Return the client that all values go through, including the user's."""
     return logger._mlflow_client
 
 
 def experiments_of(loggers: Iterable[Logger]) -> list[Any]:
-    """Return the runs and clients of loggers: connections, whose attributes are not the user's state."""
+    """Return the runs and clients of loggers: connections, with attributes that are not the user's state."""
     tracking = [logger for logger in loggers if isinstance(logger, (WandbLogger, MLFlowLogger))]
     return [one._mlflow_client if isinstance(one, MLFlowLogger) else one._experiment for one in tracking]

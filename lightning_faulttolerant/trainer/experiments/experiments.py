@@ -1,6 +1,6 @@
-"""Runs of W&B and MLflow: a fit that resumes continues in the run that it had.
+"""Runs of W&B and MLflow: a fit that resumes continues in its earlier run.
 
-What is set on a user's logger for good is the id of its run. One that the user has named stays.
+Only the id of the run is changed on a user's logger for good. A run that the user has named stays.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class _Follower(Protocol):
     """Knows how much a logger has logged so far, without asking its service."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return how much was logged."""
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
-        """Pass over what the run had already when it was continued; return what a user should know."""
+        """Skip what the run already had when it was continued; return what a user should know."""
 
 
 class Experiments:
     """The runs of a trainer's WandbLogger and MLFlowLogger.
 
     Args:
-        trainer: Whose loggers.
-        patches: What takes our counting off their runs again.
+        trainer: The trainer of the loggers.
+        patches: Removes our counting from their runs later.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -53,10 +53,10 @@ class Experiments:
         self._followers: dict[int, _Follower] = {}
         self._resumed: list[tuple[str, _Follower, Mapping[str, Any]]] = []
         self.notes: list[str] = []
-        """What a user should know of loggers that could not continue, and of rows that are missing or there twice."""
+        """What a user should know about loggers that could not continue, and about missing or duplicate rows."""
 
     def tell_unknown(self) -> None:
-        """Name the loggers that will not continue in their run, once; to be called before they begin."""
+        """Name the loggers that will not continue in their run, once. Call it before they begin."""
         if not self._trainer.is_global_zero:
             return
         for logger in self._trainer.loggers:
@@ -67,10 +67,10 @@ class Experiments:
                 tell(f"{name} does not continue in its run after a restart. {advice}")
 
     def resume(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Let each logger continue in its run; to be called before the loggers begin theirs.
+        """Let each logger continue in its run. Call it before the loggers begin theirs.
 
         Args:
-            states: What `state_dict` gave.
+            states: The result of `state_dict`.
         """
         loggers = dict(self._keyed())
         for state in states:
@@ -81,13 +81,13 @@ class Experiments:
                 self._begin(state["key"], logger, state)
 
     def settle(self) -> None:
-        """Pass over what is logged again from now on: the fit has resumed."""
+        """Skip what is logged again from now on: the fit has resumed."""
         for key, follower, state in self._resumed:
             self.notes += [f"{key}: {note}" for note in follower.resume(state)]
         self._resumed.clear()
 
     def end(self, exception: BaseException | None) -> None:
-        """Let MLflow call a run killed that was asked to stop: Lightning would call it failed."""
+        """Make MLflow mark a run as killed if it was told to stop: Lightning would mark it as failed."""
         if not isinstance(exception, TrainingStopped):
             return
         for _, logger in self._keyed():
@@ -112,7 +112,7 @@ class Experiments:
         return self._followers[id(logger)]
 
     def _continues(self, key: str, logger: compat.TrackingLogger, run_id: str) -> bool:
-        """Return whether a logger continues in its run, which it then has."""
+        """Return whether a logger continues in its saved run; if so, give it that run."""
         own = compat.run_id(logger)
         if own == run_id:
             return True
@@ -136,7 +136,7 @@ class Experiments:
         return True
 
     def _begin(self, key: str, logger: compat.TrackingLogger, state: Mapping[str, Any]) -> None:
-        """Begin the run of a logger, and see what it has already."""
+        """Begin the run of a logger, and find out what it already has."""
         try:
             found = logger.experiment.id if isinstance(logger, WandbLogger) else _set_running(logger)
             if found == state["id"]:
@@ -147,13 +147,13 @@ class Experiments:
                 f" {state['id']}. Call wandb.init(id={state['id']!r}, resume='allow')"
             )
         except Exception as error:
-            if isinstance(logger, WandbLogger):  # nothing can be logged: Lightning would meet the same
+            if isinstance(logger, WandbLogger):  # nothing can be logged: Lightning would get the same error
                 raise
             self.notes.append(f"{key} begins a new run: the run {state['id']} can't be continued: {error}")
             compat.set_run_id(logger, None)
 
     def _keyed(self) -> Iterator[tuple[str, compat.TrackingLogger]]:
-        """Yield the loggers by class and number among those of that class."""
+        """Yield the loggers by class name and number within the class."""
         if not self._trainer.is_global_zero:
             return
         numbers: dict[str, int] = {}
@@ -171,7 +171,7 @@ def _set_running(logger: MLFlowLogger) -> str:
 
 
 def _finalize_once_as(logger: Logger, status: str) -> None:
-    """Let the next end of a logger have another status."""
+    """Give the next end of a logger another status."""
     patches = Patches()
 
     def make(original: Callable[[str], None]) -> Callable[[str], None]:
@@ -185,7 +185,7 @@ def _finalize_once_as(logger: Logger, status: str) -> None:
 
 
 def _advice(logger: Logger) -> str | None:
-    """Return what to do so that a restart continues in what a logger has logged; ``None`` if it does by itself."""
+    """Return what to do so that a logger continues its run after a restart; ``None`` if it does so by itself."""
     if isinstance(logger, WandbLogger) and compat.is_tracking(logger):
         is_own = compat.given_id(logger) is not None or compat.begins_anew(logger)
         return None if is_own or not compat.has_begun_before(logger) else _BEGUN

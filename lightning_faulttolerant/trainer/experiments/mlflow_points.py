@@ -1,7 +1,7 @@
-"""The points of an MLflow run: a resumed fit logs those again that came after its autosave, and the run has them.
+"""The points of an MLflow run. A resumed fit logs the points after its autosave again, and the run already has them.
 
-MLflow keeps each value that it gets, also a second time. They come again in the same order, with the same steps and
-values, so of each metric the first ones are passed over, as many as the run has more than were logged by the autosave.
+MLflow keeps each value that it gets, even a second time. The points come again in the same order, with the same steps
+and values. So the first points of each metric are skipped: as many as the run has beyond the autosave's count.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Point = tuple[int, float]
 
 
 class MLflowPoints:
-    """Counts the points of a run, and passes over those that it has already.
+    """Counts the points of a run, and skips those that it already has.
 
     Args:
-        logger: Whose run has begun.
-        patches: What takes our counting off its client again.
-        is_resumed: Whether the run is continued, so that its start is logged again.
+        logger: The logger of the run, which has begun.
+        patches: Removes our counting from its client later.
+        is_resumed: Whether the run is continued, so its start is logged again.
     """
 
     def __init__(self, logger: MLFlowLogger, patches: Patches, *, is_resumed: bool) -> None:
@@ -42,10 +42,10 @@ class MLflowPoints:
         patches.wrap(self._client, "log_metric", self._wrap_log_metric)
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
-        """Pass over what the run had already when this process continued it; return what a user should know.
+        """Skip what the run already had when this process continued it; return what a user should know.
 
         Args:
-            state: What `state_dict` gave.
+            state: The result of `state_dict`.
         """
         logged, have = Counter(state["num_points"]), _numbers(self._found)
         self._num_to_pass = have - logged
@@ -60,7 +60,7 @@ class MLflowPoints:
         return notes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many points each metric has so far, each of them once."""
+        """Return how many points each metric has so far, each point counted once."""
         return {"num_points": dict(self._num_points)}
 
     def _wrap_log_batch(self, original: Any) -> Any:
@@ -87,14 +87,14 @@ class MLflowPoints:
         return log_metric
 
     def _takes(self, param: Any) -> bool:
-        """Return whether MLflow takes a parameter: another value of one that it has is an error there."""
+        """Return whether MLflow accepts a parameter: another value for an existing one is an error there."""
         if self._params.get(param.key, param.value) == param.value:
             return True
         self._changed_params[param.key] = None
         return False
 
     def _passes(self, key: str, step: int, value: float) -> bool:
-        """Count a point; return whether the run has it already."""
+        """Count a point; return whether the run already has it."""
         self._num_points[key] += 1
         if self._num_to_pass[key] <= 0:
             return False
@@ -107,7 +107,7 @@ class MLflowPoints:
 
 
 def _points_of(client: Any, run_id: str) -> dict[str, Counter[Point]]:
-    """Return the points that a run has, by metric."""
+    """Return the points of a run, by metric."""
     keys = client.get_run(run_id).data.metrics
     return {key: Counter(_point(p.step, p.value) for p in client.get_metric_history(run_id, key)) for key in keys}
 
@@ -118,4 +118,4 @@ def _numbers(points: Mapping[str, Counter[Point]]) -> Counter[str]:
 
 def _point(step: int, value: float) -> Point:
     number = float(value)
-    return int(step), number if number == number else float("inf")  # a number that is none equals nothing
+    return int(step), number if number == number else float("inf")  # NaN equals nothing

@@ -1,8 +1,8 @@
-"""The rows of a W&B run: a resumed fit passes over those that the run has, and logs those that a kill has lost.
+"""The rows of a W&B run: a resumed fit skips the rows that the run has, and logs the rows that a kill has lost.
 
-Each call of ``log`` that names no step makes one row, and W&B numbers them. Their number is therefore enough to know
-what the run has: rows after the autosave come again in the same order, with the same values. W&B sends rows some
-seconds after they were logged, and a kill loses those that it has not sent: the last ones are kept in the autosave.
+Each call of ``log`` that names no step makes one row, and W&B numbers the rows. So their number is enough to know what
+the run has: rows after the autosave come again in the same order, with the same values. W&B sends rows a few seconds
+after they are logged, and a kill loses the rows that are not yet sent: the autosave keeps the last ones.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class WandbRows:
-    """Counts the rows of a run, and passes over those that it has already.
+    """Counts the rows of a run, and skips those that it already has.
 
     Args:
-        logger: Whose run has begun.
-        patches: What takes our counting off the run again.
+        logger: The logger of the run, which has begun.
+        patches: Removes our counting from the run later.
     """
 
     def __init__(self, logger: WandbLogger, patches: Patches) -> None:
@@ -45,10 +45,10 @@ class WandbRows:
         patches.wrap(self._run, compat.LOG, self._wrap)
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
-        """Pass over what the run had already when this process continued it; return what a user should know.
+        """Skip what the run already had when this process continued it; return what a user should know.
 
         Args:
-            state: What `state_dict` gave.
+            state: The result of `state_dict`.
         """
         if self._run.offline:
             return [_OFFLINE]
@@ -67,7 +67,7 @@ class WandbRows:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows were logged so far, each of them once, and the last ones."""
+        """Return how many rows were logged so far, each counted once, and the last ones."""
         while self._kept and self._kept[0][0] < time.monotonic() - _KEPT_SECONDS:
             self._kept.popleft()
         return {"num_rows": self._num_rows, "rows": [row for _, row in self._kept]}
@@ -76,7 +76,7 @@ class WandbRows:
         def log(data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
             is_passed = step is None and self._num_to_pass > 0
             if step is not None or commit is False:
-                self._num_rows = None  # the user numbers them, and W&B itself passes over those that it has
+                self._num_rows = None  # the user numbers them, and W&B itself skips those that it has
             elif self._num_rows is not None:
                 self._num_rows += 1
                 self._num_to_pass -= is_passed
@@ -89,8 +89,8 @@ class WandbRows:
 
 
 def _num_rows_of(run: Any) -> int | None:
-    """Return how many rows a run of W&B has; ``None`` where that isn't known."""
+    """Return the number of rows of a W&B run; ``None`` if it is not known."""
     try:
         return max(int(run.step), int(run.starting_step))  # the step is 0 until the first row of this process
-    except Exception:  # noqa: BLE001 - a run that several processes share, or that is switched off, does not count
+    except Exception:  # noqa: BLE001 - a run that is shared by processes, or is switched off, does not count
         return None

@@ -1,1 +1,1 @@
-"""Files of a run beside its autosaves, which others write: a resume makes them continue where they were."""
+"""Files of a run besides its autosaves, written by others: after a resume they continue where they were."""

@@ -1,7 +1,7 @@
 """The files of ModelCheckpoints: after a resume each has the name that it would have had without the interruption.
 
-ModelCheckpoint gives a file another name (``-v1``) if its name is taken. What the killed process wrote after the
-resumed step is not there as far as the run knows, and is written over; what it has removed since still is.
+ModelCheckpoint gives a file another name (``-v1``) if its name is taken. Files that the killed process wrote after the
+resumed step count as missing, and are overwritten. Files that it removed after that step count as existing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.roots import Moves, absolute
 from lightning_faulttolerant.trainer.patches import Patches
 
-# Called once more when a run continues after a file that was saved in them.
+# Hooks that are called again when a run continues from a file that was saved in them.
 _AGAIN = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 
 _PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path", compat.LAST_SAVED)
@@ -29,13 +29,13 @@ _PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """A save of a ModelCheckpoint that is under way.
+    """A save of a ModelCheckpoint that is in progress.
 
     Args:
-        callback: Whose.
-        hook: In which hook.
-        step: At which optimizer step.
-        before: The state of all files right before it, from which the hook does all of it again.
+        callback: The callback that saves.
+        hook: The hook that it saves in.
+        step: The optimizer step that it saves at.
+        before: The state of all files right before the save, from which the hook repeats all of it.
     """
 
     callback: ModelCheckpoint
@@ -45,11 +45,11 @@ class _Save:
 
 
 class CheckpointFiles:
-    """What the ModelCheckpoints of a trainer have written, and what they know of it.
+    """The files that a trainer's ModelCheckpoints have written, and what they know of them.
 
     Args:
-        trainer: Whose callbacks.
-        patches: What takes our part off them again.
+        trainer: The trainer of the callbacks.
+        patches: Removes our part from them later.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -62,26 +62,26 @@ class CheckpointFiles:
         self._is_ours: Callable[[str], bool] = lambda path: True
         self._others: dict[str, bool] = {}
         self._touched: set[str] = set()
-        """What this process has written or removed since it resumed."""
+        """The files that this process has written or removed since it resumed."""
         self._save: _Save | None = None
         self._is_saving = False
         self._file = ""
-        """The one that was written last, or is being written."""
+        """The file that was written last, or is being written."""
         self._own_file: tuple[str, int] | None = None
-        """The file that the run resumed from, if its ModelCheckpoint is to write it once more, and at which step."""
+        """The file that the run resumed from, if its ModelCheckpoint is to write it again, and the step to do so."""
         self._undo: list[Callable[[], None]] = []
         self._has_moved = False
         self.anchor: str | None = None
-        """What relative paths of the first start are relative to, if this start works in another directory."""
+        """The directory for the first start's relative paths, if this start works in another directory."""
         self.notes: list[str] = []
-        """Where a ModelCheckpoint saves, if the directories of this start are others."""
+        """Where a ModelCheckpoint saves, if the directories of this start differ."""
 
     def move(self, moves: Moves, state: Mapping[str, Any]) -> None:
-        """Let each ModelCheckpoint save where it did at the first start; to be called before they are set up.
+        """Let each ModelCheckpoint save where it did at the first start. Call it before they are set up.
 
         Args:
-            moves: Which directories are others than at the first start.
-            state: What `state_dict` gave.
+            moves: The directories that differ from the first start's.
+            state: The result of `state_dict`.
         """
         self._has_moved = bool(moves.roots)
         for callback in self._callbacks() if self._has_moved else ():
@@ -91,13 +91,13 @@ class CheckpointFiles:
                 callback.dirpath = moves.first(str(dirpath)) or dirpath
 
     def make_absolute(self, states: dict[str, Any]) -> None:
-        """Make paths absolute in the ModelCheckpoints' states of a checkpoint, in place."""
+        """Make the paths in a checkpoint's ModelCheckpoint states absolute, in place."""
         for key in {callback.state_key for callback in self._callbacks()} & states.keys():
             if self.anchor is not None and isinstance(states[key], Mapping):
                 states[key] = _absolute(states[key], self.anchor)
 
     def _absolute(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what `state_dict` gave with all paths absolute."""
+        """Return a result of `state_dict` with all paths absolute."""
         if self.anchor is None:
             return state
         found = {_full(path, self.anchor): names for path, names in state["found"].items()}
@@ -105,11 +105,11 @@ class CheckpointFiles:
         return {**state, "found": found, "callbacks": callbacks}
 
     def settle(self) -> None:
-        """Let it be so: the run has resumed."""
+        """Keep the changes: the run has resumed."""
         self._undo.clear()
 
     def put_back(self) -> None:
-        """Let each ModelCheckpoint have the directory that the user gave it: the run has not resumed."""
+        """Give each ModelCheckpoint the user's directory again: the run has not resumed."""
         while self._undo:
             self._undo.pop()()
 
@@ -123,7 +123,7 @@ class CheckpointFiles:
                 self.notes.append(f"{name} continues in {now}, where the first start of the run saved")
 
     def follow(self) -> None:
-        """Notice from here on when a checkpoint is written or removed."""
+        """Begin to notice when a checkpoint is written or removed."""
         self._patches.wrap(self._trainer, "save_checkpoint", self._wrap)
         self._patches.wrap(self._trainer.strategy, "remove_checkpoint", self._wrap)
         for callback in self._callbacks():
@@ -141,14 +141,14 @@ class CheckpointFiles:
         return write_or_remove
 
     def _is_there_already(self, path: Any) -> bool:
-        """Return whether this is the file that the run resumed from, about to be written once more."""
+        """Return whether this is the file that the run resumed from, about to be written again."""
         own, here = self._own_file, (_real(path), self._trainer.global_step)
         if own is not None and (own == here or own[1] != here[1]):
             self._own_file = None
         return own == here
 
     def _wrap_save(self, callback: ModelCheckpoint, *, is_first: bool) -> Callable[[Any], Any]:
-        """Return what keeps the state right before a ModelCheckpoint saves: its hook saves twice with ``save_last``."""
+        """Return a wrapper that keeps the state before a ModelCheckpoint saves; with ``save_last`` it saves twice."""
 
         def wrap(original: Any) -> Any:
             def save(*args: Any, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ class CheckpointFiles:
         self._save = _Save(callback=callback, hook=hook, step=step, before={**before, "saves_again_at": step})
 
     def saves_in_its_hook(self, callback: Callback | None) -> bool:
-        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can do once more."""
+        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can repeat."""
         return self._saves_now() is not None and self._saves_now() is callback
 
     def _saves_now(self) -> ModelCheckpoint | None:
@@ -188,23 +188,23 @@ class CheckpointFiles:
         return self._save.callback if callback is self._save.callback and hook == self._save.hook else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which files there are, by directory, and what each ModelCheckpoint keeps to itself."""
+        """Return the existing files, by directory, and the internal state of each ModelCheckpoint."""
         if self._save is not None and self._saves_now() is not None:
             return dict(self._save.before)
         callbacks = self._callbacks()
-        # Listed again only when something was written since: this is asked for at each boundary.
+        # Listed again only after something was written: this method is called at each boundary.
         current = (self._num_changes, [(callback.dirpath, callback.last_model_path) for callback in callbacks])
         if self._found_for != current:
             self._found, self._found_for = self._as_uninterrupted(_listed(_directories(callbacks))), current
         states = {callback.state_key: compat.model_checkpoint_state(callback) for callback in callbacks}
         if self._is_saving and self._save is not None and self._save.hook not in _AGAIN:
-            # It ends the fit, and is not called again.
+            # This hook ends the fit, and is not called again.
             ended = states[self._save.callback.state_key]
             ended["attributes"] = compat.as_saved(ended["attributes"], self._file, self._trainer.global_step)
         return {"found": self._found, "callbacks": states}
 
     def _as_uninterrupted(self, found: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """Return what there would be without the interruption."""
+        """Return the files that would exist without the interruption."""
         return {
             directory: [
                 name
@@ -222,15 +222,15 @@ class CheckpointFiles:
         is_own: bool = True,
         is_ours: Callable[[str], bool] = lambda path: True,
     ) -> None:
-        """Let each file that is asked for be there, or not, as it was when `state` was taken.
+        """Make each ModelCheckpoint see the files as they were when `state` was taken.
 
-        To be called when the callbacks are set up and before one of them saves.
+        Call it when the callbacks are set up and before one of them saves.
 
         Args:
-            state: What `state_dict` gave.
-            path: The checkpoint that it was in.
-            is_own: Whether the files that are there are this run's; if not, only that checkpoint is not to be there.
-            is_ours: Whether a file that was not there then may have been written by a process of this run since.
+            state: The result of `state_dict`.
+            path: The checkpoint that `state` was in.
+            is_own: Whether the existing files are this run's; if not, only that checkpoint counts as missing.
+            is_ours: Tells whether a file that did not exist then may have been written by this run since.
         """
         if "saves_again_at" in state:
             self._own_file = (_real(path), state["saves_again_at"])
@@ -244,7 +244,7 @@ class CheckpointFiles:
             self._patches.wrap(callback, "file_exists", self._wrap_file_exists)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what each ModelCheckpoint keeps to itself; to be called after ``on_train_start``."""
+        """Restore the internal state of each ModelCheckpoint. Call it after ``on_train_start``."""
         state = self._absolute(state)
         for callback in self._callbacks():
             if callback.state_key in state["callbacks"]:
@@ -259,8 +259,8 @@ class CheckpointFiles:
         return file_exists
 
     def _would_be_there(self, path: str, *, is_there: bool) -> bool:
-        """Return whether there would be a file of that name without the interruption."""
-        # Nobody is told of a link that is made, but its callback knows it.
+        """Return whether a file of that name would exist without the interruption."""
+        # The creation of a link is not noticed, but its callback knows it.
         known = self._touched | {callback.last_model_path for callback in self._callbacks()}
         if any(other == path or other.startswith(f"{path}/") for other in known):
             return is_there
@@ -276,7 +276,7 @@ class CheckpointFiles:
         return was_there and (is_in_listed or is_there)
 
     def _is_anothers(self, path: str) -> bool:
-        """Return whether a file that has come since was written by another run in the same directory."""
+        """Return whether another run in the same directory wrote a file that is new."""
         if path not in self._others:
             self._others[path] = not self._is_ours(path)
         return self._others[path]
@@ -308,7 +308,7 @@ def _real(path: Any) -> str:
 
 
 def _directories(callbacks: Iterable[ModelCheckpoint]) -> set[str]:
-    """Return where the callbacks write, and where below it they have: metrics with a slash name a subdirectory."""
+    """Return the directories that the callbacks write to, including subdirectories from metrics with a slash."""
     directories = set()
     for callback in callbacks:
         if callback.dirpath is None:
@@ -320,7 +320,7 @@ def _directories(callbacks: Iterable[ModelCheckpoint]) -> set[str]:
 
 
 def _listed(directories: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of what is in each directory; a directory that is not there has nothing in it."""
+    """Return the names of the entries in each directory; none for a directory that does not exist."""
     found: dict[str, list[str]] = {}
     for directory in sorted(directories):
         file_system = get_filesystem(directory)

@@ -1,4 +1,4 @@
-"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint, files."""
+"""Private names of Lightning that this package uses, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint, files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STRATEGY_SEAMS = {"_checkpoint_io": "checkpoints of ModelCheckpoint and trainer.
 CHECKPOINT_IO = "_checkpoint_io"
 CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
 
-# Since 2.6 a fit may say how its checkpoint is loaded.
+# Since 2.6 a fit can specify how its checkpoint is loaded.
 HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(Trainer.fit).parameters
 
 _PLACE = ("_root_dir", "_version", "_fs")
@@ -51,14 +51,14 @@ _ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save
 
 
 def weights_only_argument(weights_only: bool) -> dict[str, Any]:
-    """Return the argument by which a `CheckpointIO` of this Lightning is told ``weights_only``, if it has one."""
+    """Return the argument that passes ``weights_only`` to a `CheckpointIO` of this Lightning, if it has one."""
     return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 
 
 def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
-    """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if that can't be known.
+    """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if it can't be known.
 
-    It is nowhere but in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
+    It is only in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -69,12 +69,12 @@ def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step that the next values will be logged with."""
+    """Return the step that the next values are logged with."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def set_default_root_dir(trainer: Trainer, path: str) -> Callable[[], None]:
-    """Give a trainer another ``default_root_dir``; return what undoes that."""
+    """Give a trainer another ``default_root_dir``; return a function that undoes it."""
     before = trainer._default_root_dir  # type: ignore[attr-defined]
     trainer._default_root_dir = path  # type: ignore[attr-defined]
 
@@ -85,7 +85,7 @@ def set_default_root_dir(trainer: Trainer, path: str) -> Callable[[], None]:
 
 
 def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return what a ModelCheckpoint keeps of its last save and does not put into its own state."""
+    """Return what a ModelCheckpoint keeps from its last save and does not put into its own state."""
     checked = callback._last_time_checked
     state = {
         "current_score": callback.current_score,
@@ -94,18 +94,18 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
         "dirpath": None if callback.dirpath is None else str(callback.dirpath),
     }
     if type(callback).state_dict is not ModelCheckpoint.state_dict:
-        state["own"] = own_state(callback)  # a subclass may give anything instead of it
+        state["own"] = own_state(callback)  # a subclass may return anything instead
     return state
 
 
 def own_state(callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return what Lightning's class puts into a ModelCheckpoint's state, whatever a subclass does."""
+    """Return what Lightning's class puts into the state of a ModelCheckpoint, whatever a subclass does."""
     own = ModelCheckpoint.state_dict(callback)
     return {**own, "best_k_models": dict(own["best_k_models"])}
 
 
 def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
-    """Return the same and its own state, from which its `hook`, called again, does again what it is about to do."""
+    """Return the same with the callback's own state: with it, `hook` repeats what it is about to do."""
     state = {**model_checkpoint_state(callback), "own": own_state(callback)}
     if hook == "on_train_batch_end" and callback._train_time_interval is not None:
         state["seconds"] = callback._train_time_interval.total_seconds()  # it was due, and is due again
@@ -113,7 +113,7 @@ def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -
 
 
 def as_saved(attributes: Mapping[str, Any], path: str, step: int) -> dict[str, Any]:
-    """Return `attributes` of `model_checkpoint_state` as they are once `path` has been written."""
+    """Return `attributes` of `model_checkpoint_state` as they are after `path` is written."""
     return {**attributes, "_last_global_step_saved": step, "_last_checkpoint_saved": path}
 
 
@@ -123,9 +123,9 @@ def saved_last_at(callback: ModelCheckpoint) -> int:
 
 
 def load_model_checkpoint(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
-    """Put back what `model_checkpoint_state` or `model_checkpoint_state_to_save_again` gave."""
+    """Restore a result of `model_checkpoint_state` or `model_checkpoint_state_to_save_again`."""
     for name, value in state.get("own", {}).items():
-        if name not in ("dirpath", "monitor"):  # the script's
+        if name not in ("dirpath", "monitor"):  # these are the script's
             setattr(callback, name, value)
     callback.current_score = state["current_score"]
     callback._last_time_checked = None if state["seconds"] is None else time.monotonic() - state["seconds"]
@@ -142,20 +142,20 @@ def has_begun(logger: FileLogger) -> bool:
 
 
 def takes_next_version(logger: FileLogger) -> bool:
-    """Return whether a logger has, or will take, the version after those that are there: nobody has named one."""
+    """Return whether a logger has, or will take, the next free version: the user has not named one."""
     return logger._version is None or logger._version == logger._get_next_version() - has_begun(logger)
 
 
 def set_version(logger: FileLogger, version: int | str) -> None:
-    """Let a logger continue in another version than the one that it has, or would take."""
+    """Let a logger continue in another version than the one that it has or would take."""
     logger._version = version
 
 
 def set_save_dir(logger: FileLogger, save_dir: str) -> Callable[[], None]:
-    """Let a logger write below another directory; return what undoes that, with its version and what it has begun."""
+    """Let a logger write below another directory; return a function that undoes it, with its version and its files."""
     names = (*_PLACE, "_save_dir") if isinstance(logger, CSVLogger) else _PLACE
     before = {name: getattr(logger, name) for name in names}
-    # The writer of TensorBoard is closed where the logger continues elsewhere: the logger makes another one.
+    # The writer of TensorBoard is closed if the logger continues elsewhere: the logger creates another one.
     experiment = logger._experiment if isinstance(logger, CSVLogger) else None
 
     def undo() -> None:
@@ -175,17 +175,17 @@ def set_save_dir(logger: FileLogger, save_dir: str) -> Callable[[], None]:
 
 
 class _GoesOn(ExperimentWriter):
-    """Is made without removing the metrics that are there."""
+    """A writer that is created without removing the existing metrics."""
 
     def _check_log_dir_exists(self) -> None:
         return
 
 
 def go_on_in_csv(logger: CSVLogger, columns: list[str]) -> None:
-    """Let a logger add to the metrics of its version; those that it was about to add elsewhere are dropped."""
+    """Let a logger add to the metrics of its version; rows that it was about to add elsewhere are dropped."""
     before = logger._experiment
     writer: ExperimentWriter = _GoesOn(log_dir=logger.log_dir)
-    writer.__class__ = ExperimentWriter  # nothing of ours stays
+    writer.__class__ = ExperimentWriter  # nothing of ours remains
     writer.metrics_keys = list(columns)
     if isinstance(before, ExperimentWriter):
         writer.hparams.update(before.hparams)
@@ -193,13 +193,13 @@ def go_on_in_csv(logger: CSVLogger, columns: list[str]) -> None:
 
 
 def set_columns(logger: CSVLogger, columns: list[str]) -> None:
-    """Let a logger know the columns that its file has, beside those of rows that it is about to add."""
+    """Tell a logger the columns of its file, besides those of rows that it is about to add."""
     if isinstance(logger._experiment, ExperimentWriter):
         logger._experiment.metrics_keys = list(columns)
 
 
 def go_on_in_tensorboard(logger: TensorBoardLogger, purge_step: int | None) -> None:
-    """Begin a logger's next event file; TensorBoard drops events of those before it from `purge_step` on."""
+    """Begin the next event file of a logger; TensorBoard drops events of earlier files from `purge_step` on."""
     kwargs = logger._kwargs
     if logger._experiment is not None:
         logger._experiment.close()

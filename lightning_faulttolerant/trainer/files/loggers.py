@@ -1,6 +1,7 @@
-"""Loggers that write files: a run that resumes continues in the version that it had, after what was logged by then.
+"""Loggers that write files: a run that resumes continues in the version that it had, after the values logged by then.
 
-What is set on a user's logger for good is its version, and its directory where a start has another one than the first.
+Only two things on a user's logger are changed for good: its version, and its directory if this start's differs from
+the first start's.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ FileLogger = compat.FileLogger
 
 
 class _Follower(Protocol):
-    """Knows how much a logger has logged so far, without a look at its files."""
+    """Knows how much a logger has logged so far, without reading its files."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return how much was logged."""
 
     def flush(self) -> None:
-        """See to it that all of it is in the files."""
+        """Make sure that all of it is in the files."""
 
 
 class LoggerFiles:
     """The files of a trainer's loggers: those of CSVLogger and TensorBoardLogger; others are left alone.
 
     Args:
-        trainer: Whose loggers.
-        patches: What takes our counting off the loggers again.
+        trainer: The trainer of the loggers.
+        patches: Removes our counting from the loggers later.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -47,17 +48,17 @@ class LoggerFiles:
         self._undo: list[Callable[[], None]] = []
         self._is_starting = True
         self.notes: list[str] = []
-        """What a user should know of loggers that could not continue."""
+        """What a user should know about loggers that could not continue."""
 
     def resume(
         self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = (), moves: Moves | None = None
     ) -> None:
-        """Let each logger continue in its version; to be called before the loggers begin their files.
+        """Let each logger continue in its version. Call it before the loggers begin their files.
 
         Args:
-            states: What `state_dict` gave.
-            kept: Directories in which nothing of what was logged since is dropped; ``None``: in any.
-            moves: Which directories are others than at the first start.
+            states: The result of `state_dict`.
+            kept: Directories from which nothing logged since then is dropped; ``None`` for all.
+            moves: The directories that differ from the first start's.
         """
         moves = moves or Moves()
         loggers = dict(self._keyed())
@@ -73,24 +74,24 @@ class LoggerFiles:
                 self._undo += [undo] if undo is not None else []
 
     def settle(self) -> None:
-        """Let it be so: the run has resumed, and logs again what was dropped."""
+        """Keep the changes: the run has resumed, and logs the dropped values again."""
         self._is_starting = False
         self._undo.clear()
 
     def put_back(self) -> None:
-        """Put rows back that were dropped for a run that has not resumed then: nobody would log them again."""
+        """Put back the rows that were dropped if the run has not resumed: nothing would log them again."""
         while self._undo:
             self._undo.pop()()
 
     def _without_hp_metric(self, original: Any) -> Any:
         def log_hyperparams(params: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-            is_there = metrics is None and self._is_starting  # the first start has written the default one
+            is_there = metrics is None and self._is_starting  # the first start wrote the default one
             original(params, {} if is_there else metrics, *args, **kwargs)
 
         return log_hyperparams
 
     def _goes_on(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
-        """Return whether the logger continues in the version that it had, which it then has again."""
+        """Return whether the logger continues in its saved version; if so, give it that version again."""
         key, root = state["key"], absolute(logger.root_dir)
         save_dir = None if root == state["root_dir"] else _first_save_dir(logger, state, moves)
         if root != state["root_dir"] and save_dir is None:
@@ -127,7 +128,7 @@ class LoggerFiles:
         return states
 
     def flush(self) -> None:
-        """Write what loggers keep in memory: a resume needs all that was logged before the autosave."""
+        """Write the values that loggers keep in memory: a resume needs everything logged before the autosave."""
         for _, follower in self._followers.values():
             follower.flush()
 
@@ -137,7 +138,7 @@ class LoggerFiles:
         return _TensorBoardSteps(logger, self._patches, self._trainer)
 
     def _keyed(self) -> Iterator[tuple[str, FileLogger]]:
-        """Yield the file loggers by class and number among those of that class."""
+        """Yield the file loggers by class name and number within the class."""
         if not self._trainer.is_global_zero:
             return
         numbers: dict[str, int] = {}
@@ -181,12 +182,12 @@ class _CSVRows:
             self._logger.save()
 
 
-# By logger, across the fits of a process: one that shares its logger must not drop what an earlier one has logged.
+# By logger, across the fits of a process: a fit that shares its logger must not drop what an earlier one has logged.
 _last_steps: weakref.WeakKeyDictionary[TensorBoardLogger, int] = weakref.WeakKeyDictionary()
 
 
 class _TensorBoardSteps:
-    """Knows the highest step that a TensorBoardLogger has logged, pictures and histograms of users' included."""
+    """Knows the highest step that a TensorBoardLogger has logged, including users' pictures and histograms."""
 
     def __init__(self, logger: TensorBoardLogger, patches: Patches, trainer: Trainer) -> None:
         self._logger = logger
@@ -207,7 +208,7 @@ class _TensorBoardSteps:
         return add_event
 
     def state_dict(self) -> dict[str, Any]:
-        # What an earlier run has logged to the same directory, below the step at which this one begins, stays too.
+        # Values that an earlier run logged to the same directory, below the step where this run begins, stay too.
         return {"purge_step": max(self._last_step + 1, compat.logged_step(self._trainer))}
 
     def flush(self) -> None:
@@ -222,19 +223,19 @@ def _identity(key: str, logger: FileLogger) -> dict[str, Any]:
 
 
 def _first_save_dir(logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> str | None:
-    """Return the directory below which a logger had its version at the first start, if it lies below a moved root."""
+    """Return the directory below which a logger had its version at the first start, if it is below a moved root."""
     save_dir = moves.first(absolute(logger.save_dir))
     is_same = save_dir is not None and real(os.path.join(save_dir, logger.name)) == real(state["root_dir"])
     return save_dir if is_same else None
 
 
 def _has_lightnings_files(logger: FileLogger) -> bool:
-    # A class of the user's may keep its files in another way.
+    # A user's class may keep its files in another way.
     return type(logger).experiment in (CSVLogger.experiment, TensorBoardLogger.experiment)
 
 
 def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> Callable[[], None] | None:
-    """Let a logger continue after what it had logged in `state`; return what undoes that in its files, if it can be."""
+    """Let a logger continue after the values in `state`; return a function that undoes it in its files, if possible."""
     if isinstance(logger, TensorBoardLogger):
         _last_steps[logger] = state["purge_step"] - 1
         compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)

@@ -1,4 +1,4 @@
-"""The ``metrics.csv`` of a CSVLogger: how many rows it has, and cutting those that were logged too late."""
+"""The ``metrics.csv`` of a CSVLogger: counting its rows, and removing rows that were logged too late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MetricsFile:
     """A file of rows and named columns, as Python's ``csv`` module writes it.
 
     Args:
-        path: Where it is, or will be; on any file system that Lightning can write to.
+        path: The path of the file, which may not exist yet; on any file system that Lightning can write to.
     """
 
     def __init__(self, path: str) -> None:
@@ -24,17 +24,17 @@ class MetricsFile:
         self._file_system = get_filesystem(path)
 
     def columns(self) -> list[str]:
-        """Return the names in the first line; none if there is no file."""
+        """Return the names in the first line; none if the file does not exist."""
         return next(self._lines(), [])
 
     def num_rows(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return max(0, sum(1 for _ in self._lines()) - 1)
 
     def cut(self, num_rows: int, columns: Sequence[str]) -> None:
-        """Keep the first `num_rows` rows, and of their columns only `columns`; nothing is written if that is all.
+        """Keep only the first `num_rows` rows and the given `columns`; write nothing if that changes nothing.
 
-        A process that is killed meanwhile leaves the file as it was.
+        A process that is killed during this leaves the file as it was.
         """
         names = self.columns()
         if names == list(columns) and self.num_rows() == num_rows:
@@ -47,12 +47,12 @@ class MetricsFile:
         return [dict(zip(names, row, strict=False)) for row in rows]
 
     def put_back(self, columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, num_kept: int) -> None:
-        """Undo `cut`: what was added after its `num_kept` rows since stays behind all of `rows`.
+        """Undo `cut`: rows that were added after the `num_kept` rows stay, behind all of `rows`.
 
         Args:
-            columns: Those that there were.
-            rows: Those that there were.
-            num_kept: How many of them were kept.
+            columns: The columns before the cut.
+            rows: The rows before the cut.
+            num_kept: How many of the rows were kept.
         """
         added, now = self.rows()[num_kept:], self.columns()
         if added and not set(now) <= set(columns):

@@ -1,4 +1,4 @@
-"""Our part of a checkpoint file that is there, if it has one."""
+"""Our part of an existing checkpoint file, if it has one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _log = logging.getLogger(__name__)
 
 KEY = "lightning_faulttolerant"
 PICKLED = "pickled"
-"""The key, in our part, of the objects of Lightning's part that are kept as bytes."""
+"""The key, in our part, for the objects of Lightning's part that are kept as bytes."""
 MARK = "run"
-"""The key under which each checkpoint of a run, in our part, has the run's mark."""
+"""The key, in our part, for the mark of the run; each checkpoint of a run has it."""
 
 
 def load(path: str) -> dict[str, Any]:
-    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is looked at.
+    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is used.
 
-    Of a directory of shards it is what is not in them.
+    For a directory of shards, it is the content outside the shards.
     """
     content: dict[str, Any]
     if not is_url(path) and os.path.isdir(path):
@@ -38,17 +38,17 @@ def load(path: str) -> dict[str, Any]:
 
 
 def part_of(path: str | None) -> Mapping[str, Any] | None:
-    """Return our part of a checkpoint, or ``None`` if there is none or it can't be read."""
+    """Return our part of a checkpoint, or ``None`` if it has none or can't be read."""
     if path is None:
         return None
     try:
         part: Mapping[str, Any] | None = load(path).get(KEY)
-    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
         _log.debug("%s can't be read: %s", path, error)
         return None
     return part
 
 
 def are_of_one_run(part: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Return whether two checkpoints, of which these are our parts, were written by the processes of one run."""
+    """Return whether two checkpoints with these parts were written by processes of one run."""
     return part is not None and other is not None and MARK in part and part[MARK] == other.get(MARK)

@@ -1,6 +1,6 @@
-"""The directories that a run writes below: some scripts get another one at each start, from Hydra or by the time.
+"""The directories that a run writes below: some scripts get new ones at each start, from Hydra or after the time.
 
-A path below one that has changed stands for the same path below that of the first start, where the run's files are.
+A path below a changed directory stands for the same path below the first start's directory, where the run's files are.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WORKING_DIRECTORY = "working directory"
 
 
 def roots_of(trainer: Trainer) -> dict[str, str]:
-    """Return the roots of a run, as absolute paths or URLs, by what names them."""
+    """Return the roots of a run by name, as absolute paths or URLs."""
     roots = {DEFAULT_ROOT_DIR: absolute(trainer.default_root_dir)}
     output_dir = _hydra_output_dir()
     if output_dir is not None:
         roots[_HYDRA] = absolute(output_dir)
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # somebody has removed it
+    except FileNotFoundError:  # the directory was removed
         return roots
     if any(_below(here, root) is not None for root in roots.values()):
         roots[WORKING_DIRECTORY] = here
@@ -34,23 +34,23 @@ def roots_of(trainer: Trainer) -> dict[str, str]:
 
 
 def absolute(path: str) -> str:
-    """Return a path in full; of another file system it is a URL, which stays as it is."""
+    """Return an absolute path; a URL of another file system stays as it is."""
     return path if "://" in path else os.path.abspath(os.path.expanduser(os.path.expandvars(path)))
 
 
 def real(path: str) -> str:
-    """Return a path in full, without links."""
+    """Return an absolute path without links."""
     return path if "://" in path or not path else os.path.realpath(path)
 
 
 class Moves:
-    """The roots that are others than at the first start of the run.
+    """The roots that differ from those of the first start of the run.
 
     Args:
-        saved: Those of the first start.
-        now: Those of this start.
-        autosave: An autosave of the run: if it lies below a root of this start, the whole directory was moved or
-            copied, and the files of the run are there.
+        saved: The roots of the first start.
+        now: The roots of this start.
+        autosave: An autosave of the run. If it is below a root of this start, the whole directory was moved or copied,
+            and the files of the run are there.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Moves:
             for name, root in now.items()
             if saved.get(name, root) != root and _is_changed(saved[name], root, autosave)
         }
-        """Those of the first start that this start has others for, by name."""
+        """The first start's roots that differ from this start's, by name."""
         pairs = {now[name]: root for name, root in reversed(self.roots.items())}
         self._pairs = sorted(pairs.items(), key=lambda pair: -len(pair[0]))
 
     def first(self, path: str) -> str | None:
-        """Return where a path of this start was at the first one; ``None`` if it is below no root that has changed."""
+        """Return where a path of this start was at the first start; ``None`` if it is below no changed root."""
         for now, saved in self._pairs:
             inside = _below(path, now)
             if inside is not None:
@@ -91,7 +91,7 @@ def _hydra_output_dir() -> str | None:
 
 
 def _below(path: str, root: str) -> str | None:
-    """Return a path as seen from a root that it is, or is below; else ``None``."""
+    """Return a path relative to a root that it equals or is below; else ``None``."""
     root = root.rstrip("/")
     if path.rstrip("/") == root:
         return ""

@@ -1,4 +1,4 @@
-"""All files of a run beside its autosaves, as one state."""
+"""All files of a run besides its autosaves, as one state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_faulttolerant.trainer.patches import Patches
 
 
 class RunFiles:
-    """What loggers and ModelCheckpoints have written.
+    """The files that loggers and ModelCheckpoints have written.
 
-    It stays together: where a start has other directories than the first one, what is set on the user's objects leads
-    back to those of the first one. That stays so after the fit, but is undone if the run doesn't resume.
+    They stay together: if a start has other directories than the first one, settings on the user's objects lead back to
+    the directories of the first one. They remain after the fit, but are undone if the run doesn't resume.
 
     Args:
-        trainer: Whose loggers and callbacks.
-        patches: What takes our part off them again.
+        trainer: The trainer of the loggers and callbacks.
+        patches: Removes our part from them later.
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
@@ -34,24 +34,24 @@ class RunFiles:
         self._patches = patches
         self._loggers = LoggerFiles(trainer, patches)
         self.experiments = Experiments(trainer, patches)
-        """The runs of loggers that write no files of their own."""
+        """The runs of loggers that don't write files themselves."""
         self._checkpoints = CheckpointFiles(trainer, patches)
         self.mark = uuid.uuid4().hex
-        """Tells the files of this run, of all of its processes, from those of others; draws no random number."""
+        """Tells the files of this run, of all its processes, from those of others; draws no random number."""
         self.goes_on = False
-        """Whether the files that are there are those of the run that continues."""
+        """Whether the existing files belong to the run that continues."""
         self._roots = roots_of(trainer)
         self._undo: list[Callable[[], None]] = []
         self.moved_roots: Mapping[str, str] = {}
-        """The directories of the first start for which this start has others, by name."""
+        """The first start's directories that differ from this start's, by name."""
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of files that could not continue, or that continue in another directory."""
+        """What a user should know about files that could not continue, or that continue in another directory."""
         return [*self._loggers.notes, *self.experiments.notes, *self._checkpoints.notes]
 
     def follow(self) -> None:
-        """Notice from here on what is written."""
+        """Begin to notice writes."""
         self._checkpoints.follow()
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RunFiles:
         return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}
 
     def header(self) -> dict[str, Any]:
-        """Return what each checkpoint says of whose the files are."""
+        """Return the part of each checkpoint that tells which run the files belong to."""
         return {MARK: self.mark}
 
     @property
@@ -69,35 +69,35 @@ class RunFiles:
         return bool(config_callbacks(self._trainer))
 
     def let_config_be_there(self) -> None:
-        """Let LightningCLI save its configuration where it did before; to be called before callbacks are set up."""
+        """Let LightningCLI save its configuration where it did before. Call it before callbacks are set up."""
         let_config_be_there(self._trainer, self._patches)
 
     def flush(self) -> None:
-        """Write what loggers keep in memory."""
+        """Write the values that loggers keep in memory."""
         self._loggers.flush()
 
     def resume_loggers(
         self, state: Mapping[str, Any], *, later: Sequence[Mapping[str, Any] | None] = (), autosave: str = ""
     ) -> None:
-        """Let loggers continue, and all write where they did; to be called before loggers begin their files.
+        """Let loggers continue, and everything write where it did. Call it before loggers begin their files.
 
         Args:
-            state: What `state_dict` gave.
-            later: The same of later fits, whose part of the files is left to them; ``None`` where it is not known.
+            state: The result of `state_dict`.
+            later: The same of later fits, which keep their part of the files; ``None`` if a state is unknown.
             autosave: An autosave of the run.
         """
         kept = None if None in later else {logger["log_dir"] for files in later if files for logger in files["loggers"]}
         moves = Moves(state.get("roots"), self._roots, autosave=autosave)
         self.go_to_roots(moves.roots)
         self._checkpoints.move(moves, state["checkpoints"])
-        self.experiments.resume(state.get("experiments", ()))  # W&B first: it looks at what writes to TensorBoard
+        self.experiments.resume(state.get("experiments", ()))  # W&B first: it checks what writes to TensorBoard
         self._loggers.resume(state["loggers"], kept=kept, moves=moves)
 
     def go_to_roots(self, roots: Mapping[str, str]) -> None:
-        """Let the trainer have the ``default_root_dir`` of the first start, and take relative paths as it did.
+        """Give the trainer the ``default_root_dir`` of the first start, and resolve relative paths as it did.
 
         Args:
-            roots: The directories of the first start for which this start has others.
+            roots: The first start's directories that differ from this start's.
         """
         if not roots or self.moved_roots:
             return
@@ -108,7 +108,7 @@ class RunFiles:
             self._undo.append(compat.set_default_root_dir(self._trainer, roots[DEFAULT_ROOT_DIR]))
 
     def make_absolute(self, states: dict[str, Any]) -> None:
-        """Let the ModelCheckpoints load absolute paths where theirs are relative to the first start's directory.
+        """Let the ModelCheckpoints load absolute paths if theirs are relative to the first start's directory.
 
         Args:
             states: The callbacks' states in a checkpoint, by state key; changed in place.
@@ -116,37 +116,37 @@ class RunFiles:
         self._checkpoints.make_absolute(states)
 
     def settle(self) -> None:
-        """Let it be so: the run has resumed."""
+        """Keep the changes: the run has resumed."""
         self._undo.clear()
         self._loggers.settle()
         self.experiments.settle()
         self._checkpoints.settle()
 
     def put_back(self) -> None:
-        """Undo what was done for a run that has not resumed then."""
+        """Undo the changes: the run has not resumed."""
         self._loggers.put_back()
         self._checkpoints.put_back()
         while self._undo:
             self._undo.pop()()
 
     def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
-        """Let ModelCheckpoints continue; to be called when they are set up and before one saves.
+        """Let ModelCheckpoints continue. Call it when they are set up and before one saves.
 
         Args:
-            state: What `state_dict` gave.
-            path: The checkpoint that it was in.
+            state: The result of `state_dict`.
+            path: The checkpoint that `state` was in.
         """
         self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on, is_ours=self._is_ours)
 
     def _is_ours(self, path: str) -> bool:
-        """Return whether a file may be this run's: the mark of another one says that it is not."""
+        """Return whether a file may be this run's: the mark of another run says that it is not."""
         part = part_of(path)
         return part is None or part.get(MARK) == self.mark
 
     def saves_in_its_hook(self, callback: Callback | None) -> bool:
-        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can do once more."""
+        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can repeat."""
         return self._checkpoints.saves_in_its_hook(callback)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what nobody but the callbacks knows; to be called after ``on_train_start``."""
+        """Restore the state that only the callbacks know. Call it after ``on_train_start``."""
         self._checkpoints.load(state["checkpoints"])

@@ -1,7 +1,7 @@
-"""The configuration that LightningCLI saves into the directory of the logs: a run that continues finds its own there.
+"""The configuration that LightningCLI saves to the log directory: a run that continues finds its own file there.
 
-LightningCLI takes it for that of another run, and refuses to begin. It is set aside instead, saved again, and removed
-if both say the same: what a run was begun with is never lost.
+LightningCLI takes it for another run's, and refuses to begin. So the file is moved aside, saved again, and removed if
+both are the same: the configuration that a run began with is never lost.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_faulttolerant.trainer.telling import tell
 
 
 def let_config_be_there(trainer: Trainer, patches: Patches) -> None:
-    """Let the callbacks of LightningCLI save where they did before; to be called on rank 0, before they are set up.
+    """Let the callbacks of LightningCLI save where they did before. Call it on rank 0, before they are set up.
 
     Args:
-        trainer: Whose callbacks.
-        patches: What takes our part off them again.
+        trainer: The trainer of the callbacks.
+        patches: Removes our part from them later.
     """
     for callback in config_callbacks(trainer):
         patches.wrap(callback, "setup", functools.partial(_wrap_setup, callback))
@@ -33,7 +33,7 @@ def let_config_be_there(trainer: Trainer, patches: Patches) -> None:
 
 def config_callbacks(trainer: Trainer) -> list[Any]:
     """Return the callbacks of LightningCLI that save its configuration."""
-    cli = sys.modules.get("lightning.pytorch.cli")  # which takes a second to import, and jsonargparse
+    cli = sys.modules.get("lightning.pytorch.cli")  # takes a second to import, and needs jsonargparse
     callbacks = [] if cli is None else compat.callbacks(trainer)
     return [callback for callback in callbacks if cli is not None and isinstance(callback, cli.SaveConfigCallback)]
 
@@ -49,7 +49,7 @@ def _wrap_setup(callback: Any, original: Any) -> Any:
 
 
 def _save_anew(callback: Any, trainer: Trainer, save: Any) -> None:
-    """Call `save`, which refuses to begin if its file is there, with that out of its way."""
+    """Call `save`, which refuses to begin if its file exists, with that file moved aside."""
     directory = _log_dir(trainer)
     path = os.path.join(directory or "", callback.config_filename)
     file_system = get_filesystem(path)
@@ -59,7 +59,7 @@ def _save_anew(callback: Any, trainer: Trainer, save: Any) -> None:
     aside = _unused(file_system, path)
     file_system.mv(path, aside)
     saving = Patches()
-    # The files that it may consist of are there as well.
+    # The configuration may consist of several files, and those exist too.
     saving.wrap(callback.parser, "save", lambda save: functools.partial(_overwrite, save))
     try:
         save()

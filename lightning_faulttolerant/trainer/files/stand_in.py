@@ -1,4 +1,4 @@
-"""Our `CheckpointIO` in the place of Lightning's default one while a fit lasts."""
+"""Our `CheckpointIO` in place of Lightning's default one during a fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.patches import Patches
 
-# Those that nobody has chosen: they stand in for Lightning's default during a fit.
+# Those that the user has not chosen: they stand in for Lightning's default during a fit.
 _stand_ins: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
 
@@ -27,9 +27,9 @@ def write_atomically(trainer: Trainer, patches: Patches) -> None:
 
 @contextlib.contextmanager
 def own_file_restored(trainer: Trainer) -> Iterator[None]:
-    """Within the block read as without us what the fit itself has just written, as finders do.
+    """Within the block, read files as without us: the fit itself has just written them, as finders do.
 
-    Lightning before 2.6 unpickles it whatever it holds, and a training that runs without us must run with us.
+    Lightning before 2.6 unpickles any content there, and a training that runs without us must run with us.
     """
     patches = Patches()
     if trainer.strategy.checkpoint_io in _stand_ins:

@@ -1,1 +1,1 @@
-"""The ledger of a process: what it trained, batch by batch, for holding two runs against each other."""
+"""The ledger of a process: what it trained, batch by batch, to compare two runs."""

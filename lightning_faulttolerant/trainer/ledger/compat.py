@@ -1,4 +1,4 @@
-"""The private names of Lightning's that a ledger reads by, checked on 2.5.6 to 2.6.6.
+"""Private names of Lightning that a ledger reads, checked on 2.5.6 to 2.6.6.
 
 `SEAMS` lists them for the contract test, with what breaks without each.
 """
@@ -24,18 +24,18 @@ SEAMS = {
 
 
 def logger_connector(trainer: Trainer) -> Any:
-    """Return what is told of each batch, of training and of validation, and what gives values to the loggers."""
+    """Return the object that is called for each training and validation batch, and passes values to the loggers."""
     return trainer._logger_connector
 
 
 def is_behind_the_batches(trainer: Trainer) -> bool:
-    """Return whether what is logged now is of a whole epoch or validation run, rather than of a batch."""
+    """Return whether values logged now are of a whole epoch or validation run, rather than of a batch."""
     return trainer._logger_connector._first_loop_iter is None
 
 
 @contextlib.contextmanager
 def fetches_seen(trainer: Trainer, seen: Callable[[Any], None]) -> Iterator[None]:
-    """Let `seen` have each batch meanwhile that a ``training_step`` with a ``dataloader_iter`` fetches by itself."""
+    """Within the block, pass `seen` each batch that a ``training_step`` with a ``dataloader_iter`` fetches itself."""
     fetcher = trainer.fit_loop._data_fetcher
     if not isinstance(fetcher, _DataLoaderIterDataFetcher) or fetcher.iterator is None:
         yield
@@ -55,12 +55,12 @@ class _Seen(Iterator[Any]):
 
     def __next__(self) -> Any:
         item = next(self._fetched)
-        self._seen(item[0])  # the batch, its number and that of its loader
+        self._seen(item[0])  # the batch, its number, and that of its loader
         return item
 
 
 def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, Any]]:
-    """Return the step and the values that loggers get of `metrics`; they get them only where there are loggers."""
+    """Return the step and the values that loggers get for `metrics`; they get them only if there are loggers."""
     values = dict(metrics)
     if step is None:
         own = values.pop("step", None)

@@ -1,4 +1,4 @@
-"""Digests of what a run trains and leaves behind: two are equal where the values are, bit for bit."""
+"""Digests of what a run trains and leaves behind: equal if the values are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PLAIN = (str, int, float, complex, bool, type(None))
 
 
 class Digest:
-    """A digest of several values, fed one after the other."""
+    """A digest of several values, fed one after another."""
 
     def __init__(self) -> None:
-        self._state = hashlib.sha256()  # twice as fast as blake2b where the processor knows it
+        self._state = hashlib.sha256()  # twice as fast as blake2b if the processor supports it
         self._inside: list[int] = []
         self._met: dict[int, tuple[int, Any]] = {}
-        """The objects with attributes that were met in the value under way: kept, so that no other gets their id."""
+        """The objects with attributes found in the current value: kept, so that no other object gets their id."""
 
     def feed(self, value: Any) -> None:
-        """Take a value in: nested containers of tensors, arrays and plain values, or objects with such attributes."""
+        """Add a value: nested containers of tensors, arrays, and plain values, or objects with such attributes."""
         value = shard_of(value)
         if isinstance(value, Tensor):
             self._feed_tensor(value)
@@ -38,7 +38,7 @@ class Digest:
         elif isinstance(value, (bytes, bytearray)):
             self._text(f"bytes {len(value)}")
             self._state.update(value)
-        elif id(value) not in self._inside:  # an object may hold itself
+        elif id(value) not in self._inside:  # an object may contain itself
             self._inside.append(id(value))
             self._feed_object(value)
             self._inside.pop()
@@ -46,7 +46,7 @@ class Digest:
                 self._met.clear()
 
     def text(self) -> str:
-        """Return the digest of all that was taken in so far."""
+        """Return the digest of everything added so far."""
         return self._state.hexdigest()[:_LENGTH]
 
     def _text(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Digest:
                 self.feed(value.tolist())
             else:
                 self._state.update(value.tobytes())
-        elif id(value) in self._met:  # objects that refer to each other would be met on every path between them
+        elif id(value) in self._met:  # objects that refer to each other would be visited on every path between them
             self._text(f"object {self._met[id(value)][0]}")
         else:
             self._met[id(value)] = len(self._met), value
@@ -87,7 +87,7 @@ class Digest:
             self.feed(list(value.unbind()))
             return
         self._text(f"{value.dtype}{list(value.shape)}")
-        if value.is_meta:  # nothing is in it
+        if value.is_meta:  # it has no content
             return
         if parts := _parts_of(value):
             self.feed(parts)
@@ -103,7 +103,7 @@ class Digest:
 
 
 def _parts_of(value: Tensor) -> dict[str, Any] | None:
-    """Return what a tensor is made of that has no memory of its own: to read at its address would end the process."""
+    """Return the parts of a tensor if it has no memory itself: reading at its address would end the process."""
     if type(value) in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return None
     if hasattr(value, "__tensor_flatten__"):
@@ -117,7 +117,7 @@ def _parts_of(value: Tensor) -> dict[str, Any] | None:
 
 
 def _attributes(value: Any) -> Any:
-    """Return what an object consists of; of one that shows nothing its text, if that tells no address."""
+    """Return the parts of an object; if it shows none, its text, unless the text contains an address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     attributes = own_dict(value)
@@ -135,7 +135,7 @@ def digest(value: Any) -> str:
 
 
 def exact(value: Any) -> Any:
-    """Return a number as text that loses no bit, anything else as what JSON can hold."""
+    """Return a number as text that loses no bit, or anything else in a form that JSON can hold."""
     value = shard_of(value)
     if isinstance(value, Tensor):
         return digest(value) if value.numel() != 1 else exact(value.item())
@@ -150,7 +150,7 @@ def exact(value: Any) -> Any:
 
 
 def exact_metrics(metrics: Any) -> dict[str, Any]:
-    """Return metrics as what JSON can hold: also those that somebody has given to a logger of his own."""
+    """Return metrics in a form that JSON can hold, including those that a user has passed to a custom logger."""
     if not isinstance(metrics, Mapping):
         return {} if metrics is None else {"": exact(metrics)}
     return {str(name): exact(value) for name, value in metrics.items()}
@@ -172,9 +172,9 @@ def optimizers_digest(trainer: Trainer) -> str:
 
 
 def _in_order(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the values of each parameter in one order: FSDP1 loads them in another."""
+    """Return an optimizer's state with the values of each parameter in a fixed order: FSDP1 loads them in another."""
     found = state.get("state")
-    if not isinstance(found, Mapping):  # an optimizer of somebody's own may have any
+    if not isinstance(found, Mapping):  # a user's own optimizer may have any state
         return state
     return {**state, "state": {name: _sorted(values) for name, values in found.items()}}
 

@@ -1,4 +1,4 @@
-"""The fault that a drill makes: an exception of its own class, at a place that the environment names."""
+"""The fault of a drill: an exception with its own class, at a place that the environment names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_faulttolerant.trainer.patches import Patches
 
 Method = Callable[..., Any]
 
-# How often torchrun has started the ranks again: documented there.
+# How often torchrun has restarted the ranks, as its documentation says.
 _RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 def read_fault() -> FaultPlace | None:
-    """Return where the environment asks for a fault, if it does.
+    """Return the place at which the environment requests a fault, if it does.
 
     Raises:
-        ValueError: If it names no place.
+        ValueError: If it does not name a place.
     """
     text = os.environ.get(FAULT_VARIABLE)
     if not text:
@@ -35,11 +35,11 @@ def read_fault() -> FaultPlace | None:
 
 
 class Fault:
-    """Raises in a fit. Once in a process: no other fit of it has the number.
+    """Raises an exception in a fit. It does so once per process: no other fit of the process has the number.
 
     Args:
-        trainer: Whose fit it is.
-        place: Where.
+        trainer: The trainer of the fit.
+        place: The place of the fault.
     """
 
     def __init__(self, trainer: Trainer, place: FaultPlace) -> None:
@@ -47,7 +47,7 @@ class Fault:
         self._place = place
 
     def take_seams(self, patches: Patches) -> None:
-        """Look out for the place from now on."""
+        """Begin to watch for the place."""
         trainer, hook = self._trainer, self._place.hook
         epoch_loop = trainer.fit_loop.epoch_loop
         if hook == "start":

@@ -1,6 +1,6 @@
-"""Writes the ledger of one fit. It looks on only: it draws nothing, keeps nothing and is no hook of anybody's.
+"""Writes the ledger of one fit. It only observes: it draws no random numbers, keeps nothing, and is not a hook.
 
-What the lines hold is said in `lightning_faulttolerant.records.ledger`.
+`lightning_faulttolerant.records.ledger` describes the lines.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Method = Callable[..., Any]
 
 
 class FitLedger:
-    """Writes what one fit does.
+    """Writes down what one fit does.
 
     Args:
-        trainer: Whose fit it is.
-        file: Where to.
-        number: Of the fit in its script, from 1.
-        session: The fit's; ``None`` where fault tolerance is switched off.
-        patches: Takes the seams.
+        trainer: The trainer of the fit.
+        file: The file to write to.
+        number: The number of the fit in its script, from 1.
+        session: The session of the fit; ``None`` if fault tolerance is switched off.
+        patches: Applies the patches to the trainer.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class FitLedger:
         self._order = None if session is None else Order(trainer, session.loaders)
         self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
         self._batch: dict[str, Any] = {}
-        self._place = (0, 0)  # the epoch, and how many of its batches were begun
+        self._place = (0, 0)  # the epoch, and how many of its batches have begun
         self._validated = Digest()
         if session is not None:
             session.on_saved.append(self._autosaved)
         self._patches = patches
 
     def take_seams(self) -> None:
-        """Write from now on."""
+        """Begin to write."""
         trainer, patches = self._trainer, self._patches
         connector, epoch_loop = logger_connector(trainer), trainer.fit_loop.epoch_loop
         patches.wrap(trainer.fit_loop, "reset", self._wrap_reset)
@@ -93,13 +93,13 @@ class FitLedger:
             patches.wrap(logger, "log_metrics", partial(self._wrap_logger, logger))
 
     def _autosaved(self, position: Position, path: str) -> None:
-        """Write that an autosave is written and verified."""
+        """Write a line for an autosave that is written and verified."""
         self._write(kinds.AUTOSAVE, epoch=position.epoch, batch=position.batch, text=str(position), path=path)
 
     def end(self) -> None:
-        """Write what the fit leaves behind."""
+        """Write a line for the results of the fit."""
         trainer = self._trainer
-        metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute, and change it
+        metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
         self._write(
             kinds.END,
             weights=weights_digest(trainer),
@@ -153,7 +153,7 @@ class FitLedger:
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
         self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
 
-    # What the seams do.
+    # The wrapped methods.
 
     def _wrap_reset(self, original: Method) -> Method:
         def reset() -> None:
@@ -166,7 +166,7 @@ class FitLedger:
     def _wrap_run_start(self, original: Method) -> Method:
         def on_run_start(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            self._is_listening = True  # what is logged at the start of a fit is logged again at each start
+            self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
         return on_run_start
 
@@ -193,7 +193,7 @@ class FitLedger:
 
     def _known_of(self, batch: Any) -> dict[str, Any]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
-        if not step_fetches(self._trainer):  # else Lightning gives the batch of the step before
+        if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
             known["order"] = None if self._order is None else self._order.of_batch()
         return known
@@ -264,7 +264,7 @@ class FitLedger:
                 metrics = args[0] if args else kwargs.get("metrics")
                 step = args[1] if len(args) > 1 else kwargs.get("step")
                 self._log(exact(step), metrics, logger=type(logger).__name__)
-            return original(*args, **kwargs)  # as they are: a logger may want them by name only
+            return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
         return log_metrics
 

@@ -1,4 +1,4 @@
-"""What of a ledger belongs to one fit: opened when the fit is set up, closed when it is over."""
+"""The part of a ledger that belongs to one fit: opened when the fit is set up, closed when it is over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _num_fits = process.num_fits
 
 
 def path_of(options: Options) -> str | None:
-    """Return where the ledger is asked for: by the callback's argument, else by the environment; ``None`` if not.
+    """Return the path of the requested ledger: the callback's argument, else the environment's; ``None`` if neither.
 
     Raises:
         ValueError: If it is a URL.
@@ -34,16 +34,16 @@ def path_of(options: Options) -> str | None:
 
 
 class OpenLedger:
-    """The ledger of one fit, if it is asked for, and the fault that a drill makes in it.
+    """The ledger of one fit, if one is requested, and the fault that a drill requests in it.
 
     Args:
-        trainer: Whose fit it is.
-        options: The callback's.
-        session: The fit's; ``None`` where the environment has switched it off.
+        trainer: The trainer of the fit.
+        options: The options of the callback.
+        session: The session of the fit; ``None`` if the environment has switched it off.
 
     Raises:
         LedgerError: If the file can't be written.
-        ValueError: If the environment names no file, or no place of a fault, where it is to.
+        ValueError: If the environment requests a ledger or a fault, but names no valid file or place.
     """
 
     def __init__(self, trainer: Trainer, options: Options, session: Session | None) -> None:
@@ -68,7 +68,7 @@ class OpenLedger:
     def _wrap_begin(self, original: Callable[[], None]) -> Callable[[], None]:
         def register_signal_handlers() -> None:
             original()
-            # The fit's real work begins: what a finder has trained before, in on_fit_start, is none of it.
+            # The fit's real work begins here: what a finder has trained before, in on_fit_start, does not count.
             while self._begin:
                 self._begin.pop(0)()
 
@@ -80,12 +80,12 @@ class OpenLedger:
 
     @contextlib.contextmanager
     def ended(self, *, finished: bool) -> Iterator[None]:
-        """Close it after what ends the fit meanwhile.
+        """Close the ledger after the block, which ends the fit.
 
         Args:
-            finished: Whether the fit came to its end.
+            finished: Whether the fit has finished.
         """
-        self._patches.undo()  # they lie over the session's
+        self._patches.undo()  # they are on top of the session's
         try:
             yield
             if finished and self._ledger is not None:
@@ -94,7 +94,7 @@ class OpenLedger:
             self.close()
 
     def close(self) -> None:
-        """Leave nothing behind. May be called twice."""
+        """Remove the patches and close the file. May be called twice."""
         self._patches.undo()
         if self._ledger is not None:
             self._ledger.close()
@@ -102,12 +102,12 @@ class OpenLedger:
 
 
 def begins_while_off(trainer: Trainer) -> bool:
-    """Return whether a ledger of this fit is to be written although the environment switches fault tolerance off."""
+    """Return whether this fit's ledger is to be written although the environment switches fault tolerance off."""
     return not (compat.is_nobodys_training(trainer) or under_way.is_inside_another(trainer))
 
 
 def _next_number(script: Script) -> int:
-    """Return the number of a fit in its script. A process that Lightning has made for it counts by the script's."""
+    """Return the number of a fit in its script. A process that Lightning creates for it uses the script's count."""
     number = _num_fits[os.getpid()] = _num_fits.get(os.getpid(), 0) + 1
     return max(number, script.num_begun()) if script.is_elsewhere else number
 

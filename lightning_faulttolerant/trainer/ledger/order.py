@@ -1,4 +1,4 @@
-"""Which samples a training batch was made of, as the index samplers of its loaders have given them."""
+"""The samples in a training batch, as the index samplers of its loaders have yielded them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 
 Places = Mapping[str, tuple[Any, int]]
-"""Each loader's iteration, and how many of its batches had come out."""
+"""Each loader's iteration, and how many of its batches have come out."""
 
 
 class Order:
-    """Tells the indices of the batch that was fetched last.
+    """Finds the indices of the batch that was fetched last.
 
     Args:
-        trainer: Whose fit it is.
-        loaders: Its loaders.
+        trainer: The trainer of the fit.
+        loaders: The loaders of the fit.
     """
 
     def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
@@ -31,7 +31,7 @@ class Order:
         self._before: Places = {}
 
     def before_fetch(self) -> None:
-        """Note where the loaders are: of several, a batch has samples of those only that move."""
+        """Note the positions of the loaders: a batch has samples only from the loaders that move."""
         self._before = self._places()
 
     def _places(self) -> Places:
@@ -40,7 +40,7 @@ class Order:
         return {place: (iteration, iteration.num_out) for place, iteration in training.items() if iteration is not None}
 
     def of_batch(self) -> str | None:
-        """Return the digest of the indices of the batch in use; ``None`` if it was made of none that are known."""
+        """Return the digest of the indices of the current batch; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
             before, after = _marked(self._loaders.mark_before), _marked(self._loaders.last_mark)
         else:

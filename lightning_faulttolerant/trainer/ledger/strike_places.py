@@ -1,7 +1,7 @@
-"""What a drill asks of a fit so that its strikes can come: autosaves at some places, and a place to wait at.
+"""Requests of a drill to a fit, so that its strikes can hit: autosaves at some places, and a place to wait at.
 
 A strike needs an autosave to continue from, and short scripts and big models have none in time. A fast script would be
-past the place of its strike before the drill has seen it there.
+past the place of its strike before the drill sees it there.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
 from lightning_faulttolerant.trainer.session import Session
 
-# A drill strikes within some milliseconds. One that is gone must not keep a training from its end.
+# A drill strikes within a few milliseconds. If the drill is gone, the training must still finish.
 _HOLD_SECONDS, _LOOK_EVERY_SECONDS = 30.0, 0.002
 
 
 class StrikePlaces:
-    """Saves and waits where a drill has asked for it.
+    """Saves and waits where a drill requests it.
 
     Args:
-        trainer: Whose fit it is.
-        session: The fit's.
-        number: Of the fit in its script, from 1.
+        trainer: The trainer of the fit.
+        session: The session of the fit.
+        number: The number of the fit in its script, from 1.
 
     Raises:
-        ValueError: If the environment asks for it in other words than those of `places_in`.
+        ValueError: If the environment's request is not in the format of `places_in`.
     """
 
     def __init__(self, trainer: Trainer, session: Session, number: int) -> None:
@@ -43,7 +43,7 @@ class StrikePlaces:
         self._holds = _read(HOLD_VARIABLE) if trainer.is_global_zero else []
 
     def take_seams(self, patches: Patches) -> None:
-        """Look out for the places from now on."""
+        """Begin to watch for the places."""
         if self._saves or self._holds:
             patches.wrap(self._trainer.fit_loop.epoch_loop, "advance", self._wrap_advance)
 
@@ -61,7 +61,7 @@ class StrikePlaces:
         return advance
 
     def _wait(self) -> None:
-        """Wait until this process is killed, or asked to stop."""
+        """Wait until this process is killed or told to stop."""
         until = time.monotonic() + _HOLD_SECONDS
         while self._session.stopping.signals.requested is None and time.monotonic() < until:
             time.sleep(_LOOK_EVERY_SECONDS)

@@ -1,1 +1,1 @@
-"""Values that were logged, and what Lightning keeps of them."""
+"""Logged values, and what Lightning keeps of them."""

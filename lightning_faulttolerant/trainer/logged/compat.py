@@ -1,4 +1,4 @@
-"""The private names of Lightning's logged values that this package touches, checked on 2.5.6 to 2.6.6."""
+"""Private names of Lightning's logged values that this package uses, checked on 2.5.6 to 2.6.6."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Put back what `logger_connector_state` gave."""
+    """Restore a result of `logger_connector_state`."""
     connector = trainer._logger_connector
     for name, attribute in _CONNECTOR.items():
         setattr(connector, attribute, _copied(state["metrics"][name]))
@@ -57,7 +57,7 @@ def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
 
 
 def metadata_state(item: _ResultMetric) -> dict[str, Any]:
-    """Return with which arguments a value was logged, as plain values."""
+    """Return the arguments that a value was logged with, as plain values."""
     fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
     sync = item.meta.sync
     return {
@@ -69,9 +69,9 @@ def metadata_state(item: _ResultMetric) -> dict[str, Any]:
 
 
 class _AdoptingMetadata(_Metadata):
-    """Arguments of a value that another number of ranks logged: how it is synced is taken from its next ``log``.
+    """Arguments of a value that another number of ranks logged: the way to sync it comes from its next ``log``.
 
-    Lightning does not keep whether a sole rank's value was to be synced, and takes a difference for an error.
+    Lightning does not record whether a single rank's value was to be synced, and treats a difference as an error.
     """
 
     def __ne__(self, other: object) -> bool:
@@ -83,7 +83,7 @@ class _AdoptingMetadata(_Metadata):
         return any(getattr(self, name) != getattr(other, name) for name in fields)
 
     __eq__ = _Metadata.__eq__
-    __hash__ = None  # type: ignore[assignment]  # as that of a dataclass that can be changed
+    __hash__ = None  # type: ignore[assignment]  # as for a dataclass that can be changed
 
 
 def _adopts(meta: _Metadata) -> bool:
@@ -100,7 +100,7 @@ def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
 
 
 def result_cache(item: _ResultMetric) -> dict[str, Any]:
-    """Return what a logged value remembers besides its sums: the last step's value and how it was reset."""
+    """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache
     return {
         "forward": plain_copy(cache) if isinstance(cache, Tensor) else None,
@@ -110,7 +110,7 @@ def result_cache(item: _ResultMetric) -> dict[str, Any]:
 
 
 def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
-    """Put back what `result_cache` gave."""
+    """Restore a result of `result_cache`."""
     item._forward_cache = state["forward"]
     item.has_reset = state["has_reset"]
     item._update_count = state["update_count"]

@@ -1,7 +1,7 @@
-"""Logged values of several ranks, merged into those of another number of ranks by the reduction of each.
+"""Logged values of several ranks, merged into those of another number of ranks by each value's reduction.
 
-Each rank gets its part of what all had: a value that is synced stays that of all ranks together, and of one that is
-each rank's own a mean keeps its weights and a sum its size.
+Each rank gets its part of the total. A value that is synced remains the value of all ranks together. For a value that
+each rank has on its own, a mean keeps its weights and a sum its size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ States = Sequence[Mapping[str, Any]]
 
 
 def merged_results(states: States, *, rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return the state of one rank's logged values, as `results_state` gives it.
+    """Return the state of one rank's logged values, in the form of `results_state`.
 
     Args:
-        states: Those of all ranks that saved.
-        rank: Which of the new ranks.
-        num_ranks: How many of these there are.
+        states: The states of all ranks that saved.
+        rank: The number of the new rank.
+        num_ranks: The number of new ranks.
     """
     first = states[0]
     collections = {
@@ -66,9 +66,9 @@ def _merged(values: Sequence[Tensor], reduction: str, rank: int, num_ranks: int)
     if num_ranks == 1:
         return total
     if reduction == "sum" and len(values) == 1:
-        # Whether it is to be synced is not known of a sole rank's. So it is right if it is, and if nothing more comes.
+        # A single rank's value does not tell whether it is synced. This is right if it is, and if nothing more comes.
         return total if rank == 0 else torch.zeros_like(total)
     if not total.is_floating_point():
-        # Lightning's mean over ranks of a whole number is cut to a whole number: here it need not be one.
+        # Lightning truncates the mean of an integer over ranks to an integer: here it need not be one.
         total = total.double() if total.device.type != "mps" else total.float()
     return total / num_ranks

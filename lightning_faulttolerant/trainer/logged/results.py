@@ -1,4 +1,4 @@
-"""Values that were logged in the epoch so far, as a state: sums, means, extremes and logged metrics."""
+"""Values that were logged in the epoch so far, as a state: sums, means, extremes, and logged metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 def results_state(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of everything that was logged and not yet given to the loggers, and what was given last."""
+    """Return a copy of all values that were logged and not yet passed to the loggers, and of those passed last."""
     collections = {
         name: {key: _item_state(item) for key, item in collection.items()}
         for name, collection in compat.result_collections(trainer).items()
@@ -25,7 +25,7 @@ def results_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_results(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
-    """Put the logged values back; return the keys whose metric is not in the module any more."""
+    """Restore the logged values; return the keys with a metric that the module does not have anymore."""
     missing = []
     for name, collection in compat.result_collections(trainer).items():
         collection.clear()

@@ -1,1 +1,1 @@
-"""Several ranks: what they tell one another, and how their states become one checkpoint and theirs again."""
+"""Several ranks: the messages between them, and how their states become one checkpoint and are split up again."""

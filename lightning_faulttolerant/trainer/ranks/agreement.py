@@ -1,12 +1,13 @@
-"""How ranks agree where all of them stop, or save because time has passed, without a collective.
+"""How ranks agree on a boundary to stop at, or to save at when a save is due, without a collective.
 
-A thread of each rank speaks for it, also while its main thread is busy. When somebody wants to stop or to save, each
-thread promises a boundary that its rank will not pass unknowing; rank 0 then appoints one that nobody has passed, the
-furthest of them. A rank that comes to its promised boundary before it knows waits there: only for the threads of the
-others, never for what they train, so nothing can hang. While nothing is wanted a boundary costs a comparison.
+In each rank a thread speaks for the rank, even while its main thread is busy. When a rank wants to stop or save, each
+thread promises a boundary that its rank will not pass before it knows the decision. Rank 0 then appoints the furthest
+of these boundaries, which no rank has passed. A rank that reaches its promised boundary early waits there. It waits
+only for the threads of the other ranks, never for their training, so nothing can hang. While no rank wants anything, a
+boundary costs one comparison.
 
-Inside a validation run the ranks stop at a batch of it, if all of them come there. They may have different numbers of
-batches: when one has run out of them before, the run is finished, and the next boundary is where all stop.
+Inside a validation run, the ranks stop at one of its batches if all of them reach it. They may have different numbers
+of batches. When one rank runs out of batches first, the run is finished, and all stop at the next boundary.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ STOP: Final = "stop"
 SAVE: Final = "save"
 _NEVER = float("inf")
 _HOLD_SECONDS = 0.005
-# A save is appointed so far ahead that the others hear of it before they come there.
+# A save is appointed this far ahead, so the other ranks hear of it before they get there.
 _AHEAD_SECONDS = 0.5
 
 
 @dataclass(kw_only=True)
 class _ValidationRun:
-    """A validation run of this rank; numbers count all of them, the sanity check too."""
+    """A validation run of this rank; numbers count all validation runs, including the sanity check."""
 
     number: int
     batch: int = -1
@@ -44,15 +45,15 @@ class _ValidationRun:
 
 
 class Member:
-    """What one rank knows and says. The main thread calls what stands first, the thread that speaks for it the rest."""
+    """One rank's side of the agreement. The main thread calls the first methods, the speaking thread the rest."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.boundary = -1
-        """The number of the boundary that this rank came to last, in this fit and process."""
+        """The number of the boundary that this rank reached last, in this fit and process."""
         self.stop: str | None = None
-        """For what reason all ranks are to stop, once rank 0 has told: that of the first who wants to."""
+        """Why all ranks are to stop, once rank 0 has said so: the reason of the first rank that wanted to."""
         self.lost: str | None = None
-        """Why the ranks can't do anything together any more."""
+        """Why the ranks can't do anything together anymore."""
         self.outbox: deque[Message] = deque()
         self._clock = clock
         self._limit: float = _NEVER
@@ -66,7 +67,7 @@ class Member:
     # For the main thread.
 
     def at_boundary(self) -> str | None:
-        """Return what all ranks do at this boundary, to which the rank has just come: stop, save, or nothing.
+        """Return what all ranks do at this boundary, which this rank has just reached: stop, save, or nothing.
 
         Raises:
             RanksLostError: If another rank is lost while this one waits.
@@ -77,7 +78,7 @@ class Member:
     def want_save(self, window: Mapping[str, int]) -> None:
         """Let all ranks save at a boundary soon: at the end of an accumulation window, once that is near.
 
-        Not before: a stop that is asked for meanwhile has to wait for the boundary that is appointed.
+        It does not ask earlier, because a stop requested in between has to wait for the appointed boundary.
 
         Args:
             window: The accumulation window of this boundary: ``batch``, ``num_batches``, ``length`` of `end_of_window`.
@@ -88,7 +89,7 @@ class Member:
             self.outbox.append({"ask": SAVE, "window": {**window, "boundary": self.boundary}})
 
     def want_stop(self, reason: str) -> None:
-        """Let all ranks stop; also for a thread."""
+        """Let all ranks stop; may also be called by another thread."""
         if not self._is_stop_wanted:
             self._is_stop_wanted = True
             self.outbox.append({"ask": STOP, "reason": reason})
@@ -99,7 +100,7 @@ class Member:
         self._run = _ValidationRun(number=self._num_runs)
 
     def at_validation_batch(self) -> bool:
-        """Return whether all ranks stop in front of this batch of the validation run, each of its own.
+        """Return whether all ranks stop before this batch of the validation run, each before its own.
 
         Raises:
             RanksLostError: If another rank is lost while this one waits.
@@ -142,19 +143,19 @@ class Member:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What changes with every batch."""
+        """A value that changes with every batch."""
         run = self._run
         return self.boundary, self._num_runs, -1 if run is None else run.batch
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being agreed upon."""
+        """Whether an agreement is in progress."""
         return self._is_stop_wanted or self.stop is not None or self._limit != _NEVER or self._is_save_wanted
 
     # For the thread that speaks for this rank.
 
     def tick(self) -> None:
-        """Say what has come up since."""
+        """Queue the messages that are due now."""
         now = self._clock()
         self._passed.append((now, self.boundary))
         while now - self._passed[0][0] > _AHEAD_SECONDS:
@@ -164,20 +165,20 @@ class Member:
             self._speak_of_run(run)
 
     def hear(self, message: Message) -> None:
-        """Take note of what rank 0 tells all."""
+        """Take note of a message that rank 0 sends to all ranks."""
         if "stop" in message:
             self.stop = message["stop"]
         elif "round" in message:
             self.outbox.append({"limit": self._promise(message["round"])})
         elif "at" in message:
-            # In this order: whoever waits must not see the appointment, act on it, and find the limit set again.
+            # In this order: a waiting thread must not see the appointment, act on it, and find the limit set again.
             self._limit = message["at"]
             self._appointed = (message["at"], message["wish"])
         else:
             self._hear_of_run(message)
 
     def _ahead(self) -> int:
-        """Return how many boundaries are passed while a message is under way."""
+        """Return how many boundaries this rank passes while a message is on its way."""
         return self.boundary - self._passed[0][1] if self._passed else 0
 
     def _promise(self, wish: str) -> int:
@@ -185,7 +186,7 @@ class Member:
         while True:
             limit = self.boundary + 1 + ahead
             self._limit = limit
-            if self.boundary < limit:  # else the main thread has passed it meanwhile
+            if self.boundary < limit:  # otherwise the main thread has just passed it
                 return limit
 
     def _speak_of_run(self, run: _ValidationRun) -> None:
@@ -223,7 +224,7 @@ class Member:
 
 
 class Chair:
-    """What rank 0 does for all: it hears every rank, itself too, and tells all what has come of it."""
+    """Rank 0's part for all: it hears every rank, including itself, and sends the decision to all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -239,7 +240,7 @@ class Chair:
         self._verdicts: dict[int, str] = {}
 
     def hear(self, rank: int, message: Message) -> None:
-        """Take note of what a rank says."""
+        """Take note of a message from a rank."""
         if "ask" in message:
             self._hear_wish(message)
         elif "run" in message:
@@ -286,7 +287,7 @@ class Chair:
         self.outbox.append({"at": place, "wish": self._wish})
 
     def _hear_of_run(self, rank: int, number: int, limit: int | None) -> None:
-        if number in self._verdicts:  # told when this rank was not yet in that run
+        if number in self._verdicts:  # sent before this rank was in that run
             self.outbox.append({"run_ends": number, "verdict": self._verdicts[number]})
             return
         if number not in self._runs:
@@ -305,14 +306,14 @@ class Chair:
 
 
 def end_of_window(place: int, *, boundary: int, batch: int, num_batches: int, length: int) -> int:
-    """Return the first boundary from `place` on at which no accumulation window is open, as far as can be told.
+    """Return the first boundary from `place` on where no accumulation window is open, as far as can be known.
 
     Args:
         place: The number of a boundary.
-        boundary: The number of one that was seen before.
-        batch: The batch of the epoch after that one.
-        num_batches: How many the epoch has, 0 if that is not known.
-        length: How many batches a window has.
+        boundary: The number of an earlier boundary.
+        batch: The batch of the epoch that follows the earlier boundary.
+        num_batches: The number of batches in the epoch, 0 if unknown.
+        length: The number of batches in a window.
     """
     following = batch + place - boundary
     if num_batches and following >= num_batches:

@@ -1,4 +1,4 @@
-"""Private names of Lightning's that have to do with several ranks, checked on 2.5.6 to 2.6.6."""
+"""Private names of Lightning for training with several ranks, checked on 2.5.6 to 2.6.6."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STRATEGY_SEAMS = {
     "FSDPStrategy._state_dict_type": "telling autosaves of several files from those of one",
 }
 METADATA_NAME = _METADATA_FILENAME
-"""The file in a directory of shards that holds all that is not in shards."""
+"""The file in a directory of shards that holds everything outside the shards."""
 OBSERVER_THREAD = "child-process-observer"
 
 
 def cluster_environment(trainer: Trainer) -> ClusterEnvironment | None:
-    """Return the environment that has started the processes; a strategy for one device doesn't know it."""
+    """Return the environment that started the processes; a strategy for one device doesn't know it."""
     return trainer._accelerator_connector.cluster_environment
 
 
 def call_off_observers() -> None:
-    """Let the launcher's observer not kill rank 0 for the exit codes of the others: all end together, saved.
+    """Keep the launcher's observer from killing rank 0 for the exit codes of other ranks: all end together, saved.
 
-    It looks every 5 seconds whether a process that it has started has ended with an error, and takes 143 for one.
+    Every 5 seconds the observer checks whether a process that it started ended with an error, and 143 counts as one.
     """
     for thread in threading.enumerate():
         observer: Any = thread
@@ -39,7 +39,7 @@ def call_off_observers() -> None:
 
 
 def saves_shards(strategy: Any) -> bool:
-    """Return whether a strategy writes a checkpoint as a directory, each rank its own files."""
+    """Return whether a strategy writes a checkpoint as a directory in which each rank has its own files."""
     if isinstance(strategy, ModelParallelStrategy):
         return bool(strategy._save_distributed_checkpoint)
     return isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded"

@@ -1,7 +1,7 @@
-"""A run that continues with another number of ranks: what each of them gets of the states of those that saved.
+"""A run that continues with another number of ranks: the state that each rank gets from the ranks that saved.
 
-The order of the epoch in progress resumes exactly, and what all ranks have together (metrics, logged values, gradients)
-is merged. Random generators belong to ranks: what they would have drawn is lost with them.
+The order of the epoch in progress resumes exactly. State that the ranks share (metrics, logged values, gradients) is
+merged. Random generators belong to ranks: the numbers they would have drawn are lost with them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Resized:
     """The state of one rank of a run that was saved by another number of ranks.
 
     Args:
-        trainer: Whose run continues.
-        states: Those of all ranks that saved.
-        position: Where they were.
-        fingerprint: What the run was.
-        rank: Which rank this is.
-        apart: What the ranks that saved had apart, and is not merged.
+        trainer: The trainer of the run that continues.
+        states: The states of all ranks that saved.
+        position: Where these ranks were.
+        fingerprint: The saved run's fingerprint.
+        rank: The number of this rank.
+        apart: The names of state that differed between the ranks that saved, and that is not merged.
         is_per_sample: Whether samples are seeded one by one.
 
     Raises:
-        NotExactError: If the samples that are left can't be told, whatever is allowed.
+        NotExactError: If the remaining samples can't be determined, whatever is allowed.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Resized:
         self._num_batches: float = states[0]["trainer"].get("num_training_batches", float("inf"))
         self.ranks = f"{_ranks(len(states))} when it was saved, {_ranks(trainer.world_size)} now"
         self.lost: list[str] = []
-        """What can't be carried over."""
+        """State that can't be carried over."""
         self.told = [f"of what the ranks had apart, these are rank 0's: {', '.join(apart)}"] if apart else []
-        """What is not as in the uninterrupted run, though nothing of it is lost."""
+        """Differences from the uninterrupted run in which nothing is lost."""
         self._window: Window | None = None
         self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
 
@@ -170,19 +170,19 @@ class Resized:
 
     @property
     def was_inside_an_epoch(self) -> bool:
-        """Whether the saved run had more batches of its epoch before it."""
+        """Whether the saved run was inside an epoch, with batches done and batches left."""
         return 0 < self._position.batch < self._num_batches
 
     def fit_in(self, loaders: Loaders) -> Position:
-        """Put Lightning's counters to the batch that comes next, had these ranks run all of the epoch.
+        """Set Lightning's counters to the next batch, as if these ranks had run the whole epoch.
 
-        To be called when the loaders are set up and nothing is fetched yet.
+        Call it when the loaders are set up and nothing is fetched yet.
 
         Returns:
-            That place.
+            The position of that batch.
 
         Raises:
-            NotExactError: If the rest of the epoch gives no batch, or more than an epoch may have.
+            NotExactError: If the rest of the epoch yields no batch, or more batches than an epoch may have.
         """
         trainer, position = self._trainer, self._position
         now = trainer.num_training_batches
@@ -216,7 +216,7 @@ class Resized:
         return replace(position, batch=done)
 
     def _fit_step(self, done: int, now: float) -> None:
-        """Say so where a batch that is still to be closed ended a window for the ranks that saved, or only for us."""
+        """Report if a batch that is still to be closed ended a window for the ranks that saved, or only for us."""
         batch = self._position.batch
         had_stepped = batch % self._accumulated == 0 or batch == self._num_batches
         steps = done % self._state_accumulation() == 0 or done == now
@@ -243,7 +243,7 @@ class Resized:
 
     @contextmanager
     def as_due(self, where: str) -> Iterator[None]:
-        """Let the loop do meanwhile what was due after the checkpoint's batch, as the ranks that saved counted."""
+        """Let the loop do what was due after the checkpoint's batch, by the count of the ranks that saved."""
         trainer = self._trainer
         kept = trainer.val_check_batch
         saved = self._states[0]["trainer"].get("val_check_batch")
@@ -265,7 +265,7 @@ def _ranks(number: int) -> str:
 
 
 def _own_or_fresh(states: Sequence[Mapping[str, bytes]], rank: int, fresh: Any) -> dict[str, bytes]:
-    """Return the state of the rank of this number, or one that no rank has had, unless all had the same."""
+    """Return the saved state of this rank number, or one that no rank had, unless all ranks had the same."""
     if rank < len(states):
         return dict(states[rank])
     if len(states) > 1 and all(state == states[0] for state in states):

@@ -1,8 +1,8 @@
-"""Optimizers without a state yet, under FSDP2: torch lets them make a step, so that there is one to save or to load.
+"""Optimizers that have no state yet, under FSDP2: torch makes them take a step to get a state to save or load.
 
-A step of zero gradients and no learning rate still counts: Adam's bias correction and the momentum of a decayed weight
-are others from then on, and a run that only saves would not be the run that doesn't. torch leaves an optimizer alone
-whose parameters have a gradient (``_init_optim_state``), so one of them has one meanwhile.
+A step with zero gradients and no learning rate still counts. It changes Adam's bias correction, and the momentum of a
+decayed weight, so a run that only saves would differ from one that doesn't. torch leaves an optimizer alone if one of
+its parameters has a gradient (``_init_optim_state``), so one of them gets a gradient for that time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 
 WITHOUT_STATE = "optimizers_without_state"
-"""Their numbers, in our part of a checkpoint."""
+"""The numbers of these optimizers, in our part of a checkpoint."""
 
 
 def without_state(trainer: Trainer) -> list[int]:
-    """Return which of the optimizers have no state; none where the strategy leaves them alone anyway."""
+    """Return which optimizers have no state; none if the strategy leaves them alone anyway."""
     if not isinstance(trainer.strategy, ModelParallelStrategy):
         return []
     return [i for i, optimizer in enumerate(trainer.optimizers) if not optimizer.state]
@@ -32,7 +32,7 @@ def without_state(trainer: Trainer) -> list[int]:
 
 @contextlib.contextmanager
 def left_alone(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
-    """Within the block let nobody give a state to the optimizers of these numbers."""
+    """Within the block, keep torch from giving a state to the optimizers with these numbers."""
     held = [parameter for i in numbers for parameter in _one_without_gradient(trainer.optimizers[i])]
     for parameter in held:
         parameter.grad = torch.zeros_like(parameter)
@@ -45,10 +45,10 @@ def left_alone(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
-    """Within the block let a strategy load a checkpoint in which the optimizers of these numbers have no state.
+    """Within the block, let a strategy load a checkpoint in which the optimizers with these numbers have no state.
 
-    The others get one before it, while the parameters are not yet those of the checkpoint: a step that is to change
-    nothing may turn a weight of -0.0 into 0.0, and an optimizer of a user's own may do more.
+    The other optimizers get a state first, while the parameters are not yet the checkpoint's. A step that should change
+    nothing may turn a weight of -0.0 into 0.0, and a user's own optimizer may do more.
     """
     model = trainer.strategy.model
     if not isinstance(trainer.strategy, ModelParallelStrategy) or model is None:
@@ -75,13 +75,13 @@ def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same parameters that has a state: torch can't load a file into one that has none."""
+    """Return an optimizer of the same parameters that has a state: torch can't load a file into one without."""
     groups = [{"params": group["params"]} for group in optimizer.param_groups]
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
 
 def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Give optimizers without a state an empty one for each parameter: a file without them would not load again."""
+    """Give optimizers without a state an empty one for each parameter: otherwise the file would not load again."""
     if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
         for state in checkpoint["optimizer_states"]:
             if state.get("state") == {}:

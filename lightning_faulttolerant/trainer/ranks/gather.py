@@ -1,7 +1,7 @@
-"""The states of all ranks become one checkpoint, and each rank gets its own back.
+"""The states of all ranks become one checkpoint, and each rank gets its own state back.
 
-Rank 0's state is kept whole, of the others only what differs from it: it is told by digests what rank 0 has, so that
-what is equal isn't sent either.
+Rank 0's state is kept whole. For the other ranks only the differences from it are kept. Rank 0 sends them digests of
+its state, so equal parts are not sent either.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 
 LIGHTNINGS = "lightning"
-"""What Lightning's checkpoint of a rank holds that may be another rank's own, in that rank's state."""
+"""The parts of Lightning's checkpoint that may differ between ranks, in the state of a rank."""
 BUFFERS = "buffers"
 FINGERPRINT = "fingerprint"
 
 _APART = (BUFFERS, LIGHTNINGS, "callbacks", "flags", "trainer")
 
 OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
-"""A resume doesn't need these, and they may hold any object."""
+"""Keys that a resume doesn't need; their values may be any object."""
 
-# The same on every rank: weights are synchronised, those that WeightAveraging puts aside too, and loops count together.
+# The same on every rank: weights are synchronized, even those that WeightAveraging sets aside; loops count together.
 _WEIGHTS = ("state_dict", "current_model_state", "optimizer_states")
 SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
 
@@ -39,13 +39,13 @@ SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHT
 def full_state(
     state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any, *, buffers: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Return the state of a rank with what Lightning would keep of rank 0 only.
+    """Return a rank's state, including the parts that Lightning would keep for rank 0 only.
 
     Args:
-        state: Of this rank.
-        checkpoint: Lightning's, as it was at the instant of that state.
-        module: Whose it is.
-        buffers: Those of its buffers that are others now.
+        state: The state of this rank.
+        checkpoint: Lightning's checkpoint at the instant of that state.
+        module: The module that the state belongs to.
+        buffers: The values of buffers that have changed since.
     """
     found = {**buffers_state(module), **buffers, **state.get(BUFFERS, {})}
     return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
@@ -54,7 +54,7 @@ def full_state(
 def as_captured(
     checkpoint: Mapping[str, Any], instead: Mapping[str, Any] | None, trainer: Trainer
 ) -> Mapping[str, Any]:
-    """Return Lightning's checkpoint with those of its parts that may be a rank's own as they were at a capture."""
+    """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
     if instead is None:
         return checkpoint
     found = {**checkpoint, "callbacks": instead["callbacks"], "lr_schedulers": instead["schedulers"]}
@@ -70,10 +70,10 @@ def gather(
     """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
 
     Args:
-        ranks: Who takes part.
-        position: Where this one is; all must be at the same place.
-        state: Of this rank, as it is kept of rank 0.
-        full: The same by `full_state`.
+        ranks: The ranks that take part.
+        position: Where this rank is; all must be at the same place.
+        state: The state of this rank, in the form kept for rank 0.
+        full: The same state, from `full_state`.
 
     Raises:
         RanksLostError: If the ranks are at different places, or one of them is gone.
@@ -92,12 +92,12 @@ def gather(
 
 
 def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank; nothing if the checkpoint was saved by another rank alone.
+    """Return the state of a rank; empty if the checkpoint was saved without this rank.
 
     Args:
         part: Our part of the checkpoint.
-        rank: Which.
-        checkpoint: The whole.
+        rank: The number of the rank.
+        checkpoint: The whole checkpoint.
     """
     packed: Sequence[Mapping[str, Any]] = part["ranks"]
     if rank >= len(packed):
@@ -106,23 +106,23 @@ def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) 
     if rank == 0:
         return first
     state = patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed[rank]))
-    # Which files there were is rank 0's to say, who writes them: the others may have looked while it did.
+    # Rank 0 writes the files, so its list of existing files counts: the others may have looked while it wrote.
     found = first["files"]["checkpoints"]["found"] if "files" in first else None
     return state if found is None else _with_found(state, found)
 
 
 def kept_apart(part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of what other ranks have otherwise than rank 0, and nobody merges.
+    """Return the names of state that differs from rank 0's on other ranks, and that is not merged.
 
     Args:
         part: Our part of the checkpoint.
-        checkpoint: The whole.
+        checkpoint: The whole checkpoint.
     """
     first = {**unpack_blobs(part["ranks"][0]), LIGHTNINGS: _lightnings(checkpoint)}
     names: dict[str, None] = {}
     for rank in range(1, len(part["ranks"])):
         state = state_of(part, rank, checkpoint)
-        # A buffer of the state_dict is in it only if it differs.
+        # A buffer of the state_dict is listed only if it differs.
         names.update(dict.fromkeys(f"{BUFFERS}.{name}" for name in state[BUFFERS].keys() - first[BUFFERS].keys()))
         for kind in _APART:
             names.update(dict.fromkeys(_names(first.get(kind), state.get(kind), "" if kind == LIGHTNINGS else kind)))

@@ -1,4 +1,4 @@
-"""The ranks of a fit: each tells the others what they need to save, to stop and to resume together."""
+"""The ranks of a fit: each sends the others what they need to save, stop, and resume together."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_faulttolerant.errors import CheckpointError, UnsupportedTrainerEr
 
 _Result = TypeVar("_Result")
 
-# A save on rank 0 is waited for by all: as long as torch waits for a collective.
+# All ranks wait for a save on rank 0, for as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
-_SPARE_DESCRIPTORS = 16  # a listener, an autosave, what workers are told by
+_SPARE_DESCRIPTORS = 16  # a listener, an autosave, connections to workers
 
 
 class Ranks(Protocol):
-    """Those who train together.
+    """The ranks that train together.
 
-    `to_first` and `from_first` are collectives: all ranks must come to them, in the same order. Nobody calls them where
+    `to_first` and `from_first` are collectives: all ranks must call them, in the same order. Never call them where
     another rank may not: not in a signal handler, not after an exception.
     """
 
@@ -38,7 +38,7 @@ class Ranks(Protocol):
         """The world size."""
 
     def to_first(self, step: str, value: Any) -> list[Any] | None:
-        """Tell rank 0; return what all have told, in order, on rank 0, and ``None`` on the others.
+        """Send a value to rank 0. Return the values of all ranks, in order, on rank 0, and ``None`` on the others.
 
         Raises:
             RanksLostError: If a rank is gone, does not answer in time, or is at another step.
@@ -48,11 +48,11 @@ class Ranks(Protocol):
         """Return rank 0's value on every rank.
 
         Raises:
-            RanksLostError: Likewise.
+            RanksLostError: If a rank is gone, does not answer in time, or is at another step.
         """
 
     def close(self) -> None:
-        """Give the connections back; each rank by itself."""
+        """Close the connections; each rank by itself."""
 
 
 @final
@@ -64,11 +64,11 @@ class Alone:
     num_ranks: int = 1
 
     def to_first(self, step: str, value: Any) -> list[Any]:
-        """Return the own value."""
+        """Return this rank's value."""
         return [value]
 
     def from_first(self, step: str, value: Any) -> Any:
-        """Return the own value."""
+        """Return this rank's value."""
         return value
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Alone:
 
 @final
 class RankGroup:
-    """Several ranks; made by all of them at the same time, when their process group is there."""
+    """Several ranks. All of them create it at the same time, when their process group exists."""
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -85,7 +85,7 @@ class RankGroup:
         self._channel = Channel(range(self.num_ranks), _TIMEOUT)
 
     def to_first(self, step: str, value: Any) -> list[Any] | None:
-        """Tell rank 0; see `Ranks`."""
+        """Send a value to rank 0; see `Ranks`."""
         return self._channel.to_first(step, value)
 
     def from_first(self, step: str, value: Any) -> Any:
@@ -93,18 +93,18 @@ class RankGroup:
         return self._channel.from_first(step, value)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._channel.close()
 
 
 def check_descriptors(num_ranks: int) -> None:
-    """Make sure that this process may open as many connections as so many ranks take.
+    """Check that this process may open as many connections as this number of ranks takes.
 
-    gloo connects each rank with each other one, and ends the process without a word of Python's when it can't. Rank 0
-    has one more for each.
+    gloo connects each rank with every other one. If it can't, it ends the process without a message from Python. Rank 0
+    has one more connection for each rank.
 
     Raises:
-        UnsupportedTrainerError: If it may not.
+        UnsupportedTrainerError: If the process may not open that many.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = Path("/proc/self/fd")
@@ -119,15 +119,15 @@ def check_descriptors(num_ranks: int) -> None:
 
 
 def connect(trainer: Trainer) -> Ranks:
-    """Connect the ranks of a fit, whose process group is there; all of them at the same time."""
+    """Connect the ranks of a fit when its process group exists; all of them at the same time."""
     return Alone() if trainer.world_size == 1 else RankGroup()
 
 
 def by_first(ranks: Ranks, step: str, work: Callable[[], _Result]) -> _Result:
-    """Let rank 0 do what a save needs of it, and return what that gave on every rank; a collective.
+    """Let rank 0 do its part of a save, and return the result on every rank; a collective.
 
     Raises:
-        CheckpointError: On the others, if it failed; what it raises on rank 0 is raised there as it is.
+        CheckpointError: On the other ranks, if it failed. On rank 0 the exception itself is raised.
     """
     if ranks.rank > 0:
         told: tuple[str, _Result] = ranks.from_first(step, None)

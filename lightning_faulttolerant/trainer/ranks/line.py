@@ -1,8 +1,8 @@
-"""A connection of each rank to rank 0: what they tell one another at any time, and how the end of a process is noticed.
+"""A connection of each rank to rank 0, for messages at any time, and to notice when a process ends.
 
-Nobody waits in it, and nothing is sent while there is nothing to say. A process that has died, of whatever, is known by
-its connection, which the kernel closes: one that is slow, stopped, or holds the interpreter's lock is never taken for
-dead. Of a machine that is gone the kernel hears no answer to its probes.
+Nothing waits in it, and nothing is sent while there are no messages. When a process dies, of whatever cause, the kernel
+closes its connection. So a process that is slow, stopped, or holds the interpreter's lock is never taken for dead. When
+a machine is gone, the kernel gets no answer to its probes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # A worker that outlives its rank would keep the connection open, and the rank alive for the others.
+    # A worker that outlives its rank would keep the connection open, so the other ranks would take the rank for alive.
     for connection in list(_open_sockets):
         connection.close()
 
@@ -43,23 +43,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class Line(Protocol):
-    """What a rank sees of it. One thread uses it."""
+    """One rank's end of the connection. Only one thread uses it."""
 
     def send(self, message: Message) -> None:
-        """Tell rank 0 something; rank 0 tells all others."""
+        """Send a message to rank 0; rank 0 sends to all other ranks."""
 
     def receive(self) -> list[tuple[int, Message | None]]:
-        """Return what has come in, each with the rank that has told it; ``None``: that rank's process is gone."""
+        """Return the received messages, each with the rank that sent it; ``None``: the process of that rank is gone."""
 
     def close(self) -> None:
-        """Take leave: to be gone from now on means nothing. May be called twice."""
+        """Say goodbye: the end of this process means nothing from now on. May be called twice."""
 
 
 _LEAVES: Message = {"leaves": True}
 
 
 class _Connection:
-    """Messages, one a line, over a socket that never blocks."""
+    """Messages, one per line, over a socket that never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -82,13 +82,13 @@ class _Connection:
         while self._to_send and not self.is_over:
             try:
                 self._to_send = self._to_send[self.socket.send(self._to_send) :]
-            except BlockingIOError:  # noqa: PERF203 - the loop is for what is left over
+            except BlockingIOError:  # noqa: PERF203 - the loop is for the remaining bytes
                 return
-            except OSError:  # its end is noticed where it is read
+            except OSError:  # the reading side notices the end
                 self._to_send = b""
 
     def receive(self) -> list[Message]:
-        """Return the messages that are there; afterwards `is_over` says whether the other end is gone."""
+        """Return the available messages; afterwards, `is_over` says whether the other end is gone."""
         self.flush()
         while not self.is_over:
             try:
@@ -113,9 +113,9 @@ class Spoke:
     """The line of a rank that is not rank 0.
 
     Args:
-        rank: This one's.
-        address: Host and port of the `Hub`.
-        token: Its.
+        rank: The number of this rank.
+        address: The host and port of the `Hub`.
+        token: The token of the `Hub`.
 
     Raises:
         RanksLostError: If rank 0 can't be reached there.
@@ -134,11 +134,11 @@ class Spoke:
         self._has_told = False
 
     def send(self, message: Message) -> None:
-        """Tell rank 0."""
+        """Send a message to rank 0."""
         self._connection.send(message)
 
     def receive(self) -> list[tuple[int, Message | None]]:
-        """Return what rank 0 has told."""
+        """Return the messages from rank 0."""
         if self._has_told:
             return []
         told: list[tuple[int, Message | None]] = [(0, message) for message in self._connection.receive()]
@@ -151,7 +151,7 @@ class Spoke:
         return told
 
     def close(self) -> None:
-        """Take leave."""
+        """Say goodbye."""
         if not self._connection.is_over:
             self._connection.send(_LEAVES)
         self._has_told = True
@@ -160,7 +160,7 @@ class Spoke:
 
 @final
 class Hub:
-    """The line of rank 0, which all others are connected to."""
+    """The line of rank 0. All other ranks connect to it."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(16)
@@ -175,10 +175,10 @@ class Hub:
         self._early: list[tuple[int, Message | None]] = []
 
     def wait_for(self, num_others: int) -> None:
-        """Wait until all others are connected: what is told before would not come to them.
+        """Wait until all other ranks are connected: they would miss messages that are sent before.
 
         Raises:
-            RanksLostError: If they are not within a minute.
+            RanksLostError: If they are not connected within a minute.
         """
         deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._others) < num_others:
@@ -188,16 +188,16 @@ class Hub:
                     f" within {_CONNECT_SECONDS:g} seconds. Let the ranks reach all ports"
                     " of rank 0's machine"
                 )
-            self._early = self.receive()  # with what was there before
+            self._early = self.receive()  # includes the earlier ones
             time.sleep(0.001)
 
     def send(self, message: Message) -> None:
-        """Tell all others."""
+        """Send a message to all other ranks."""
         for connection in self._others.values():
             connection.send(message)
 
     def receive(self) -> list[tuple[int, Message | None]]:
-        """Return what the others have told."""
+        """Return the messages from the other ranks."""
         told, self._early = self._early, []
         for key, _ in self._selector.select(timeout=0):
             if key.fileobj is self._server:
@@ -211,7 +211,7 @@ class Hub:
         return told
 
     def close(self) -> None:
-        """Take leave of all."""
+        """Say goodbye to all."""
         self.send(_LEAVES)
         for connection in (*self._nameless.values(), *self._others.values()):
             connection.close()
@@ -221,8 +221,8 @@ class Hub:
         self._server.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # of which BlockingIOError is one: nobody else is there
-            while True:  # thousands may come at once
+        with contextlib.suppress(OSError):  # includes BlockingIOError: no more connections are waiting
+            while True:  # thousands may come at the same time
                 connection = _Connection(self._server.accept()[0])
                 self._nameless[connection.socket.fileno()] = connection
                 self._selector.register(connection.socket, selectors.EVENT_READ)
@@ -234,7 +234,7 @@ class Hub:
             is_ours = not messages or hmac.compare_digest(messages[0]["token"], self.token)
         except (ValueError, KeyError, TypeError):
             messages, is_ours = [], False
-        if not is_ours or (connection.is_over and not messages):  # somebody else's
+        if not is_ours or (connection.is_over and not messages):  # a stranger's connection
             del self._nameless[fd]
             self._selector.unregister(connection.socket)
             connection.close()
@@ -261,7 +261,7 @@ class Hub:
 
 def _listen() -> socket.socket:
     if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be switched off all the same
+        with contextlib.suppress(OSError):  # IPv6 may be switched off nevertheless
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
@@ -270,8 +270,8 @@ def open_line(ranks: Ranks, host: str) -> Line:
     """Connect the ranks; all of them at the same time.
 
     Args:
-        ranks: Those.
-        host: Where rank 0 can be reached by all.
+        ranks: The ranks to connect.
+        host: The host at which all ranks can reach rank 0.
     """
     hub = Hub() if ranks.rank == 0 else None
     told = ranks.from_first("the line", hub and (hub.port, hub.token))

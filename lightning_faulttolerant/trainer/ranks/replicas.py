@@ -1,8 +1,8 @@
 """Parameters that several ranks hold alike: a checkpoint has each once, so a difference between them would be lost.
 
-Under tensor parallelism nobody averages the gradients of what is not cut over the ranks: it stays alike only as long as
-all of them see the same batches and draw the same. Under DDP a rank may change weights by itself, or average them now
-and then only (``model_averaging_period``).
+Under tensor parallelism, the gradients of parameters that are not sharded are not averaged over the ranks. These
+parameters stay equal only as long as all ranks see the same batches and draw the same random numbers. Under DDP, a rank
+may change weights by itself, or average them only now and then (``model_averaging_period``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_SHOWN = 5
 
 @final
 class Replicas:
-    """Compares what several ranks hold of a module.
+    """Compares a module's parameters between the ranks that hold them.
 
     Args:
-        trainer: Whose module.
-        ranks: Who compare.
+        trainer: The trainer of the module.
+        ranks: The ranks that compare.
         strict: Whether a difference is an error rather than a warning.
     """
 
@@ -57,9 +57,9 @@ class Replicas:
         self._has_warned = True
 
     def why_not_exact(self) -> tuple[str, ...]:
-        """Return why a checkpoint that somebody else asks for can't be exact, if weights are why; a collective.
+        """Return why a checkpoint that user code requests can't be exact, if weights are the reason; a collective.
 
-        Only where nothing is in shards: it may be the middle of a batch.
+        Compare only where nothing is sharded: it may be the middle of a batch.
         """
         if isinstance(self._trainer.strategy, ModelParallelStrategy):
             return ()
@@ -67,9 +67,9 @@ class Replicas:
         return (reason,) if reason else ()
 
     def _difference(self) -> str:
-        """Return what is not the same on all ranks, as a sentence, or nothing; a collective."""
+        """Return a sentence about the parameters that differ between ranks, or an empty string; a collective."""
         if self._ranks.num_ranks == 1 or isinstance(self._trainer.strategy, FSDPStrategy):
-            return ""  # FSDPStrategy leaves each rank with a part of its own
+            return ""  # FSDPStrategy gives each rank its own part
         reshard(self._trainer)
         told = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
         differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
@@ -95,7 +95,7 @@ def _sums(module: nn.Module) -> dict[str, int]:
 
 
 def _place(parameter: Any) -> str | None:
-    """Return which piece of a parameter this rank has, ``None`` if no other rank has it too."""
+    """Return which piece of a parameter this rank has, or ``None`` if no other rank has it too."""
     if shard_of(parameter) is parameter:
         return ""
     placements, coordinate = parameter.placements, parameter.device_mesh.get_coordinate() or ()

@@ -1,7 +1,7 @@
-"""Autosaves of strategies that shard: a directory that each rank writes its own files into, and rank 0 commits.
+"""Autosaves of strategies that shard: each rank writes its own files into a directory, and rank 0 commits it.
 
-The strategy saves and loads, by ``torch.distributed.checkpoint``: no shard is written here. Our part of the checkpoint
-rides in the file that Lightning writes for all that is not in shards.
+The strategy saves and loads with ``torch.distributed.checkpoint``: this module writes no shards. Our part of the
+checkpoint is in the file that Lightning writes for everything outside the shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_faulttolerant.trainer.telling import tell
 _Result = TypeVar("_Result")
 
 IN_SHARDS = ("state_dict", "optimizer_states")
-"""What of a checkpoint the strategy takes out and writes as shards."""
+"""The parts of a checkpoint that the strategy takes out and writes as shards."""
 
 _SEEN_WITHIN_SECONDS = 60.0
 _TORCH_CAN_T_WRITE = re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing")
@@ -41,12 +41,12 @@ _TORCH_CAN_T_WRITE = re.compile(r"inline_container.*unexpected pos|PytorchStream
 
 @final
 class ShardWriter:
-    """Writes autosaves of several files; each method that does is a collective.
+    """Writes autosaves of several files; each method that writes is a collective.
 
     Args:
-        trainer: Whose strategy shards.
-        series: Where they go; ``None`` on ranks other than 0.
-        ranks: Who writes together.
+        trainer: The trainer with the strategy that shards.
+        series: The series that the autosaves belong to; ``None`` on ranks other than 0.
+        ranks: The ranks that write together.
     """
 
     def __init__(self, trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> None:
@@ -63,19 +63,19 @@ class ShardWriter:
         flush: Callable[[], object] = lambda: None,
         raises: bool = True,
     ) -> tuple[str, str]:
-        """Write an autosave; what is in shards is taken out of `checkpoint`.
+        """Write an autosave; parts that are written as shards are taken out of `checkpoint`.
 
         Args:
-            checkpoint: Lightning's, of this rank; our part is in rank 0's.
+            checkpoint: Lightning's checkpoint of this rank; on rank 0 it has our part.
             position: Where it was taken.
             flush: Called first, on each rank.
-            raises: Whether a disk or a store that can't be written to is an error.
+            raises: Whether it is an error if a disk or store can't be written to.
 
         Returns:
-            Its path, and why it could not be written: one of the two is empty, and both are the same on every rank.
+            The path, and why the write failed: one of the two is empty, and both are the same on every rank.
 
         Raises:
-            CheckpointError: On every rank, if a rank could not do its part. What it raises there is raised as it is.
+            CheckpointError: On every rank, if a rank failed. On that rank its own exception is raised.
         """
         self._failure = ""
         try:
@@ -102,22 +102,22 @@ class ShardWriter:
             return self._first("commit", lambda: _of_first(series).commit_directory(directory, files))
         except BaseException:
             if series is not None:
-                with suppress(OSError):  # the first error is the one to see, and the next save tries again
+                with suppress(OSError):  # the first error is the one to report, and the next save tries again
                     series.drop_directory(directory)
             raise
 
     def _first(self, step: str, work: Callable[[], _Result]) -> _Result:
-        """Do something on rank 0, and return what it gave on each; if it fails, every rank raises."""
+        """Do something on rank 0, and return the result on each rank; if it fails, every rank raises."""
         results = self._together(step, work if self._ranks.rank == 0 else lambda: None)
         result: _Result = self._ranks.from_first(step, None if results is None else results[0])
         return result
 
     def _together(self, step: str, work: Callable[[], _Result]) -> list[_Result] | None:
-        """Do something on each rank, and return what all gave on rank 0; if it fails on one, every rank raises."""
+        """Do something on each rank, and return all results on rank 0; if it fails on one rank, every rank raises."""
         failure, result, own = "", None, None
         try:
             result = work()
-        except (Exception, _torchs_exception()) as error:  # noqa: BLE001 - raised again below, when the others know
+        except (Exception, _torchs_exception()) as error:  # noqa: BLE001 - raised again below, once all ranks know
             failure, own = described(error), error
         can_wait = own is None or is_of_the_store(own)
         answers = self._ranks.to_first(step, (failure, can_wait, result))
@@ -131,18 +131,18 @@ class ShardWriter:
 
 
 def _torchs_exception() -> type[BaseException]:
-    """Return what ``torch.distributed.checkpoint`` raises on each rank, which is no `Exception`."""
+    """Return what ``torch.distributed.checkpoint`` raises on each rank. It is not an `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415, RUF100 - takes a second to import
 
     return CheckpointException
 
 
 def is_of_the_store(error: BaseException) -> bool:
-    """Return whether a save failed because the disk or store could not be written: a later one may succeed.
+    """Return whether a save failed because the disk or store could not be written to: a later save may succeed.
 
     Args:
-        error: What it has raised. Of ``torch.distributed.checkpoint``, it tells what each rank has raised; that of a
-            full disk is a RuntimeError of torch's own.
+        error: The exception. That of ``torch.distributed.checkpoint`` holds the exception of each rank; for a full disk
+            that is a RuntimeError from torch.
     """
     if isinstance(error, OSError):
         return True
@@ -165,7 +165,7 @@ def _of_first(series: AutosaveSeries | None) -> AutosaveSeries:
 
 
 def _wait_for(directory: str) -> None:
-    # On a network file system a directory that another node has made may be seen late.
+    # On a network file system, a directory that another node created may become visible late.
     deadline, pause_seconds = time.monotonic() + _SEEN_WITHIN_SECONDS, 0.01
     while not os.path.isdir(directory):
         if time.monotonic() > deadline:
@@ -178,22 +178,22 @@ def _wait_for(directory: str) -> None:
 
 
 def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> ShardWriter | None:
-    """Return what writes the autosaves of a strategy that shards, ``None`` for one that saves one file."""
+    """Return the writer for the autosaves of a strategy that shards, or ``None`` for one that saves one file."""
     return ShardWriter(trainer, series, ranks) if saves_shards(trainer.strategy) else None
 
 
 def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a checkpoint goes into the file beside the shards."""
+    """Return the parts of a checkpoint that go into the file next to the shards."""
     return {key: value for key, value in checkpoint.items() if key not in IN_SHARDS}
 
 
 def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None]) -> None:
-    """Let Lightning have what a fit continues from; a strategy that loads model and optimizers itself does so.
+    """Give Lightning the checkpoint that a fit continues from; some strategies load model and optimizers themselves.
 
     Args:
-        trainer: Whose fit it is.
-        choice: What it continues from, if from anything.
-        load: Lightning's way, by path.
+        trainer: The trainer of the fit.
+        choice: The checkpoint that the fit continues from, if any.
+        load: Lightning's own way, by path.
     """
     loads_itself = trainer.strategy.restore_checkpoint_after_setup
     if choice.checkpoint is not None and not loads_itself:
@@ -206,9 +206,9 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
 
 
 def reshard(trainer: Trainer) -> None:
-    """Let each sharded module hold its shards again: after a forward pass without a backward it holds all of itself.
+    """Let each sharded module hold only its shards again: after a forward without a backward pass it holds everything.
 
-    It does so by itself before the next state dict or step; nothing is computed or sent.
+    The module would do so by itself before the next state dict or step; nothing is computed or sent.
     """
     if not isinstance(trainer.strategy, ModelParallelStrategy):
         return
@@ -220,7 +220,7 @@ def reshard(trainer: Trainer) -> None:
 
 
 def put_into(trainer: Trainer, instead: Mapping[str, Any]) -> None:
-    """Put the parts of a capture into a module and optimizers that a strategy has loaded by itself."""
+    """Restore the parts of a capture in a module and optimizers that a strategy has loaded by itself."""
     module = trainer.lightning_module
     load_buffers(module, instead["buffers"])
     if instead["extra"]:

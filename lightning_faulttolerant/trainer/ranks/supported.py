@@ -1,4 +1,4 @@
-"""Which strategies are served; all others are refused at the start, before anything is written.
+"""The strategies that are served; all others are refused at the start, before anything is written.
 
 A strategy is served if it is one of these classes, or derives from one and saves and loads as that one does.
 """
@@ -26,7 +26,7 @@ _XLA = (
     "On XLA devices steps run lazily and torch_xla writes the checkpoints: nobody has shown that a run continues"
     " exactly there"
 )
-# They derive from supported ones. What each does that autosaves don't know of, and what to do.
+# These derive from supported strategies. What each does that autosaves can't handle, and what to use instead.
 REFUSED: Mapping[type[Strategy], str] = {
     DeepSpeedStrategy: (
         "DeepSpeed writes its checkpoints itself, of its engine's own state, and loads them into an engine: they can't"

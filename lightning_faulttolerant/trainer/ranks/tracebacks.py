@@ -1,4 +1,4 @@
-"""The traceback of an exception that ends one rank of several: printed at once, and only once.
+"""The traceback of an exception that ends one rank of several: printed immediately, and only once.
 
 The teardown that follows may wait for other ranks until the process is killed, and then Python prints nothing. If the
 exception does end the process, Python would print the same traceback again.
@@ -15,7 +15,7 @@ def print_traceback(exception: BaseException, rank: int) -> None:
     """Print an exception with its traceback, and let Python add one line if it ends the process.
 
     Args:
-        exception: What has ended the rank.
+        exception: The exception that ended the rank.
         rank: The number of the rank.
     """
     trace = "".join(traceback.format_exception(exception))

@@ -1,7 +1,7 @@
-"""The thread that looks on while a rank trains: it speaks for the rank, and ends a process that can't end by itself.
+"""The thread that watches while a rank trains: it speaks for the rank, and ends a process that can't end by itself.
 
-A rank that has failed or died is known to all the others. They can't continue, and most of them wait for it in a
-collective, where no Python runs: who has not ended `ENDS_WITHIN_SECONDS` later is ended.
+When a rank fails or dies, all other ranks learn of it. They can't continue, and most of them wait for that rank in a
+collective, where no Python runs. A process that has not ended `ENDS_WITHIN_SECONDS` later is ended by this thread.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
 _log = logging.getLogger(__name__)
 
 ENDS_WITHIN_SECONDS = 10.0
-"""How long after the failure or the death of a rank the others may take to end."""
+"""How long the other ranks may take to end after a rank fails or dies."""
 _POLL_SECONDS = 0.1
 _BUSY_POLL_SECONDS = 0.02
-# Ranks learn of a stop, and so end for it, one a little after the other.
+# Ranks learn of a stop, and end because of it, one shortly after another.
 _LAST_SECONDS = 1.0
 
 Message = dict[str, Any]
@@ -37,7 +37,7 @@ _DIED: Message = {"text": "has died", "code": 1, "lost": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What has happened to a rank."""
+    """The failure or death of a rank."""
 
     rank: int
     text: str
@@ -46,13 +46,13 @@ class Failure:
 
 
 class Watch:
-    """Looks on from `start` to `close`.
+    """The watching thread, from `start` to `close`.
 
     Args:
-        stop: Its stop signals.
-        rank: Its number.
-        num_ranks: How many there are.
-        line: To the others; ``None`` for a sole rank.
+        stop: The stop signals of this rank.
+        rank: The number of this rank.
+        num_ranks: The number of ranks.
+        line: The line to the other ranks; ``None`` for a single rank.
     """
 
     def __init__(self, stop: StopSignals, *, rank: int = 0, num_ranks: int = 1, line: Line | None = None) -> None:
@@ -64,9 +64,9 @@ class Watch:
         self._chair = Chair(num_ranks) if rank == 0 else None
         self.failure: Failure | None = None
         self.end_together = False
-        """Whether all ranks end by agreement, so that the end of one is no news."""
+        """Whether all ranks end by agreement, so the end of one rank is not a failure."""
         self.looks: list[Callable[[], None]] = [stop.look]
-        """What else is to be looked at, a few times a second."""
+        """Further checks, called a few times a second."""
         self._failed: set[int] = set()
         self._to_tell: list[Message] = []
         self._num_told = 0
@@ -75,25 +75,25 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look on."""
+        """Start the thread."""
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="fault-tolerance-watch", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more, and take leave of the others. May be called twice."""
+        """Stop the thread, and say goodbye to the other ranks. May be called twice."""
         self._closed = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
             self._thread = None
         if self._line is not None:
-            self._talk(self._line)  # what has not been told yet: that this rank has failed
+            self._talk(self._line)  # messages that are not sent yet: that this rank has failed
             self._line.close()
             self._line = None
 
     def fail(self, exception: BaseException) -> None:
-        """Say at once what has ended this rank alone, here and to the others. Said once, whoever calls it again."""
+        """Report the exception that ends this rank alone, here and to the others. Later calls do nothing."""
         if self._line is None or self.end_together or any(message["failed"] == self._rank for message in self._to_tell):
             return
         is_stop = isinstance(exception, TrainingStopped)
@@ -101,7 +101,7 @@ class Watch:
         if not is_stop:
             print_traceback(exception, self._rank)
         code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
-        # Who has lost the others has not failed by itself, and may wait for what they have left undone.
+        # A rank that lost the others has not failed by itself, and may wait for work that they left undone.
         lost = isinstance(exception, RanksLostError)
         told = {"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code, "lost": lost}
         self._to_tell.append(told)
@@ -116,14 +116,14 @@ class Watch:
             self._wake.clear()
             try:
                 self.look()
-            except Exception:  # noqa: BLE001 - who looks on must not end before the rank does
+            except Exception:  # noqa: BLE001 - this thread must not end before the rank does
                 _log.exception("The thread that looks on while a rank trains has met an error.")
 
     def _is_busy(self) -> bool:
         return self._line is not None and self.member.is_busy
 
     def look(self) -> None:
-        """Do all that is to be done now."""
+        """Do everything that is due now."""
         for look in self.looks:
             look()
         if self._line is not None:
@@ -165,7 +165,7 @@ class Watch:
             self._hear(self._rank, message)
 
     def _hear(self, rank: int, message: Message) -> None:
-        """Hear what `rank` has told this one: rank 0 hears all, the others rank 0 only."""
+        """Handle a message from `rank`: rank 0 hears all ranks, the others hear rank 0 only."""
         if self._chair is None:
             self._learn(message)
         elif "failed" in message:
@@ -181,7 +181,7 @@ class Watch:
         if "failed" in message:
             if self.failure is None and not self.end_together:
                 self._note_failure(message)
-        elif "all_failed" in message:  # nobody waits for another: each ends in its own time
+        elif "all_failed" in message:  # no rank waits for another: each ends in its own time
             self.failure = None
             self.end_together = True
         else:

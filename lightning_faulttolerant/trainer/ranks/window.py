@@ -1,4 +1,4 @@
-"""The open accumulation window of a run that continues with another number of ranks: what its gradients weigh then."""
+"""The open accumulation window of a run that continues with another number of ranks: how its gradients are scaled."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_faulttolerant.loader.dealt import Share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What the gradients that were carried over are made of.
+    """The samples behind the gradients that were carried over.
 
     Args:
-        num_samples: How many samples of all ranks together; ``None`` where that is not known.
-        num_in_window: How many a whole window has.
+        num_samples: The number of samples of all ranks together; ``None`` if unknown.
+        num_in_window: The number of samples in a whole window.
     """
 
     num_samples: int | None
@@ -23,21 +23,21 @@ class Window:
 
     @classmethod
     def of(cls, share: Mapping[str, Any] | None, *, num_batches: int, accumulated: int) -> Window:
-        """Return the window that is open after `num_batches` of an epoch, of `accumulated` each."""
+        """Return the window that is open after `num_batches` of an epoch, with `accumulated` batches per window."""
         if share is None:
             return cls(num_samples=None, num_in_window=1)
         at_once = Share(**share).samples_at_once
         return cls(num_samples=num_batches % accumulated * at_once, num_in_window=accumulated * at_once)
 
     def scale(self, *, share: Share | None, num_batches: int, accumulated: int) -> tuple[float, str]:
-        """Return by what the mean of the ranks' gradients is to be multiplied, and what is not right then, if anything.
+        """Return the factor for the mean of the ranks' gradients, and a note on what is inexact then, if anything.
 
-        Each sample has its share of the mean of the window that it is in.
+        Each sample keeps its share in the mean of its window.
 
         Args:
-            share: How samples come to the ranks now.
-            num_batches: How many batches of the epoch are done, had these ranks run all of it.
-            accumulated: How many a window has.
+            share: How samples are dealt to the ranks now.
+            num_batches: The number of finished batches of the epoch, as if these ranks had run all of it.
+            accumulated: The number of batches in a window.
         """
         if share is None or self.num_samples is None:
             return 1.0, "gradients of an open accumulation window: how many samples they are of is not known"

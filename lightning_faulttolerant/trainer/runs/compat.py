@@ -1,4 +1,4 @@
-"""What is private in Lightning and Optuna: the loaders that were passed to ``fit``, and where a study is kept."""
+"""Private names of Lightning and Optuna: the loaders that were passed to ``fit``, and the storage of a study."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STUDY_SEAMS = {"study._storage": "trials of a study in memory are told from thos
 
 
 def given_loaders(trainer: Trainer) -> dict[str, Any]:
-    """Return the training loaders that were passed to ``fit``, by place; none where a module makes them later."""
+    """Return the training loaders that were passed to ``fit``, by place; none if a module creates them later."""
     given = trainer.fit_loop._data_source.instance
     if isinstance(given, (LightningModule, LightningDataModule)):
         return {}
@@ -36,5 +36,5 @@ def _loaders(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def storage_of(study: Any) -> Any:
-    """Return the storage of one of Optuna's studies; nothing public tells whether it is in memory only."""
+    """Return the storage of an Optuna study; nothing public tells whether it is in memory only."""
     return getattr(study, "_storage", None)

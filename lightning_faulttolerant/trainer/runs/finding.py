@@ -1,7 +1,7 @@
-"""In which directory the fit that begins keeps its autosaves, and under which number.
+"""The directory for the autosaves of the fit that begins, and the number of that fit.
 
-A run is recognized by what it is, and not by its directory alone: ``default_root_dir`` may be a new one at each start.
-The rules, and why, are in docs/decisions/0038-which-run.md.
+A run is recognized by what it is, not by its directory alone: ``default_root_dir`` may be a new one at each start.
+The rules, and the reasons for them, are in docs/decisions/0038-which-run.md.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line,
 from lightning_faulttolerant.trainer.telling import tell
 
 _LOOK_EVERY_SECONDS = 0.25
-# Digits as of a time, or as of a random name: 2026-11-24, 20261124, 1a2b3c4d.
+# Digits that look like a time, or like a random name: 2026-11-24, 20261124, 1a2b3c4d.
 _NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b")
 _MAX_SIBLINGS = 20
 _ALIKE, _EXACTLY = 1, 2
 
 _continued = process.continued
-"""The directories that this process continues, by those in which it would have started them."""
+"""Maps the directory in which this process would have started a run to the directory that it continues."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundFit:
-    """Where a fit keeps its autosaves.
+    """The place of a fit's autosaves.
 
     Args:
-        run: Its run, held by this process.
+        run: The run of the fit, held by this process.
         series: The autosaves.
-        number: Of the fit, in the run.
+        number: The number of the fit in the run.
     """
 
     run: Run
@@ -62,8 +62,8 @@ class Finder:
     """Finds the run and the number of one fit.
 
     Args:
-        options: The callback's.
-        default_root_dir: The Trainer's.
+        options: The options of the callback.
+        default_root_dir: The Trainer's ``default_root_dir``.
         fingerprint: How the fit starts.
     """
 
@@ -82,8 +82,8 @@ class Finder:
         """Open the run, and begin the fit in it.
 
         Raises:
-            RunInUseError: If another process has it, and keeps it.
-            CheckpointError: If its directory can't be written.
+            RunInUseError: If another process has the run, and keeps it.
+            CheckpointError: If the directory of the run can't be written to.
         """
         run = self._open()
         with FITS:
@@ -92,7 +92,7 @@ class Finder:
             series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
             autosaves = series.paths()
             fit = known.fits.get(match.number) if autosaves else None
-            start = self._fingerprint.state_dict() if fit is None else fit.start  # that of the first start
+            start = self._fingerprint.state_dict() if fit is None else fit.start  # from the first start
             record = (known if known.run_id else self._record(run)).with_fit(match.number, FitRecord(start=start))
             write_record(run.directory, record)
         self._register(run, record)
@@ -123,7 +123,7 @@ class Finder:
         return run
 
     def _open_patiently(self, directory: str) -> Run:
-        """Open a run; wait as long as its predecessor may take to end."""
+        """Open a run; wait for as long as the previous process may take to end."""
         deadline = time.monotonic() + self._options.grace_seconds
         found = _opened(directory, self._script)
         if isinstance(found, RunInUseError):
@@ -136,7 +136,7 @@ class Finder:
         return found
 
     def _continue(self, directory: str) -> Run | None:
-        """Open a run that was started in another directory; ``None`` if its process keeps it, or has ended it."""
+        """Open a run that was started in another directory; ``None`` if its process keeps it, or has finished it."""
         try:
             run = self._open_patiently(directory)
         except (RunInUseError, CheckpointError, OSError) as error:
@@ -148,9 +148,9 @@ class Finder:
         return None
 
     def _open_one_of_many(self) -> Run:
-        """Open a directory that no other process holds: that of a fit that starts alike before others, else a new one.
+        """Open a directory that no other process holds: if possible one with a fit that starts alike, else a new one.
 
-        Several processes of a sweep have directories that are numbered, and all fits of a process in one. Else each is
+        The processes of a sweep have numbered directories, each for all fits of its process. Otherwise a directory is
         named after how its fit starts.
         """
         stem = self._run_id if self._is_sweep else f"{self._run_id}-{self._fingerprint.name}"
@@ -163,13 +163,13 @@ class Finder:
         return run
 
     def _alike_elsewhere(self, stem: str, here: list[str]) -> list[str]:
-        """Return the directories of such runs that were started in other ones, and have a fit that starts alike."""
+        """Return the directories of runs with this name that began elsewhere and have a fit that starts alike."""
         entries = self._entries if self._options.dirpath is None else []
         paths = [e.directory for e in entries if e.run_id == stem or e.run_id.startswith(f"{stem}-")]
         return [path for path in paths if path not in here and self._likeness(path) >= _ALIKE]
 
     def _likeness(self, directory: str) -> int:
-        """Return how much like this fit one starts that the run of a directory has had."""
+        """Return how closely this fit resembles the most similar fit of the run in a directory."""
         record = read_record(directory)
         starts = [] if record is None else [fit.start for fit in record.fits.values()]
         if any(map(self._fingerprint.is_exactly, starts)):
@@ -179,13 +179,13 @@ class Finder:
     def _open_if_free(self, directory: str) -> Run | None:
         own = run_of_process(directory)
         if own is not None and own.num_open and not self._is_sweep:
-            return None  # a thread, or a fit inside of another one
+            return None  # a thread, or a fit inside another fit
         try:
             run = _opened(directory, self._script)
         except CheckpointError:
             if directory.startswith(directory_of(self._dirpath, "").rstrip("/")):
                 raise
-            return None  # one of another start, in a place that is not there any more
+            return None  # a run of another start, in a place that no longer exists
         if isinstance(run, RunInUseError):
             return None
         fits = [fit for number, fit in run.fits(run.record).items() if number not in run.begun]
@@ -196,11 +196,11 @@ class Finder:
         return None
 
     def _elsewhere(self, default: str) -> str | None:
-        """Return the directory in which this run was started, if that is another one than `default`."""
+        """Return the directory in which this run was started, if it is not `default`."""
         known = self._entries if self._options.dirpath is None else []
         same = {e.directory: self._likeness(e.directory) for e in known if self._is_same(e)}
         found = [path for path, likeness in same.items() if likeness == _EXACTLY]
-        # Without a seed the weights are others at each start. Who names another directory may mean another run.
+        # Without a seed, the weights differ at each start. A user who names another directory may mean another run.
         found += [path for path, likeness in same.items() if likeness == _ALIKE and self._is_volatile(path)]
         if not self._has_name:
             runs = {entry.directory: entry.command for entry in known} | self._siblings
@@ -212,7 +212,7 @@ class Finder:
         return entry.run_id == self._run_id and entry.command.name == self._start.command.name
 
     def _is_volatile(self, directory: str) -> bool:
-        """Return whether the directory of this start is another one at each start: Hydra's, or named by the time."""
+        """Return whether the directory differs at each start: it is Hydra's, or it is named after the time."""
         if hydra_config() is not None:
             return True
         here, there = (path.split("/") for path in (str(self._dirpath), directory))
@@ -221,14 +221,14 @@ class Finder:
 
     @functools.cached_property
     def _entries(self) -> list[Entry]:
-        """The interrupted runs of this script in the registry, without those that this process has."""
+        """The interrupted runs of this script in the registry, without those that this process has open."""
         entries = [] if self._registry is None else self._registry.entries()
         own = [entry for entry in entries if entry.command.name == self._start.command.name]
         return [e for e in own if run_of_process(e.directory) is None and autosaves_of(e.directory)]
 
     @functools.cached_property
     def _siblings(self) -> dict[str, Command]:
-        """The interrupted runs of the same script that keep their autosaves in the same place, by directory."""
+        """The interrupted runs of the same script with autosaves in the same place, by directory."""
         stem = self._start.run_id.rpartition("-")[0]
         try:
             folders = open_store(self._dirpath).listing().folders
@@ -277,7 +277,7 @@ class Finder:
 
 
 def _opened(directory: str, script: Script) -> Run | RunInUseError:
-    """Open a run, or return why that is not possible while another process has it."""
+    """Open a run, or return the error if another process has it."""
     try:
         return open_directory(directory, script)
     except RunInUseError as error:

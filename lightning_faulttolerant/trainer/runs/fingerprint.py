@@ -1,7 +1,7 @@
-"""The start fingerprint: what a fit is, as far as it is known before it has set anything up.
+"""The start fingerprint: what is known of a fit before it sets anything up.
 
-It tells the fits of one script from one another, and says whether the same script in another directory is the same run.
-What a resumed run must agree on is another matter: see ``trainer/fingerprint.py``.
+It tells the fits of one script apart, and whether the same script in another directory is the same run. What a resumed
+run must agree on is another matter: see ``trainer/fingerprint.py``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NOT_OWN = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartFingerprint:
-    """What a fit is when it starts.
+    """What is known of a fit when it starts.
 
     Args:
-        core: Classes, shapes, hyperparameters, numbers among the attributes, the seed, and the trial of a study. A
-            script that draws at random without a seed has the same at each start.
-        data: Of the loaders that were passed to ``fit``, by place.
+        core: Classes, shapes, hyperparameters, numbers among the attributes, the seed, and the trial of a study. It is
+            the same at each start, even if a script draws random numbers without a seed.
+        data: The fingerprints of the loaders that were passed to ``fit``, by place.
         weights: A checksum of the initial weights.
     """
 
@@ -47,12 +47,12 @@ class StartFingerprint:
     weights: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the fingerprint in a form that JSON can hold."""
         return {"core": self.core, "data": self.data, "weights": self.weights}
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether it has a trial, or numbers of its own, that another trial of a sweep would have others of."""
+        """Whether it has a trial, or numbers that would differ in another trial of a sweep."""
         return "trial" in self.core or bool(self.core.get("values") or self.core.get("data values"))
 
     @property
@@ -61,39 +61,39 @@ class StartFingerprint:
         return hashlib.blake2b(repr(self.core).encode(), digest_size=4).hexdigest()
 
     def differs(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return a line for each difference in `core` and `data` from what `state_dict` gave of another one."""
+        """Return a line for each difference in `core` and `data` from another fingerprint's `state_dict`."""
         return [
             *differences(saved.get("core", {}), self.core),
             *differences(saved.get("data", {}), self.data),
         ]
 
     def has_core(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another one has the same `core`."""
+        """Return whether another fingerprint has the same `core`."""
         return bool(saved.get("core") == self.core)
 
     def has_data(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another one has the same `data`."""
+        """Return whether another fingerprint has the same `data`."""
         return bool(saved.get("data") == self.data)
 
     def has_weights(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another one has the same `weights`."""
+        """Return whether another fingerprint has the same `weights`."""
         return bool(saved.get("weights") == self.weights)
 
     def is_alike(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another one is the same but for the weights: without a seed they are others at each start."""
+        """Return whether another fingerprint is the same except for the weights, which vary without a seed."""
         return self.has_core(saved) and self.has_data(saved)
 
     def is_exactly(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another one is the same in all."""
+        """Return whether another fingerprint is the same in everything."""
         return self.is_alike(saved) and self.has_weights(saved)
 
 
 def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> StartFingerprint:
-    """Return what the fit that begins is; nothing is drawn.
+    """Return the fingerprint of the fit that begins; no random numbers are drawn.
 
     Args:
-        trainer: Whose fit it is, before its callbacks are set up.
-        ignored: Hyperparameters that may differ from start to start; names with dots for those inside others.
+        trainer: The trainer of the fit, before its callbacks are set up.
+        ignored: Hyperparameters that may differ between starts; names with dots for nested ones.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
     core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
@@ -109,16 +109,16 @@ def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> Sta
 
 
 def _data_of(loader: Any) -> Any:
-    """Return what is known of the data of a loader; how it makes batches of them may differ where a run is elastic."""
+    """Return what is known of a loader's data; how the loader batches it may change in an elastic resume."""
     try:
         found = loader_fingerprint(loader)
-    except Exception:  # noqa: BLE001 - of a data set that can't be asked before it was set up
+    except Exception:  # noqa: BLE001 - from a data set that can't be queried before it is set up
         return {"class": type(loader).__qualname__}
     return _jsonable(found.get("dataset", found))
 
 
 def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
-    """Return numbers and flags among the attributes of an object, and these and texts among its hyperparameters."""
+    """Return numbers and flags of an object's attributes, and numbers, flags, and strings of its hyperparameters."""
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
         attributes.pop(name, None)
@@ -130,7 +130,7 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
 
 
 def _jsonable(value: Any) -> Any:
-    """Return a value as JSON gives it back."""
+    """Return a value in the form in which JSON returns it."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

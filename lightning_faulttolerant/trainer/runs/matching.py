@@ -1,4 +1,4 @@
-"""Which of the fits that a run has had is the one that begins now."""
+"""Finds which of a run's earlier fits is the one that begins now."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_faulttolerant.trainer.runs.fingerprint import StartFingerprint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What was found.
+    """The result of a search.
 
     Args:
-        number: Of the fit.
-        passed_over: The fits that were not finished, and are others, with what differs.
-        is_guess: Whether there was no way to tell one trial from another.
-        is_finished: Whether that fit came to its end.
+        number: The number of the fit.
+        passed_over: The unfinished fits that are not this one, each with its differences.
+        is_guess: Whether nothing distinguishes one trial from another.
+        is_finished: Whether that fit has finished.
     """
 
     number: int
@@ -34,17 +34,17 @@ def match_fit(
     runs_several: Callable[[], bool],
     is_sweep: bool = False,
 ) -> Match:
-    """Return the number under which the fit that begins keeps its autosaves.
+    """Return the number of the fit that begins. Its autosaves are kept under that number.
 
-    Its start fingerprint decides before its place in the order of the script's fits does.
+    Its start fingerprint takes precedence over its place in the order of the script's fits.
 
     Args:
-        fits: The fits that have autosaves, by number; ``None`` where it is not known how one started.
-        taken: Those that this script has begun already.
-        start: How the fit starts that begins now.
-        runs_several: Tells whether the script may run several fits, so that one that matches none is a new one. Only
-            asked where that matters.
-        is_sweep: Whether the fits of a later start are not those of an earlier one in the same order.
+        fits: The fits that have autosaves, by number; ``None`` if it is not known how one started.
+        taken: The numbers of the fits that this script has already begun.
+        start: How the fit that begins now starts.
+        runs_several: Tells whether the script may run several fits, so one that matches none is a new one. Only called
+            if it matters.
+        is_sweep: Whether a later start may run other fits than an earlier one, or run them in another order.
     """
     place = len(taken) + 1
     free = {number: fit for number, fit in sorted(fits.items()) if number not in taken}
@@ -74,7 +74,7 @@ def _first_match(
         return exact[0]
     alike = [number for number in candidates if start.has_core(known[number].start)]
     if is_sweep:
-        # Without a seed the weights are others. What has no number of its own can't be told from another trial.
+        # Without a seed, the weights differ. A fit without numbers of its own can't be told from another trial.
         alike = [number for number in alike if start.has_data(known[number].start) and start.is_told_apart]
         return alike[0] if alike else None
     for number in alike:

@@ -1,4 +1,4 @@
-"""Where the registry of runs is: in a place that stays the same from start to start."""
+"""The place of the registry of runs: it stays the same from start to start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_PYTEST = "PYTEST_CURRENT_TEST"
 
 
 def registry_of_process(start_directory: str) -> Registry | None:
-    """Return the registry of this process; ``None`` in a drill, and in tests, whose fits are all of one command.
+    """Return the registry of this process; ``None`` in a drill, and in tests, where all fits have one command.
 
     Args:
         start_directory: The working directory in which the process was started.
@@ -23,10 +23,10 @@ def registry_of_process(start_directory: str) -> Registry | None:
 
 
 def unregister(directory: str) -> None:
-    """Remove a run from the registry of this process: it has no autosaves any more.
+    """Remove a run that has no autosaves anymore from the registry of this process.
 
     Args:
-        directory: Of the run.
+        directory: The directory of the run.
     """
     registry = registry_of_process(start_directory(os.environ))
     if registry is not None:

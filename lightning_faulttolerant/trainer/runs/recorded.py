@@ -1,4 +1,4 @@
-"""What is in the directory of a run, here or in an object store: its record, ``run.json``, and its autosaves."""
+"""The files in the directory of a run, here or in an object store: its record, ``run.json``, and its autosaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 def read_record(directory: str) -> RunRecord | None:
-    """Return the record of a run; ``None`` if there is none, or none that can be read.
+    """Return the record of a run; ``None`` if it does not exist, or can't be read.
 
     Args:
-        directory: Of the run, as a path or a URL.
+        directory: The directory of the run, as a path or a URL.
     """
     try:
         with open_file(open_store(directory).path(FILE_NAME)) as file:
@@ -28,7 +28,7 @@ def read_record(directory: str) -> RunRecord | None:
 
 
 def write_record(directory: str, record: RunRecord) -> None:
-    """Replace the record of a run. Training resumes where that fails: a later start has less to tell runs apart by."""
+    """Replace the record of a run. If that fails, training goes on, but a later start knows less to tell runs apart."""
     try:
         with open_store(directory).writer(FILE_NAME, fsync=False) as file:
             file.write(record.to_json())
@@ -37,16 +37,16 @@ def write_record(directory: str, record: RunRecord) -> None:
 
 
 def remove_record(directory: str) -> None:
-    """Remove the record of a run, if there is one."""
+    """Remove the record of a run, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         open_store(directory).delete(FILE_NAME)
 
 
 def autosaves_of(directory: str) -> list[tuple[str, str]]:
-    """Return the autosaves of a run, each as the name of its fit's directory and its own; none if none can be listed.
+    """Return a run's autosaves, each as the name of its fit's directory and its own name; none if listing fails.
 
     Args:
-        directory: Of the run, as a path or a URL.
+        directory: The directory of the run, as a path or a URL.
     """
     if not is_url(directory) and not os.path.isdir(directory):
         return []
@@ -54,5 +54,5 @@ def autosaves_of(directory: str) -> list[tuple[str, str]]:
         store = open_store(directory)
         folders = fit_folders(store.listing().folders)
         return [(one, name) for one in folders for name in store.folder(one).names() if AUTOSAVE_NAME.fullmatch(name)]
-    except Exception:  # noqa: BLE001 - clients of stores have errors of their own; who opens the run hears of it
+    except Exception:  # noqa: BLE001 - clients of stores raise their own errors; code that opens the run gets them
         return []

@@ -1,4 +1,4 @@
-"""How this process was started: the script, its arguments, the directory, and the launcher if there is one."""
+"""How this process was started: the script, its arguments, the directory, and the launcher, if any."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 from lightning_faulttolerant.state.objects.users import file_of, is_users_file
 
-# The task's number in a job array; a job's own id is another one each time it is submitted.
+# The number of the task in a job array. A job's own id changes each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
-# Packages that run the code of others: their own file is not the script.
+# Packages that run other code: their own file is not the script.
 _LAUNCHERS = frozenset({"coverage", "debugpy", "ipykernel", "ipykernel_launcher", "joblib", "loky", "papermill", "ray",
                         "submitit"})  # fmt: skip
 _INTERACTIVE, _NOTEBOOK, _RAY = "interactive", "notebook", "ray"
@@ -32,10 +32,10 @@ class Start:
     """How this process was started.
 
     Args:
-        command: What was typed.
-        is_one_of_many: Whether several such processes may train different models at the same time, so that the command
-            does not tell one from the other: a worker of a pool, of Ray or submitit, a notebook without a name.
-        is_killed_at_end: Whether such a process is killed when its work is done.
+        command: The command that was typed.
+        is_one_of_many: Whether several processes with this command may train different models at the same time, so the
+            command does not tell them apart: a worker of a pool, of Ray or submitit, a notebook without a name.
+        is_killed_at_end: Whether the process is killed when its work is done.
     """
 
     command: Command
@@ -46,7 +46,7 @@ class Start:
     def run_id(self) -> str:
         """The default run id: the name of the script, and a hash of script, arguments, and array task."""
         command = self.command
-        # An argument that is no UTF-8, such as the name of a file, is text with surrogates.
+        # An argument that is not UTF-8, such as the name of a file, is a string with surrogates.
         words = [command.script, *command.arguments, *([command.task] if command.task else [])]
         digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(command.script).stem).strip("-._") or "run"
@@ -57,8 +57,8 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
     """Return how this process was started.
 
     Args:
-        argv: Of the process.
-        environment: Of the process.
+        argv: The arguments of the process.
+        environment: The environment of the process.
     """
     script, arguments, is_one_of_many = _script(argv, environment)
     is_child = multiprocessing.parent_process() is not None
@@ -78,14 +78,14 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
 
 
 def start_directory(environment: Mapping[str, str]) -> str:
-    """Return the working directory in which the process was started, as far as that is known.
+    """Return the working directory in which the process was started, as far as it is known.
 
-    Hydra knows it. Else it is that of the shell, where the name of the script leads to the script from there, or where
-    this package was imported there: the script has changed into another directory since. The shell's alone says little:
-    who starts a process in another directory seldom changes the variable.
+    Hydra knows it. Otherwise it is the shell's directory, if the name of the script leads to the script from there, or
+    if this package was imported there: the script has changed its directory since. ``PWD`` alone says little: code that
+    starts a process in another directory seldom changes it.
 
     Args:
-        environment: Of the process.
+        environment: The environment of the process.
     """
     hydra = hydra_config()
     if hydra is not None:
@@ -106,7 +106,7 @@ def _absolute(path: str) -> str:
 def _working_directory() -> str:
     try:
         return os.getcwd()
-    except OSError:  # somebody has removed it
+    except OSError:  # the directory was removed
         return os.environ.get("PWD") or os.path.sep
 
 
@@ -125,20 +125,20 @@ def _content_of(script: str) -> str:
 
 
 def hydra_config() -> Any:
-    """Return the configuration of Hydra itself, if it has started this script; else ``None``."""
+    """Return the configuration of Hydra itself if Hydra started this script, else ``None``."""
     module = sys.modules.get("hydra.core.hydra_config")
     return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
 
 
 def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
-    """Return the script, its arguments, and whether several processes like this one may run at a time."""
+    """Return the script, its arguments, and whether several processes like this one may run at the same time."""
     main = _main_file()
     if main is None:
         return _without_file(argv, environment)
     launcher = _launcher_of(main)
     launched = os.path.join(_working_directory(), argv[0]) if argv and argv[0] else ""
     if launcher is not None and os.path.isfile(launched) and _launcher_of(launched) is None:
-        main, launcher = launched, None  # a debugger or a profiler has put its script there
+        main, launcher = launched, None  # a debugger or a profiler put its script there
     if launcher is not None and launcher != "":
         return _file_of_caller() or launcher, [launcher, start_directory(environment)], True
     hydra = hydra_config()
@@ -148,7 +148,7 @@ def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[
 
 
 def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
-    """Return the same for a notebook, or for a session in which the code is typed."""
+    """Return the same for a notebook, or for a session in which the user types code."""
     names = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     if "get_ipython" not in names:
         return _INTERACTIVE, [], False
@@ -159,7 +159,7 @@ def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str,
 
 
 def _file_of_caller() -> str | None:
-    """Return the script that a launcher runs a function of: the outermost file of the user's that leads here."""
+    """Return the script with the function that a launcher runs: the outermost user file on the call stack."""
     frame, found = inspect.currentframe(), None
     while frame is not None:
         path = file_of(frame)
@@ -184,9 +184,9 @@ def _launcher_of(path: str) -> str | None:
 
 
 def _path_inside(path: str, directory: str) -> Path | None:
-    """Return the path of a file from a directory, or ``None`` if it lies outside.
+    """Return the path of a file relative to a directory, or ``None`` if it is outside.
 
-    The directory may be reached by a link, and what lies in it may be a link itself, as uv and Bazel install packages.
+    The directory may be reached by a link, and its contents may be links too, as uv and Bazel install packages.
     """
     for file, root in ((Path(path), Path(directory)), (Path(path).resolve(), Path(directory).resolve())):
         if file.is_relative_to(root):

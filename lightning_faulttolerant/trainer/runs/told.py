@@ -1,4 +1,4 @@
-"""What is said of runs: from which one a fit continues, which ones it does not, and what to type for another choice."""
+"""Messages about runs: which one a fit continues, which ones it does not, and what to type to choose another."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Interrupted:
     """A run that has autosaves, and is not the one that continues.
 
     Args:
-        directory: Of the run.
-        command: That started it.
+        directory: The directory of the run.
+        command: The command that started it.
     """
 
     directory: str
@@ -38,11 +38,11 @@ class Interrupted:
 
 
 def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
-    """Name the interrupted run of the same script that was saved last, where a fit starts from the beginning.
+    """Name the most recently saved interrupted run of the same script when a fit starts from the beginning.
 
     Args:
-        runs: All of them.
-        command: Of this process.
+        runs: All interrupted runs.
+        command: The command of this process.
     """
     newest = max(runs, key=lambda run: _newest(run.directory)[0], default=None)
     if newest is None:
@@ -61,11 +61,11 @@ def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
 
 
 def tell_passed_over(match: Match, *, run_id: str) -> None:
-    """Say once what interrupted fits of this run a new fit does not continue, and why.
+    """Report once which interrupted fits of this run a new fit does not continue, and why.
 
     Args:
-        match: What was found.
-        run_id: Of this run.
+        match: The result of the search.
+        run_id: The id of this run.
     """
     if match.is_guess and "guess" not in has_told:
         has_told.add("guess")
@@ -82,11 +82,11 @@ def tell_passed_over(match: Match, *, run_id: str) -> None:
 
 
 def advise(exception: BaseException, choice: Choice | None) -> None:
-    """Let the error of a run that differs end with two lines: how to continue it, and how to start it over.
+    """Append two lines to the error for a run that differs: how to continue it, and how to start over.
 
     Args:
-        exception: That ends a fit.
-        choice: What the fit starts from.
+        exception: The exception that ends a fit.
+        choice: The checkpoint that the fit starts from.
     """
     path = "" if choice is None or not choice.is_autosave else str(choice.path)
     directory = path.rpartition("/")[0].rpartition("/")[0]
@@ -100,17 +100,17 @@ def advise(exception: BaseException, choice: Choice | None) -> None:
 
 
 def discard_line(directory: str) -> str:
-    """Return the line that lets a run start over.
+    """Return the command that lets a run start over.
 
     Args:
-        directory: Of the run.
+        directory: The directory of the run.
     """
     has_registry = registry_of_process(start_directory(os.environ)) is not None
     return f"{_PROGRAM} discard {shlex.quote(os.path.basename(directory) if has_registry else directory)}"
 
 
 def _newest(directory: str) -> tuple[float, str]:
-    """Return when the newest autosave of a run was saved, as far as that is known, and its name."""
+    """Return the time of a run's newest autosave, as far as it is known, and its name."""
     found = autosaves_of(directory)
     if is_url(directory):
         return (0.0, found[-1][1]) if found else (0.0, "")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class ToldProgress:
-    """Keeps what it is told, and lets the script continue."""
+    """Keeps the reports it gets, and lets the script continue."""
 
     def __init__(self, where: Path) -> None:
         self.told: list[str] = []
@@ -30,7 +30,7 @@ class ToldProgress:
         self._seen.write_text("0")
 
     def update(self, status: Status) -> None:
-        """Say what was seen; whole at once, for who reads it meanwhile."""
+        """Write the number of seen batches; replace the file as a whole, since the script reads it at the same time."""
         new = self._seen.with_suffix(".new")
         new.write_text(str(status.done))
         new.replace(self._seen)
@@ -40,7 +40,7 @@ class ToldProgress:
         self.told.append(text)
 
     def end(self, status: Status, seconds: float) -> None:
-        """Keep how it ended."""
+        """Keep the end of the run."""
         self.told.append(f"{status.run} {status.done}")
 
 
@@ -52,7 +52,7 @@ class SeenProgress(ToldProgress):
         self._shown = shown
 
     def update(self, status: Status) -> None:
-        """Show it, and say what was seen."""
+        """Show the status, and write the number of seen batches."""
         self._shown.update(status)
         super().update(status)
 
@@ -61,12 +61,12 @@ class SeenProgress(ToldProgress):
         self._shown.tell(text)
 
     def end(self, status: Status, seconds: float) -> None:
-        """Show how it ended."""
+        """Show the end of the run."""
         self._shown.end(status, seconds)
 
 
 def seen_progress_on(where: Path) -> Callable[[TextIO], AbstractContextManager[SeenProgress]]:
-    """What shows progress on a stream, for scripts that keep their autosaves in `where`."""
+    """Return a function that shows progress on a stream, for scripts that keep their autosaves in `where`."""
 
     @contextlib.contextmanager
     def seen_on(stream: TextIO) -> Iterator[SeenProgress]:
@@ -77,22 +77,22 @@ def seen_progress_on(where: Path) -> Callable[[TextIO], AbstractContextManager[S
 
 
 def words(where: Path, *arguments: str) -> tuple[str, ...]:
-    """The command of the script."""
+    """Return the command of the script."""
     return (sys.executable, "-S", str(STAND_IN), str(where / "autosaves"), *arguments)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables that it is started with."""
+    """Return the environment variables of the script."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def drill(where: Path, *arguments: str, **settings: Any) -> DrillResult:
-    """Drill it, with two strikes unless said otherwise."""
+    """Drill the script, with two strikes by default."""
     return make(where, *arguments, **settings).run()
 
 
 def make(where: Path, *arguments: str, **settings: Any) -> Drill:
-    """Make a drill of it."""
+    """Create a drill of the script."""
     own: dict[str, Any] = {
         "command": words(where, *arguments),
         "num_strikes": 2,

@@ -1,4 +1,4 @@
-"""Ledgers as processes would write them, with a change where a test wants one."""
+"""Ledgers as processes write them, changed where a test needs it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NUM_BATCHES = 4
 
 
 def line(event: str, *, fit: int = 1, **values: Any) -> Line:
-    """One line."""
+    """Return one line."""
     return {"event": event, "fit": fit, "time": 0.0, **values}
 
 
 def begun(*, fit: int = 1, pid: int = 1, **surroundings: Any) -> Line:
-    """The line of a fit that begins."""
+    """Return the line of a fit that begins."""
     return line(
         ledger.FIT,
         fit=fit,
@@ -35,18 +35,18 @@ def begun(*, fit: int = 1, pid: int = 1, **surroundings: Any) -> Line:
 
 
 def resumed(epoch: int, batch: int, *, fit: int = 1, text: str | None = None, **values: Any) -> Line:
-    """The line of a fit that continues."""
+    """Return the line of a fit that resumes."""
     words = f"before batch {batch} of epoch {epoch}" if text is None else text
     return line(ledger.RESUMED, fit=fit, epoch=epoch, batch=batch, text=words, exact=True, path="a.ckpt", **values)
 
 
 def autosave_line(epoch: int, batch: int) -> Line:
-    """The line of an autosave."""
+    """Return the line of an autosave."""
     return line(ledger.AUTOSAVE, epoch=epoch, batch=batch, path="a.ckpt")
 
 
 def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
-    """The line of a batch."""
+    """Return the line of a batch."""
     name = f"{fit}-{epoch}-{batch}"
     own = {
         "order": f"order {name}",
@@ -59,7 +59,7 @@ def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
 
 
 def log_line(epoch: int, begun: int, *, fit: int = 1, validating: bool = False, **values: Any) -> Line:
-    """The line of values that were logged."""
+    """Return the line of logged values."""
     metrics = {"loss": f"logged at {epoch} {begun} {validating}"}
     step = epoch * NUM_BATCHES + begun
     own = {"step": step, "metrics": metrics, "epoch_end": False, "logger": None}
@@ -67,7 +67,7 @@ def log_line(epoch: int, begun: int, *, fit: int = 1, validating: bool = False, 
 
 
 def fit_lines(*, fit: int = 1, start: tuple[int, int] = (0, 0)) -> list[Line]:
-    """All that a fit does after a place, to its end."""
+    """Return the lines of a fit from a place to its end."""
     lines = []
     for epoch in range(NUM_EPOCHS):
         for batch in range(NUM_BATCHES):
@@ -86,7 +86,7 @@ def fit_lines(*, fit: int = 1, start: tuple[int, int] = (0, 0)) -> list[Line]:
 
 
 def changed(lines: list[Line], change: Change) -> list[Line]:
-    """The lines as `change` gives them back; None leaves a line out."""
+    """Return the lines as `change` returns them; None leaves a line out."""
     return [new for old in lines if (new := change(dict(old))) is not None]
 
 

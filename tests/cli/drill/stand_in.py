@@ -1,8 +1,8 @@
-"""A script that writes a ledger, saves, and continues, without torch: for what the drill does around a training.
+"""A script that writes a ledger, saves, and resumes, without torch: a stand-in for a training in the drill.
 
-It imports nothing that takes time, since it is started often. Its training is a sum of random numbers. `--flaw` makes a
-part of its state begin again in each process. It continues when the drill has seen its last batch: however busy the
-machine is, a strike hits where it is to hit.
+It imports nothing slow, since it is started often. Its training is a sum of random numbers. `--flaw` makes a part of
+its state restart in each process. It continues when the drill has seen its last batch, so a strike hits at its place
+however busy the machine is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run it with the arguments of the process."""
+    """Run the script with the arguments of the process."""
     arguments = _arguments()
     if arguments.fails and (arguments.fails == "always" or _run_directory(arguments).exists()):
         print("reading data\ntraining\nValueError: it fails")
@@ -45,7 +45,7 @@ class Training:
         self.plain = 0
 
     def run(self) -> None:
-        """Do it, from where it was left."""
+        """Run the fit from where it was left."""
         arguments = self.arguments
         surroundings = {"torch": "2.13", "threads": 2}
         if "threads" in arguments.flaw and self.path.exists():
@@ -72,7 +72,7 @@ class Training:
         self.write("end", weights=digest(self.state["weight"]), optimizers="none", metrics={}, rng="none")
 
     def resume(self) -> None:
-        """Continue from the autosave, if there is one."""
+        """Resume from the autosave, if one exists."""
         if not self.path.exists() or "begins again" in self.arguments.flaw:
             return
         self.state = json.loads(self.path.read_text())
@@ -123,7 +123,7 @@ class Training:
         state["batch"] += 1
 
     def boundary(self) -> None:
-        """Save if it is time, and stop if that was asked for."""
+        """Save if it is time, and stop if requested."""
         self.heed(":".join(map(str, (self.fit, self.state["epoch"], self.state["batch"]))))
         num_done = self.state["epoch"] * self.arguments.batches + self.state["batch"]
         if self.arguments.stop or (self.arguments.every and num_done % self.arguments.every == 0):
@@ -133,7 +133,7 @@ class Training:
             sys.exit(self.arguments.stop[0])
 
     def heed(self, place: str) -> None:
-        """Save and wait where the drill asks for it, as the package does."""
+        """Save and wait where the drill requests it, as the package does."""
         if not self.arguments.heeds:
             return
         if place in os.environ.get("PL_FAULT_TOLERANT_SAVE_AT", "").split(","):
@@ -143,9 +143,9 @@ class Training:
                 time.sleep(0.001)
 
     def wait_to_be_seen(self, num_done: int) -> None:
-        """Wait until the drill knows that so many batches are done."""
+        """Wait until the drill knows that this number of batches is done."""
         if self.arguments.heeds:
-            return  # it is as fast as it can be
+            return  # it runs as fast as it can
         seen = Path(self.arguments.directory).parent / "seen"
         while seen.exists() and not self.arguments.stop and not self.arguments.silent:
             number = seen.read_text()
@@ -181,7 +181,7 @@ class Training:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of what JSON can hold."""
+    """Return a digest of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

@@ -15,12 +15,12 @@ OTHER = (0.3).hex()
 
 
 def whole() -> RankOfRun:
-    """A run that nobody interrupts."""
+    """Return an uninterrupted run."""
     return join(0, [[begun(), *fit_lines()]])
 
 
 def mismatch_of(*changes: Change) -> Mismatch:
-    """What differs first in a run that continues at batch 2 of epoch 0 and is changed after it."""
+    """Return the first difference of a run that resumes at batch 2 of epoch 0 and is changed after it."""
     lines = fit_lines(start=(0, 2))
     for change in changes:
         lines = changed(lines, change)
@@ -30,7 +30,7 @@ def mismatch_of(*changes: Change) -> Mismatch:
 
 
 def without(event: str, epoch: int) -> Change:
-    """Leave the lines of a kind and an epoch out."""
+    """Leave out the lines of a kind and an epoch."""
     return lambda found: None if (found["event"], found.get("epoch")) == (event, epoch) else found
 
 
@@ -74,7 +74,7 @@ CAUSES: dict[str, tuple[str, list[Change]]] = {
 
 @pytest.mark.parametrize("case", CAUSES)
 def test_the_cause_is_named(case: str) -> None:
-    """What differs first in a step, or around it, names the part of the state that is behind it."""
+    """The first difference in a step, or around it, names the part of the state that causes it."""
     part, changes = CAUSES[case]
     cause = causes.cause_of(mismatch_of(*changes))
     assert cause.part == part
@@ -83,7 +83,7 @@ def test_the_cause_is_named(case: str) -> None:
 
 
 def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> None:
-    """Of an iterable data set nobody knows the order: the cause says so."""
+    """The order of an iterable data set is unknown, and the cause says so."""
     lines = changed(fit_lines(), lambda found: {**found, "order": None} if found["event"] == ledger.BATCH else found)
     found = changed(lines, since(0, 3, content="x"))
     mismatch = first_mismatch([join(0, [[begun(), *lines]])], [join(0, [[begun(), *found]])])
@@ -92,7 +92,7 @@ def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> Non
 
 
 def test_a_difference_names_values_and_what_is_equal() -> None:
-    """The values are shown in decimals to their last digit, with what was equal beside them and before."""
+    """The values are shown in decimals to their last digit, with the equal values beside and before them."""
     difference = difference_of(mismatch_of(since(0, 3, loss=(0.125).hex(), learning_rates=[[(0.2).hex()]])))
     assert difference.place == "batch 3 of epoch 0"
     assert (difference.number, difference.num_equal, difference.process) == (3, 3, 1)
@@ -105,7 +105,7 @@ def test_a_difference_names_values_and_what_is_equal() -> None:
 
 
 def test_an_event_that_is_not_there_is_shown_against_what_is() -> None:
-    """Where one run does something else, or nothing, both are named."""
+    """If one run does something else, or nothing, both are named."""
     [value] = difference_of(mismatch_of(without(ledger.VALIDATED, 0))).values
     assert (value.expected, value.found) == (
         "the validation run after batch 3 of epoch 0",
@@ -118,7 +118,7 @@ def test_an_event_that_is_not_there_is_shown_against_what_is() -> None:
 
 
 def test_the_earliest_difference_of_all_ranks_counts() -> None:
-    """Where several ranks differ, it is the one with the fewest batches before it; a rank that is missing differs."""
+    """If several ranks differ, the one with the fewest batches before it counts; a missing rank differs."""
     expected = [join(rank, [[begun(), *fit_lines()]]) for rank in range(3)]
     found = [
         join(0, [[begun(), *changed(fit_lines(), since(1, 0, loss=OTHER))]]),
@@ -134,7 +134,7 @@ def test_the_earliest_difference_of_all_ranks_counts() -> None:
 
 
 def test_logged_values_can_be_passed_over() -> None:
-    """Values whose names are given, or fit a pattern, are not compared; others in the same line are."""
+    """Values with given names, or names that match a pattern, are not compared; others in the same line are."""
 
     def timed(time: float, loss: float) -> list[Line]:
         log = line(ledger.LOG, epoch=0, batch=1, step=0, metrics={"time/step": time, "loss": loss})
@@ -186,7 +186,7 @@ NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
 
 @pytest.mark.parametrize("case", NOT_DETERMINISTIC)
 def test_why_a_script_is_not_deterministic_is_named(case: str) -> None:
-    """What differs first between two runs that nobody interrupts names the reason and the remedy."""
+    """The first difference between two uninterrupted runs names the reason and the remedy."""
     part, advice, changes = NOT_DETERMINISTIC[case]
     lines = fit_lines()
     for change in changes:

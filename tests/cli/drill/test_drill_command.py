@@ -21,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
-    """Its progress goes to one stream and the verdict to the other, the page is written, torch is not loaded."""
+    """Progress goes to one stream and the verdict to the other, the page is written, and torch is not loaded."""
     program = (
         "import pathlib, sys\n"
         "from lightning_faulttolerant.cli import main\n"
@@ -52,7 +52,7 @@ def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
 def test_the_page_names_the_directory_of_the_ledgers_if_it_stays(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
-    """Where all is exact the directory is removed, unless somebody has asked for it."""
+    """If all is exact, the directory is removed, unless it was requested."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(command, "progress_on", seen_progress_on(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -65,7 +65,7 @@ def test_the_page_names_the_directory_of_the_ledgers_if_it_stays(
 
 
 def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path, capsys: Capture) -> None:
-    """Where the script fails by itself, its own words say most: on the terminal, and on the page."""
+    """If the script fails by itself, its own output says most, on the terminal and on the page."""
     page = tmp_path / "page.html"
     found = call(capsys, "drill", f"--html={page}", "--", *words(tmp_path, "--fails=always"))
     assert "ValueError: it fails" in page.read_text()
@@ -79,7 +79,7 @@ def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path,
 def test_the_verdict_is_told_though_the_page_can_not_be_written(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the end of a drill costs the page only."""
+    """A full disk at the end of a drill costs only the page."""
     monkeypatch.setattr(command, "progress_on", seen_progress_on(tmp_path))
     found = call(capsys, "drill", "--kills=1", "--seed=1", "--html=/dev/full", "--", *words(tmp_path))
     assert found.status == 2
@@ -88,7 +88,7 @@ def test_the_verdict_is_told_though_the_page_can_not_be_written(
 
 
 def test_the_first_signal_ends_a_drill_and_no_more_interrupt_that() -> None:
-    """A second Ctrl-C does not keep it from ending what it has started; nohup stays what it is."""
+    """A second Ctrl-C does not interrupt the cleanup of the started processes, and nohup still works."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with pytest.raises(SystemExit, match="143"):
@@ -99,7 +99,7 @@ def test_the_first_signal_ends_a_drill_and_no_more_interrupt_that() -> None:
 
 
 def end_three_times() -> None:
-    """Send this process a signal that it ignores, one that ends it, and more meanwhile."""
+    """Send this process a signal that it ignores, one that ends it, and more in the meantime."""
     with ended_by_signals():
         os.kill(os.getpid(), signal.SIGHUP)
         try:
@@ -123,7 +123,7 @@ def end_three_times() -> None:
 def test_what_would_fail_in_the_end_is_refused_at_once(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    """A wrong path or command is told before anything is run."""
+    """A wrong path or command is reported before anything runs."""
     (tmp_path / "file.py").touch()
     (tmp_path / "file.sh").touch()
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_what_would_fail_in_the_end_is_refused_at_once(
     "arguments", [[], ["--kills", "0", "--", "python"], ["--timeout", "nan", "--", "python"], ["--signal", "x", "a"]]
 )
 def test_wrong_arguments_of_a_drill_give_the_usage(capsys: Capture, arguments: list[str]) -> None:
-    """Numbers that mean nothing, and a drill without a command, are refused."""
+    """Numbers without a meaning, and a drill without a command, are refused."""
     found = call(capsys, "drill", *arguments)
     assert (found.status, found.out) == (2, "")
     assert "usage: " in found.err
@@ -145,7 +145,7 @@ def test_wrong_arguments_of_a_drill_give_the_usage(capsys: Capture, arguments: l
 def test_a_command_that_can_not_be_started_leaves_no_directory(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script without an interpreter is told, and there are no ledgers of it to keep."""
+    """A script without an interpreter is reported, and there are no ledgers of it to keep."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     script = tmp_path / "script"
     script.write_text("no interpreter")
@@ -159,7 +159,7 @@ def test_a_command_that_can_not_be_started_leaves_no_directory(
 def test_what_stands_behind_the_command_is_the_commands(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, before: list[str]
 ) -> None:
-    """An option of the script is none of the drill's, also where somebody leaves the -- out."""
+    """An option of the script is not the drill's, even without the --."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = call(capsys, "drill", *before, "echo", "--seed", "x", "--out", "a", "--", "b")
     assert "Drill: echo --seed x --out a -- b\n" in found.err
@@ -189,7 +189,7 @@ def test_a_signal_ends_a_drill_and_its_script(tmp_path: Path, signum: int, statu
 
 
 def command_line(process: Path) -> str:
-    """The command line of a process, nothing if it is gone."""
+    """Return the command line of a process, empty if it is gone."""
     try:
         return (process / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -197,7 +197,7 @@ def command_line(process: Path) -> str:
 
 
 def test_moments_are_spread_over_the_run() -> None:
-    """Each of equal parts of a run has one, never before its first batch is done; the same seed gives the same."""
+    """Each of equal parts of a run has one moment, never before the first batch is done; a seed gives the same ones."""
     for seed in range(20):
         settings = DrillSettings(command=("x",), num_strikes=5, seed=seed, directory=Path(), token="t")
         found = moments_of(settings, 101)

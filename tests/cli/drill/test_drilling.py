@@ -24,13 +24,13 @@ NUM_BATCHES = 16
 
 
 def autosaves(directory: Path) -> list[str]:
-    """What is left where the script keeps its autosaves."""
+    """Return the files left where the script keeps its autosaves."""
     path = directory / "autosaves"
     return sorted(os.listdir(path)) if path.exists() else []
 
 
 def assert_exact(found: DrillResult, num_batches: int, num_strikes: int = 2) -> None:
-    """Check that a drill found nothing, and struck as often as it was to."""
+    """Check that a drill found nothing, and struck the requested number of times."""
     assert found.verdict.word == result.EXACT, found
     assert len(found.strikes) == num_strikes
     assert found.uninterrupted is not None
@@ -56,7 +56,7 @@ def test_each_kind_of_strike_interrupts_and_the_run_goes_on(tmp_path: Path, kind
 
 @pytest.mark.parametrize("kind", ["TERM", "exception"])
 def test_a_script_that_ends_well_when_it_is_stopped_goes_on(tmp_path: Path, kind: str) -> None:
-    """An exit code of 0 in the middle of the training, as of a script that catches exceptions, is no end of the run."""
+    """An exit code of 0 in the middle of the training, as of a script that catches exceptions, does not end the run."""
     found = drill(tmp_path, "--epochs", "1", "--stops-with", "0", kind=kind, num_strikes=1)
     assert_exact(found, 8, 1)
     assert found.strikes[0].exit_code == 0
@@ -71,14 +71,14 @@ def test_several_fits_are_drilled_as_one_run(tmp_path: Path) -> None:
 
 
 def test_the_batches_that_were_asked_for_are_struck(tmp_path: Path) -> None:
-    """With ``--at`` a strike comes as soon as so many batches are done, however often others were asked for."""
+    """With ``--at``, a strike comes as soon as that number of batches is done, regardless of the number of strikes."""
     found = drill(tmp_path, "--batches", "4", "--every", "1", at=(2, 5), num_strikes=7)
     assert_exact(found, 8)
     assert [strike.at for strike in found.strikes] == [2, 5]
 
 
 def test_a_batch_behind_the_end_can_not_be_struck(tmp_path: Path) -> None:
-    """A number that the run never reaches is told, with how many batches it has."""
+    """A number that the run never reaches is reported, with the number of batches."""
     found = drill(tmp_path, at=(16,))
     assert found.verdict.word == result.NOT_JUDGED
     assert "--at 16" in found.verdict.text
@@ -94,7 +94,7 @@ def test_a_batch_behind_the_end_can_not_be_struck(tmp_path: Path) -> None:
     ],
 )
 def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
-    """What of a script begins again in each process is named as the likely cause."""
+    """The part of a script that restarts in each process is named as the likely cause."""
     found = drill(tmp_path, "--flaw", flaw, num_strikes=1, seed=3)
     assert found.verdict.word == result.DIFFERS
     assert found.verdict.cause is not None
@@ -105,7 +105,7 @@ def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
 
 
 def test_a_script_that_begins_anew_is_ended_at_once(tmp_path: Path) -> None:
-    """A restart that does not resume is told as that, and nothing is left of it."""
+    """A restart that does not resume is reported as such, and nothing is left of it."""
     found = drill(tmp_path, "--flaw", "begins again")
     assert found.verdict.word == result.DIFFERS
     assert found.verdict.cause is not None
@@ -115,7 +115,7 @@ def test_a_script_that_begins_anew_is_ended_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_script_without_a_seed_can_not_be_judged(tmp_path: Path, is_checked: bool) -> None:
-    """Runs that differ where nobody has interrupted them yet are told as that, at the first batch that shows it."""
+    """Runs that already differ without an interruption are reported as such, at the first batch that shows it."""
     found = drill(tmp_path, "--flaw", "no seed", is_checked=is_checked, num_strikes=1)
     assert found.verdict.word == result.NOT_JUDGED
     assert found.verdict.cause is not None
@@ -136,7 +136,7 @@ def test_a_script_that_passes_the_check_is_drilled(tmp_path: Path) -> None:
 
 
 def test_what_the_clock_gives_can_be_passed_over(tmp_path: Path) -> None:
-    """A time that is logged keeps a drill from being judged, unless it is not compared."""
+    """A logged time keeps a drill from being judged, unless it is not compared."""
     found = drill(tmp_path, "--flaw", "clock", num_strikes=1)
     assert found.verdict.word == result.NOT_JUDGED
     assert found.verdict.cause is not None
@@ -147,7 +147,7 @@ def test_what_the_clock_gives_can_be_passed_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flaw", ["threads", "not exact"])
 def test_what_a_run_says_about_itself_is_named_first(tmp_path: Path, flaw: str) -> None:
-    """Other surroundings, and a restart that was not exact, are the likely cause of a difference, else a note."""
+    """Other surroundings, and an inexact restart, are the likely cause of a difference, otherwise a note."""
     part = {"threads": "surroundings", "not exact": "not restored exactly"}[flaw]
     found = drill(tmp_path, "--flaw", flaw, num_strikes=1)
     assert found.verdict.word == result.EXACT
@@ -162,7 +162,7 @@ def test_what_a_run_says_about_itself_is_named_first(tmp_path: Path, flaw: str) 
 
 @pytest.mark.parametrize("kind", ["KILL", pytest.param("exception", marks=pytest.mark.slow)])
 def test_without_progress_that_was_saved_no_strike_counts(tmp_path: Path, kind: str) -> None:
-    """A run that saves nothing behind its start can't prove anything: the strikes that did not come are told."""
+    """A run that saves nothing after its start can't prove anything, and the strikes that did not come are reported."""
     found = drill(tmp_path, "--every", "0", "--epochs", "1", kind=kind)
     assert found.verdict.word == result.NOT_JUDGED
     assert found.strikes == ()
@@ -174,20 +174,20 @@ def test_without_progress_that_was_saved_no_strike_counts(tmp_path: Path, kind: 
 
 @pytest.mark.parametrize("at", [(), (1, 4, 7)])
 def test_a_short_script_that_saves_nothing_by_itself_gets_its_strikes(tmp_path: Path, at: tuple[int, ...]) -> None:
-    """Its processes save before a strike that is due, and wait for it: nowhere else, and with --at exactly there."""
+    """Processes of the script save before a due strike, and wait for it, nowhere else, and with --at exactly there."""
     found = drill(tmp_path, "--every", "0", "--epochs", "1", "--seconds", "0", "--heeds", num_strikes=3, at=at)
     assert_exact(found, 8, 3)
     for number, strike in enumerate(found.strikes):
         assert 0 < strike.resumed_at <= strike.at <= strike.resumed_at + 4
         assert not at or strike.at == strike.resumed_at == at[number]
     assert found.interrupted is not None
-    # The start's, one for each strike, the end's.
+    # That of the start, one for each strike, that of the end.
     assert found.interrupted.num_autosaves == 5
 
 
 @pytest.mark.parametrize("at", [(), (1, 7)])
 def test_a_stop_needs_no_earlier_autosave(tmp_path: Path, at: tuple[int, ...]) -> None:
-    """A process that is asked to end saves by itself: nothing is asked of it but to wait, and nothing is done twice."""
+    """A process that is told to end saves by itself: the drill only lets it wait, and nothing is done twice."""
     found = drill(tmp_path, "--every", "0", "--epochs", "1", "--seconds", "0", "--heeds", kind="TERM", at=at)
     assert_exact(found, 8)
     assert [strike.num_twice for strike in found.strikes] == [0, 0]
@@ -195,7 +195,7 @@ def test_a_stop_needs_no_earlier_autosave(tmp_path: Path, at: tuple[int, ...]) -
 
 
 def test_more_strikes_than_batches_are_as_many_as_there_can_be(tmp_path: Path) -> None:
-    """Each strike has to come after another batch: what is left of them can't, and that is told."""
+    """Each strike has to come after another batch, so the excess strikes can't come, and this is reported."""
     found = drill(
         tmp_path, "--every", "0", "--epochs", "1", "--batches", "4", "--seconds", "0", "--heeds", num_strikes=7
     )
@@ -204,7 +204,7 @@ def test_more_strikes_than_batches_are_as_many_as_there_can_be(tmp_path: Path) -
 
 
 def test_a_script_that_fails_by_itself_is_not_judged(tmp_path: Path) -> None:
-    """What fails without a strike says nothing about fault tolerance; its output is there."""
+    """A failure without a strike says nothing about fault tolerance, and the output is available."""
     one = make(tmp_path, "--fails", "always")
     found = one.run()
     assert found.verdict.word == result.NOT_JUDGED
@@ -214,7 +214,7 @@ def test_a_script_that_fails_by_itself_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
-    """A restart that fails, where the uninterrupted run did not, is no fault tolerance."""
+    """A restart that fails, unlike the uninterrupted run, is not fault tolerant."""
     one = make(tmp_path, "--fails", "again")
     found = one.run()
     assert found.verdict.word == result.DIFFERS
@@ -224,8 +224,8 @@ def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    """A script that continues from a checkpoint of its own is ended before it does anything to it."""
-    assert_exact(drill(tmp_path, "--run-id", "mine", num_strikes=1), NUM_BATCHES, 1)  # nothing was there
+    """A script that continues from its own checkpoint is ended before it does anything to it."""
+    assert_exact(drill(tmp_path, "--run-id", "mine", num_strikes=1), NUM_BATCHES, 1)  # nothing existed
     autosave = tmp_path / "autosaves" / "mine" / "fit-1.json"
     state = {"epoch": 1, "batch": 2, "weight": 1.0, "rng": random.Random(1).getstate(), "finished": False}
     autosave.write_text(json.dumps(state))
@@ -237,7 +237,7 @@ def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_a_script_that_leaves_no_ledger_is_told(tmp_path: Path) -> None:
-    """Where no training says what it does, nothing can be compared."""
+    """If no training reports what it does, nothing can be compared."""
     found = drill(tmp_path, "--silent", "--epochs", "1")
     assert found.verdict.word == result.NOT_JUDGED
     assert found.verdict.cause is not None
@@ -245,7 +245,7 @@ def test_a_script_that_leaves_no_ledger_is_told(tmp_path: Path) -> None:
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """A run that does not end in time is killed, and told."""
+    """A run that does not end in time is killed and reported."""
     found = drill(tmp_path, "--seconds", "100", timeout_seconds=0.3)
     assert found.verdict.word == result.NOT_JUDGED
     assert found.verdict.cause is not None
@@ -259,7 +259,7 @@ def test_the_words_of_the_command_tell_the_runs_apart(tmp_path: Path) -> None:
 
 
 def test_what_interrupts_a_drill_leaves_nothing_running(tmp_path: Path) -> None:
-    """Whatever ends a drill ends its script, with all that this has started, and removes its autosaves."""
+    """Whatever ends a drill ends its script, with all the processes it has started, and removes its autosaves."""
 
     class StopError(Exception):
         pass
@@ -279,7 +279,7 @@ def test_what_interrupts_a_drill_leaves_nothing_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_directory_for_autosaves_that_the_drill_has_caused_goes_with_them(tmp_path: Path, is_used: bool) -> None:
-    """Where a script names none, a drill leaves no empty one behind, and nothing of other runs is touched."""
+    """If a script names no directory, a drill leaves no empty one behind, and nothing of other runs is touched."""
     directory = tmp_path / "fault_tolerance"
     if is_used:
         (directory / "mine").mkdir(parents=True)
@@ -289,7 +289,7 @@ def test_a_directory_for_autosaves_that_the_drill_has_caused_goes_with_them(tmp_
 
 
 def test_a_run_that_failed_before_its_first_autosave_leaves_nothing(tmp_path: Path) -> None:
-    """What it has made where the other run kept its autosaves goes with theirs, and nothing else there."""
+    """The files of such a run beside the other run's autosaves are removed with them, and nothing else there."""
     for name in ("drill-t-interrupted-mine", "drill-other-interrupted"):
         (tmp_path / "autosaves" / name).mkdir(parents=True)
     found = drill(tmp_path, "--fails=again", token="t")
@@ -300,11 +300,11 @@ def test_a_run_that_failed_before_its_first_autosave_leaves_nothing(tmp_path: Pa
 def test_what_interrupts_the_start_of_the_script_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C that comes when the script was started, and nobody has noted it yet, ends it all the same."""
+    """A Ctrl-C after the start of the script, before the start was recorded, still ends the script."""
     start = subprocess.Popen
 
     def interrupted(*arguments: Any, **options: Any) -> None:
-        start(*arguments, **options).returncode = 0  # nobody waits for it
+        start(*arguments, **options).returncode = 0  # no code waits for it
         raise KeyboardInterrupt
 
     one = make(tmp_path, "--seconds", "100")
@@ -335,7 +335,7 @@ def test_what_a_launcher_starts_anew_is_told_from_the_next_fit(tmp_path: Path) -
 
 
 def test_where_a_later_fit_begins_is_not_where_the_process_went_on(tmp_path: Path) -> None:
-    """A second fit that the script lets begin from a checkpoint of its own says nothing about the restart."""
+    """A second fit that the script starts from its own checkpoint says nothing about the restart."""
     settings = DrillSettings(command=("train",), directory=tmp_path, token="token")
     process = DrillProcess(settings, "interrupted", 1)
     lines = [begun(), resumed(0, 2), *fit_lines(start=(0, 2)), begun(fit=2), resumed(1, 0, fit=2)]
@@ -347,7 +347,7 @@ def test_where_a_later_fit_begins_is_not_where_the_process_went_on(tmp_path: Pat
 
 
 def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_path: Path) -> None:
-    """Between the start of its fit and its resume it does not look like a run that has begun again."""
+    """Between the start of its fit and its resume, a restart does not look like a run that has begun again."""
     settings = DrillSettings(command=words(tmp_path), directory=tmp_path, token="t")
     runner = running.Runner(settings, ToldProgress(tmp_path))
     ran = runner._begin("interrupted", BatchNumbers(join(0, [[begun(), *fit_lines()]]).batches), None)
@@ -362,14 +362,14 @@ def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_
 
 
 def test_a_moment_does_not_wait_longer_than_its_batch() -> None:
-    """Where a batch took long in the uninterrupted run only, the strike still comes before the next one is done."""
+    """If a batch took long in the uninterrupted run only, the strike still comes before the next one is done."""
     clock = running.Clock(Moment(batch=1, fraction=0.9, hook=""), [1000.0] * 4)
     assert [clock.has_come(done) for done in (1, 1, 2)] == [False, False, True]
     assert running.Clock(Moment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1)
 
 
 def command_lines() -> list[bytes]:
-    """The command lines of all processes of this machine."""
+    """Return the command lines of all processes on this machine."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():

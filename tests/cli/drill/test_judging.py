@@ -21,7 +21,7 @@ OTHER = (0.3).hex()
 
 
 class MadeProcess:
-    """A process that has ended, with what its ranks have written."""
+    """A process that has ended, with the lines that its ranks have written."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class MadeProcess:
         self.output = Path("the output")
 
     def lines(self) -> dict[int, list[Line]]:
-        """What each rank has written."""
+        """Return the lines of each rank."""
         return dict(enumerate(self._ranks))
 
     def tail(self, num_lines: int) -> list[str]:
-        """The end of what it has printed."""
+        """Return the end of its output."""
         return self._printed[-num_lines:]
 
 
 def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
-    """A strike that counts."""
+    """Return a strike that counts."""
     return Strike(
         number=1,
         kind="KILL",
@@ -66,7 +66,7 @@ def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
 
 
 def whole() -> list[RankOfRun]:
-    """An uninterrupted run."""
+    """Return an uninterrupted run."""
     return [join(0, [[begun(), *fit_lines()]])]
 
 
@@ -87,7 +87,7 @@ def judge(
 
 
 def second(*changes: Any, **surroundings: Any) -> list[Line]:
-    """What a process does that continues at batch 2."""
+    """Return the lines of a process that resumes at batch 2."""
     lines = fit_lines(start=(0, 2))
     for change in changes:
         lines = changed(lines, change)
@@ -108,10 +108,10 @@ def test_equal_runs_are_exact() -> None:
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
-    """A batch that was done wrong by a process that was killed is found, though the next process did it right."""
+    """A wrong batch of a killed process is found, even if the next process did it right."""
     killed = [begun(), *changed(fit_lines()[:9], at(0, 3, loss=OTHER))]
     verdict = judge([MadeProcess(killed), MadeProcess(second(), exit_code=0)])
-    assert verdict.word == result.NOT_JUDGED  # nobody had struck yet
+    assert verdict.word == result.NOT_JUDGED  # no strike had come yet
     assert verdict.difference is not None
     assert verdict.difference.number == 3
     third = [begun(pid=3), resumed(0, 2), *fit_lines(start=(0, 2))]
@@ -127,7 +127,7 @@ def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
 
 
 def test_a_difference_behind_a_restart_by_a_launcher_is_one_of_the_interrupted_run() -> None:
-    """A process of the drill in which ranks were started again has been interrupted: the script is not to blame."""
+    """A process of the drill with restarted ranks has been interrupted, so the script is not to blame."""
     verdict = judge([MadeProcess(FIRST + second(since(1, 0, loss=OTHER)), exit_code=0, num_restarts=1)])
     assert verdict.word == result.DIFFERS
     assert verdict.difference is not None
@@ -137,7 +137,7 @@ def test_a_difference_behind_a_restart_by_a_launcher_is_one_of_the_interrupted_r
 
 
 def test_a_restart_by_a_launcher_that_fails_is_a_restart() -> None:
-    """Ranks that can't be started again are told from a script that fails by itself."""
+    """Ranks that can't be restarted are distinguished from a script that fails by itself."""
     verdict = judge([MadeProcess(FIRST, exit_code=1, num_restarts=1)], outcome=running.FAILED)
     assert verdict.word == result.DIFFERS
     verdict = judge([MadeProcess(FIRST, exit_code=1)], outcome=running.FAILED)
@@ -145,7 +145,7 @@ def test_a_restart_by_a_launcher_that_fails_is_a_restart() -> None:
 
 
 def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
-    """What no restart has to do with can't be held against one, also where there is nothing to point at."""
+    """An early end before any restart is not held against one, even if no difference can be named."""
     verdict = judge([MadeProcess([begun(), *fit_lines()[:9]], exit_code=0)])
     assert verdict.word == result.NOT_JUDGED
     assert verdict.difference is not None
@@ -153,7 +153,7 @@ def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
 
 
 def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
-    """A script that fits again in a process that was struck is deterministic, and nothing was proved of a restart."""
+    """A script that fits again in the process that was struck is deterministic, but proves nothing about a restart."""
     again = [begun(), *fit_lines()[:6], begun(fit=2), *fit_lines(fit=2)]
     skipped = [begun(), *changed(fit_lines(), since(1, 0, loss=OTHER))]
     for lines, fault, cause in (
@@ -171,7 +171,7 @@ def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
 
 @pytest.mark.parametrize(("exit_code", "num_notes"), [(143, 0), (1, 0), (-15, 1)])
 def test_a_command_that_keeps_a_sigterm_for_itself_is_told(exit_code: int, num_notes: int) -> None:
-    """Where a shell dies of it the training was killed, not asked to end: exact, but not what was to be proved."""
+    """If a shell dies of SIGTERM, the training was killed, not told to end: exact, but not the intended proof."""
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], exit_code=exit_code, kind="TERM")
     assert (verdict.word, len(verdict.notes)) == (result.EXACT, num_notes)
 
@@ -185,7 +185,7 @@ def test_a_rank_too_many_is_no_equal_run() -> None:
 
 
 def test_a_rank_that_was_struck_at_its_end_is_compared_as_far_as_it_came() -> None:
-    """Where rank 0 has ended, another one that a strike still hit may lack its last line; what it has must be right."""
+    """If rank 0 has ended, another rank that a strike hit may lack its last line, but its other lines must be right."""
     expected = [join(rank, [[begun(), *fit_lines()]]) for rank in range(2)]
     made = DrillSettings(command=("train",), directory=Path(), token="t")
     for last, number in ((second()[:-1], None), (second(at(1, 3, loss=OTHER))[:-1], 7)):
@@ -197,7 +197,7 @@ def test_a_rank_that_was_struck_at_its_end_is_compared_as_far_as_it_came() -> No
 
 
 def test_a_script_that_fails_only_the_second_time_is_not_one_that_fails_by_itself() -> None:
-    """What the first run has left is in the way of the second: said with how to keep the two apart."""
+    """The remains of the first run block the second, and the advice says how to keep the two apart."""
     parts = []
     for name in (result.UNINTERRUPTED, result.REPEATED):
         process = cast("list[DrillProcess]", [MadeProcess([], exit_code=1)])
@@ -212,7 +212,7 @@ def test_a_script_that_fails_only_the_second_time_is_not_one_that_fails_by_itsel
 
 
 def test_several_trainings_that_write_one_ledger_are_not_compared() -> None:
-    """Where a second process begins the same fit, the first one's batches would not be compared at all."""
+    """If a second process begins the same fit, the first one's batches would not be compared at all."""
     lines = [begun(), *fit_lines(), begun(pid=2), *fit_lines()]
     ran = Ran(name="uninterrupted", processes=cast("list[DrillProcess]", [MadeProcess(lines, exit_code=0)]))
     verdict = judging.of_uninterrupted(ran, ran.ranks())
@@ -226,7 +226,7 @@ def test_several_trainings_that_write_one_ledger_are_not_compared() -> None:
 
 
 def test_other_surroundings_are_the_likely_cause() -> None:
-    """Threads that differ stand before what the events say, which stays as a note; equal runs have it as a note."""
+    """A different number of threads comes before the cause in the events, which becomes a note, as in equal runs."""
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(since(1, 0, loss=OTHER), threads=4), exit_code=0)])
     assert verdict.cause is not None
     assert verdict.cause.part == "surroundings"
@@ -255,7 +255,7 @@ def test_check_is_suggested_where_it_was_not_done(is_checked: bool, num_notes: i
     ],
 )
 def test_a_run_that_did_not_come_to_its_end_is_judged_by_how_it_ended(outcome: str, word: str, part: str) -> None:
-    """Each way to end has a verdict, a cause and advice."""
+    """Each way to end has a verdict, a cause, and advice."""
     verdict = judge([MadeProcess(FIRST), MadeProcess([], exit_code=1)], outcome=outcome)
     assert verdict.word == word
     assert verdict.cause is not None
@@ -264,7 +264,7 @@ def test_a_run_that_did_not_come_to_its_end_is_judged_by_how_it_ended(outcome: s
 
 
 def test_strikes_that_came_are_a_verdict() -> None:
-    """Fewer than asked for are exact, with their number; none at all prove nothing."""
+    """Fewer strikes than requested are exact, with their number, and none at all prove nothing."""
     run = [MadeProcess(FIRST), MadeProcess(second(), exit_code=0)]
     verdict = judge(run, num_wanted=3)
     assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
@@ -284,7 +284,7 @@ REFUSAL = [
 
 
 def test_a_refusal_is_told_with_its_message() -> None:
-    """Where this package has ended a restart, or the first run, the verdict is what it has said."""
+    """If this package has ended a restart, or the first run, the verdict is its message."""
     message = "FingerprintMismatchError: The run that resumes is not the run that saved: - batch_size: 4 saved, 8 now"
     verdict = judge([MadeProcess(FIRST), MadeProcess([], exit_code=1, printed=REFUSAL)], outcome=running.FAILED)
     assert (verdict.word, verdict.text) == (result.DIFFERS, "lightning_faulttolerant refused to resume the run.")
@@ -298,7 +298,7 @@ def test_a_refusal_is_told_with_its_message() -> None:
 
 
 def test_a_fault_of_the_drill_is_no_refusal() -> None:
-    """The exception that a drill has raised itself is not one of the package's reasons; a rank may stand before it."""
+    """An exception that a drill itself raised is not a refusal of the package; a rank may precede the message."""
     assert refusal_in(["lightning_faulttolerant.errors.DrillFault: asked for"]) is None
     assert refusal_in(["[rank1]: lightning_faulttolerant.errors.NotExactError: why"]) == "NotExactError: why"
     assert refusal_in(["ValueError: it fails"]) is None
@@ -306,7 +306,7 @@ def test_a_fault_of_the_drill_is_no_refusal() -> None:
 
 @pytest.mark.parametrize(("first", "part"), [([], "no autosaves"), ([autosave_line(0, 2)], "too few autosaves")])
 def test_a_run_without_any_autosave_is_told_what_switches_them_off(first: list[Line], part: str) -> None:
-    """More frequent saves are no help where there are none."""
+    """More frequent saves do not help if there are no autosaves."""
     verdict = judge([MadeProcess([*FIRST, *first]), MadeProcess(second(), exit_code=0)], is_struck=False)
     assert verdict.cause is not None
     assert verdict.cause.part == part

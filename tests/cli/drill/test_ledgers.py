@@ -13,7 +13,7 @@ PLACES = list(itertools.product(range(NUM_EPOCHS), range(NUM_BATCHES)))
 
 
 def cut(lines: list[Line], number: int) -> list[Line]:
-    """What a process has written that was killed after so many lines."""
+    """Return the lines of a process that was killed after a number of lines."""
     return lines[:number]
 
 
@@ -30,7 +30,7 @@ def test_a_run_that_goes_on_at_a_boundary_joins_to_the_whole_one(place: tuple[in
 
 
 def test_what_a_step_logged_before_its_end_is_dropped_with_the_step() -> None:
-    """Values that were logged in a step that did not come to its end count once: the second time."""
+    """Values that were logged in an unfinished step count once: the second time."""
     inside = log_line(0, 2, metrics={"inside": 1})
     whole = [batch_line(0, 0), log_line(0, 1), inside, batch_line(0, 1)]
     found = join(0, [[begun(), *whole[:3]], [begun(pid=2), resumed(0, 1), *whole[2:]]])
@@ -48,14 +48,14 @@ def test_what_a_step_logged_before_its_end_is_dropped_with_the_step() -> None:
     ],
 )
 def test_what_counts_of_one_place_depends_on_where_in_it_the_state_was_taken(text: str, num_kept: int) -> None:
-    """A validation run, or the end of an epoch, that is done again counts once."""
+    """A validation run, or the end of an epoch, that is repeated counts once."""
     again = [begun(pid=2), resumed(0, NUM_BATCHES, text=text)]
     found = join(0, [[begun(), *fit_lines()], again])
     assert len(found.events) == num_kept
 
 
 def test_a_fit_that_had_ended_keeps_all_but_its_end() -> None:
-    """A restart after the end of a fit says again how it ended, and continues with the next fit of the script."""
+    """A restart after the end of a fit reports that end again, and continues with the next fit of the script."""
     whole = [begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]
     ended = resumed(1, NUM_BATCHES, text="after the end of the fit")
     again = [begun(pid=2), ended, fit_lines()[-1]]
@@ -68,7 +68,7 @@ def test_a_fit_that_had_ended_keeps_all_but_its_end() -> None:
 
 
 def test_a_process_that_dies_before_it_does_anything_takes_nothing_away() -> None:
-    """Killed between its start and its first batch, a process changes nothing of what is joined."""
+    """A process killed between its start and its first batch changes nothing in the joined lines."""
     whole = fit_lines()
     processes = [
         [begun(), *whole[:9]],
@@ -80,13 +80,13 @@ def test_a_process_that_dies_before_it_does_anything_takes_nothing_away() -> Non
 
 
 def test_a_fit_that_begins_anew_counts_from_its_start() -> None:
-    """Without a place where it continued, what an earlier process did of a fit is dropped."""
+    """Without a place of a resume, the lines of an earlier process of the fit are dropped."""
     found = join(0, [[begun(), *fit_lines()[:9]], [begun(pid=2), *fit_lines()]])
     assert [event.process for event in found.batches] == [1] * len(PLACES)
 
 
 def test_ranks_that_a_launcher_starts_anew_write_on_in_one_file() -> None:
-    """Lines of several processes in one file are joined as those of several files are."""
+    """Lines of several processes in one file are joined like those in several files."""
     lines = [begun(), *fit_lines()[:9], begun(pid=2), resumed(0, 3), *fit_lines(start=(0, 3))]
     assert first_mismatch([join(0, [[begun(), *fit_lines()]])], [join(0, [lines])]) is None
 

@@ -19,12 +19,12 @@ class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
-        """Say so."""
+        """Return True."""
         return True
 
 
 def drill_result(word: str, **verdict: Any) -> DrillResult:
-    """A drill with this verdict."""
+    """Return a drill with this verdict."""
     return DrillResult(
         command=("python", "train.py"),
         verdict=Verdict(
@@ -41,13 +41,13 @@ def drill_result(word: str, **verdict: Any) -> DrillResult:
 
 
 def printed(found: DrillResult, stream: io.StringIO, *, is_kept: bool = False) -> str:
-    """What is printed of it."""
+    """Return the printed text of the drill."""
     print_result(found, stream, is_kept=is_kept)
     return stream.getvalue()
 
 
 def test_a_verdict_fits_a_terminal() -> None:
-    """No line has more than 80 columns, whatever the verdict; values, cause and advice are all there."""
+    """No line has more than 80 columns, whatever the verdict, and values, cause, and advice are all shown."""
     values = tuple(Value(name=f"metric {number}", expected="0." + "1" * 30, found="none") for number in range(12))
     difference = Difference(
         place="batch 3 of epoch 0",
@@ -71,7 +71,7 @@ def test_a_verdict_fits_a_terminal() -> None:
 
 
 def test_the_verdict_has_a_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a pipe, or where NO_COLOR is set, no character is written that a terminal obeys."""
+    """Into a pipe, or with NO_COLOR set, no control character for a terminal is written."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[1;32mEXACT" in printed(drill_result(result.EXACT), Terminal())
@@ -83,7 +83,7 @@ def test_the_verdict_has_a_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyP
 def test_plain_progress_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of text come when a run begins and ends, and every ten seconds."""
     clock = iter([0.0, 1.0, 12.0, 13.0])
-    # Not the clock of all: a thread of some client's may look at that at any moment.
+    # Not the shared clock: a thread of some client may read that at any moment.
     own = SimpleNamespace(monotonic=lambda: next(clock))
     monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.time", own)
     stream = io.StringIO()
@@ -99,7 +99,7 @@ def test_plain_progress_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch
 
 
 def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal with rich all that is known stands in two lines of less than 80 columns."""
+    """On a terminal with rich, all that is known is in two lines of less than 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with progress_on(Terminal()) as progress:
@@ -131,7 +131,7 @@ def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress_is_plain_where_no_lines_can_move(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, terminal: str
 ) -> None:
-    """Where rich is not installed, nobody looks, or the terminal can't move lines, lines are written."""
+    """Without rich, a viewer, or a terminal that can move lines, lines are written."""
     monkeypatch.setenv("TERM", terminal)
     if not terminal:
         monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.find_spec", lambda _: None)

@@ -30,9 +30,9 @@ def drill(where: Path, *arguments: str, launcher: tuple[str, ...] = (), **settin
 
 @pytest.mark.parametrize("kind", ["TERM", "exception"])  # KILL: the tests below
 def test_a_real_training_is_exact(tmp_path: Path, kind: str) -> None:
-    """A training with shuffling, dropout and augmentation is struck, continues, and ends as if nothing had happened.
+    """A training with shuffling, dropout, and augmentation is struck, resumes, and ends as if nothing had happened.
 
-    Also where the script names its run: a run of that name that was there stays as it was.
+    If the script names its run, an existing run of that name stays as it was.
     """
     own = tmp_path / "fault_tolerance" / "mine" / "fit-1" / "autosave-00000001.ckpt"
     own.parent.mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_a_real_training_is_exact(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_real_training_of_two_ranks_is_exact(tmp_path: Path) -> None:
-    """Under torchrun the launcher, both ranks and their workers are killed at once; both ranks are compared."""
+    """Under torchrun, the launcher, both ranks, and their workers are killed together, and both ranks are compared."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     found = drill(tmp_path, "--devices=2", launcher=launcher)
     assert found.verdict.word == result.EXACT, found.verdict
@@ -58,7 +58,7 @@ def test_a_real_training_of_two_ranks_is_exact(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_changes_the_augmentation_is_found(tmp_path: Path) -> None:
-    """A data set that counts its calls in a plain attribute is told apart from one that draws: the cause is named."""
+    """A data set that counts its calls in a plain attribute is distinguished from one that draws, by its cause."""
     found = drill(tmp_path, "--flaw")
     assert found.verdict.word == result.DIFFERS
     assert found.verdict.cause is not None

@@ -12,7 +12,7 @@ from tests.cli.drill.test_judging import MadeProcess, whole
 
 
 class StruckProcess(MadeProcess):
-    """A process with all that a strike is told by."""
+    """A process with the lines that identify a strike."""
 
     def __init__(self, lines: list[Line], *, exit_code: int = 1, hooks: tuple[str, ...] = ()) -> None:
         super().__init__(lines, exit_code=exit_code)
@@ -23,13 +23,13 @@ class StruckProcess(MadeProcess):
 
 
 def strikes(*processes: StruckProcess) -> list[tuple[int, int, int, str]]:
-    """What counts, where it hit, where it continued, what was done twice, and in which hook."""
+    """Return, for each strike that counts, where it hit, where it resumed, the repeated batches, and the hook."""
     stretches = stretches_of(cast("list[DrillProcess]", list(processes)), BatchNumbers(whole()[0].batches))
     return [(s.at, s.resumed_at, s.num_twice, s.hook) for s in strikes_of(stretches, "exception")]
 
 
 def test_restarts_by_a_launcher_count_as_those_of_the_drill() -> None:
-    """Ranks that a launcher starts again in one process have been struck as if the drill had started them."""
+    """Ranks that a launcher restarts in one process count as struck, as if the drill had started them."""
     first, second = [begun(), *fit_lines()[:6]], [begun(pid=2), resumed(0, 2), *fit_lines(start=(0, 2))[:10]]
     third = [begun(pid=3), resumed(1, 1), *fit_lines(start=(1, 1))]
     expected = [(3, 2, 1, "start"), (6, 5, 1, "end")]
@@ -39,7 +39,7 @@ def test_restarts_by_a_launcher_count_as_those_of_the_drill() -> None:
 
 
 def test_a_strike_behind_which_nothing_was_gained_does_not_count() -> None:
-    """A process that went no further than where it was begun proves nothing: its strike is passed over."""
+    """A process that gets no further than its start proves nothing, so its strike is ignored."""
     first = [begun(), *fit_lines()[:6]]
     same, further = [begun(pid=2), resumed(0, 2)], [begun(pid=3), resumed(0, 2), *fit_lines(start=(0, 2))]
     assert strikes(StruckProcess(first), StruckProcess(same), StruckProcess(further)) == [(3, 2, 1, "")]

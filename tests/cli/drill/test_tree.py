@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_faulttolerant.cli.drill.tree import ProcessTree
 from lightning_faulttolerant.processes import is_alive
 
-# Starts a child in a session of its own, and that one another; each writes its process id.
+# Starts a child in its own session, and that child another; each writes its process id.
 PROGRAM = """
 import os, subprocess, sys, time
 depth, directory = int(sys.argv[1]), sys.argv[2]
@@ -23,7 +23,7 @@ time.sleep(100)
 
 
 def test_all_that_a_process_has_started_is_killed(tmp_path: Path) -> None:
-    """Children in sessions of their own, and those whose parent has ended, are killed too."""
+    """Children in their own sessions, and those with a dead parent, are killed too."""
     tree = ProcessTree(
         [sys.executable, "-S", "-c", PROGRAM, "2", str(tmp_path), PROGRAM],
         environment=os.environ,
@@ -43,7 +43,7 @@ def test_all_that_a_process_has_started_is_killed(tmp_path: Path) -> None:
 
 
 def is_zombie(process_id: int) -> bool:
-    """Whether a process is dead, and only its parent has not asked yet."""
+    """Return whether a process is dead and its parent has not reaped it yet."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A small training with shuffling, augmentation and dropout, whose data set may count its calls."""
+"""A small training with shuffling, augmentation, and dropout, and a data set that may count its calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_faulttolerant import FaultTolerance
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with noise; with a flaw they grow with each call."""
+    """Samples with noise; with a flaw, they grow with each call."""
 
     def __init__(self, length: int, *, has_flaw: bool = False) -> None:
         self.length = length
         self.has_flaw = has_flaw
-        self.num_calls = ContextVar("num_calls", default=0)  # where nobody looks for a state
+        self.num_calls = ContextVar("num_calls", default=0)  # where no code looks for a state
 
     def __len__(self) -> int:
         return self.length
@@ -40,7 +40,7 @@ class Net(LightningModule):
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(self.seconds)  # so that a strike finds it at work
+        time.sleep(self.seconds)  # a strike has to find it at work
         loss = self.layers(batch).pow(2).mean()
         self.log("loss", loss)
         return loss
@@ -53,7 +53,7 @@ class Net(LightningModule):
 
 
 def main() -> None:
-    """Train, as the arguments say."""
+    """Train with the given arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--devices", type=int, default=1)

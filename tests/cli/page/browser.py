@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages from files, and what it says about them."""
+"""A headless Chromium that opens pages from files, and reports on them."""
 
 import base64
 import json
@@ -26,13 +26,13 @@ _OWN = ("chrome:", "chrome-untrusted:")
 
 
 def missing():
-    """Return what is not installed, or None."""
+    """Return the name of what is not installed, or None."""
     names = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(names)} not installed (make browser)" if names else None
 
 
 class Browser:
-    """A browser of its own, without a network to speak of."""
+    """A separate browser, practically without a network."""
 
     def __init__(self, directory):
         options = ChromeOptions()
@@ -41,11 +41,11 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
-        self.driver.get("about:blank")  # its own start page asks for things, and complains
+        self.driver.get("about:blank")  # its own start page makes requests, and complains
         self.complaints()
 
     def close(self):
-        """End it, and its driver."""
+        """End the browser and its driver."""
         self.driver.quit()
 
     def open(self, path, *, width=WIDE, scheme="light", scale=1):
@@ -65,21 +65,21 @@ class Browser:
         return self.driver.execute_cdp_cmd(name, values)
 
     def ask(self, script, *values):
-        """Return what a function body in JavaScript returns."""
+        """Return the result of a JavaScript function body."""
         return self.driver.execute_script(script, *values)
 
     def complaints(self):
-        """Return what stood in the console since this was asked last."""
+        """Return the new messages in the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """Return the addresses that were asked for since this was asked last, those of its own start page aside."""
+        """Return the addresses requested since the last call, without those of its own start page."""
         events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         sent = [event["params"]["request"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [request["url"] for request in sent if not request["url"].startswith(_OWN)]
 
     def find(self, selector):
-        """Return the first element that a selector of CSS finds."""
+        """Return the first element that a CSS selector finds."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def hover(self, element, *, share):
@@ -90,7 +90,7 @@ class Browser:
         ).perform()
 
     def picture(self, path, *, width, height):
-        """Write what is shown, from its top, as PNG."""
+        """Write the page, from its top, as PNG."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         shot = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))

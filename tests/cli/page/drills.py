@@ -1,4 +1,4 @@
-"""Drills as they might come out, for pages: made up, but consistent."""
+"""Possible drills, for pages: invented, but consistent."""
 
 import math
 import random
@@ -21,7 +21,7 @@ from lightning_faulttolerant.cli.drill.result import (
 
 
 def curve(num_batches, *, num_batches_of_epoch=100, seed=0):
-    """Return a loss that falls, as a training's does."""
+    """Return a loss that falls, as in a training."""
     drawn = random.Random(seed)
     return tuple(
         Point(
@@ -38,7 +38,7 @@ def curve(num_batches, *, num_batches_of_epoch=100, seed=0):
 
 
 def strikes_at(places, *, lost=23, num_batches_of_epoch=100, kind="KILL"):
-    """Return a strike at each place, of which a few batches have to be done again."""
+    """Return a strike at each place, with a few repeated batches each."""
     strikes = []
     for number, at in enumerate(places, 1):
         resumed_at = max(at - lost * (1 + number % 3), 0)
@@ -79,7 +79,7 @@ def run(name, points, *, num_processes=1):
 
 
 def exact_drill(num_batches=1200, *, num_strikes=5, seed=3):
-    """Return a drill after which both runs are equal."""
+    """Return a drill with two equal runs."""
     points = curve(num_batches)
     places = sorted(random.Random(seed).sample(range(80, num_batches - 20), num_strikes))
     strikes = strikes_at(places)
@@ -114,7 +114,7 @@ def exact_drill(num_batches=1200, *, num_strikes=5, seed=3):
 
 
 def differing_drill(num_batches=1200, *, at=640):
-    """Return a drill after which the runs differ from one batch on."""
+    """Return a drill with runs that differ from one batch on."""
     drill = exact_drill(num_batches, num_strikes=3)
     drawn = random.Random(8)
     drift, points = 0.0, []

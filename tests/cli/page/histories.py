@@ -1,4 +1,4 @@
-"""Histories of runs, written line by line by a run that is only imagined, and read as any other."""
+"""Histories of runs, written line by line by an imaginary run, and read like any other."""
 
 import random
 
@@ -9,7 +9,7 @@ BEGAN = 1795327200.0
 
 
 class ImaginedRun:
-    """Writes what a run would: steps of a second, an autosave every so often, now and then a kill."""
+    """Writes what a run would: steps of a second, regular autosaves, and an occasional kill."""
 
     def __init__(self, *, seed=0, save_every=60.0, step_seconds=0.5, num_batches=500, host="gpu-node-17"):
         self.lines = []
@@ -33,7 +33,7 @@ class ImaginedRun:
         return {"epoch": step // self._num_batches, "batch": step % self._num_batches, "global_step": step}
 
     def begin(self, *, notes=(), not_exact=()):
-        """Start a process, which continues from the last autosave."""
+        """Start a process that resumes from the last autosave."""
         self._num_processes += 1
         began, pid = self.now, 4000 + 13 * self._num_processes
         self.now += self._drawn.uniform(6, 11)
@@ -55,7 +55,7 @@ class ImaginedRun:
         self.add("start", num_ranks=1, continues=resumed is not None, resumed=resumed, **self.place())
 
     def train(self, seconds):
-        """Train for so long, with the autosaves that fall due."""
+        """Train for a number of seconds, with the autosaves that fall due."""
         until = self.now + seconds
         next_save = self.now
         while self.now < until:
@@ -86,12 +86,12 @@ class ImaginedRun:
         self.now += seconds
 
     def end(self, reason="finished", text=""):
-        """End the fit, in words."""
+        """End the fit, with a reason."""
         self.add("end", reason=reason, text=text, saved=self.place(self.saved), **self.place())
 
 
 def faulty(*, num_faults=4, hours=2.0, save_every=60.0, seed=1, down=180.0, run_id="resnet-50-imagenet"):
-    """Return the report of a run with faults, some of which it could say."""
+    """Return the report of a run with faults, some of which it could record."""
     drawn = random.Random(seed)
     run = ImaginedRun(seed=seed, save_every=save_every)
     for number in range(num_faults):
@@ -107,7 +107,7 @@ def faulty(*, num_faults=4, hours=2.0, save_every=60.0, seed=1, down=180.0, run_
 
 
 def calm(*, hours=1.0):
-    """Return the report of a run that nothing happened to."""
+    """Return the report of an undisturbed run."""
     run = ImaginedRun(save_every=120.0)
     run.begin()
     run.train(hours * 3600)

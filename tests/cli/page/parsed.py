@@ -1,4 +1,4 @@
-"""Reads a page strictly: every element closed, and what a browser would take from it."""
+"""Reads a page strictly: every element must be closed, and the result is what a browser would take from it."""
 
 from html.parser import HTMLParser
 
@@ -43,5 +43,5 @@ class Parsed(HTMLParser):
 
     @property
     def text(self):
-        """What a reader sees."""
+        """Return the text that a reader sees."""
         return " ".join(" ".join(self.texts).split())

@@ -1,4 +1,4 @@
-"""The pages in a real browser. Where no Chromium is installed these tests are skipped: `make browser` installs it."""
+"""The pages in a real browser. Without Chromium these tests are skipped: `make browser` installs it."""
 
 import socket
 from dataclasses import replace
@@ -19,7 +19,7 @@ NASTY = (
     "<script>window.bad=1</script><img src='http://127.0.0.1:9/x.png' onerror='window.bad=1'>\"' onclick='window.bad=1"
 )
 
-# Texts of charts whose boxes (nearly) meet, texts that stand outside of the window, and by how much it is too narrow.
+# Chart texts with boxes that (nearly) meet, texts outside the window, and the width that the window lacks.
 MEASURED = """
 const boxes = (root) => [...root.querySelectorAll("text")]
   .map((text) => [text.textContent, text.getBoundingClientRect()]).filter(([, box]) => box.width > 0);
@@ -40,7 +40,7 @@ return {met, outside, too_wide: document.documentElement.scrollWidth - innerWidt
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """Return a browser that all tests of this file share."""
+    """Yield a browser that all tests of this file share."""
     opened = Browser(tmp_path_factory.mktemp("chromium"))
     yield opened
     opened.close()
@@ -125,7 +125,7 @@ def _check(browser, path, *, width, scheme):
 
 
 def test_both_pages_fit_a_screen_and_a_phone_and_read_out_their_curves(browser, tmp_path):
-    """Nothing is asked for or complained of, nothing overflows, no texts meet, and a pointer reads values."""
+    """Nothing is requested or complained about, nothing overflows, no texts meet, and a pointer reads values."""
     for name in ("exact", "run"):
         path = _written(tmp_path, PAGES[name]())
         for width in (PHONE, WIDE):
@@ -152,7 +152,7 @@ def test_every_page_fits_in_each_width_and_scheme(browser, tmp_path, name):
 
 @pytest.mark.slow
 def test_the_scheme_of_the_reader_is_taken(browser, tmp_path):
-    """A dark page is dark, its text and its curves are light, and the other way round."""
+    """A dark page is dark with light text and curves, and the reverse."""
     path = _written(tmp_path, PAGES["exact"]())
     script = """const of = (element, name) => getComputedStyle(element)[name].match(/\\d+/g).slice(0, 3)
       .reduce((sum, part) => sum + Number(part), 0) / 765;
@@ -170,7 +170,7 @@ def test_the_scheme_of_the_reader_is_taken(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_keys_read_out_what_a_pointer_does(browser, tmp_path):
-    """A chart can be reached without a pointer: the arrows go from value to value, leaving it clears what was read."""
+    """A chart works without a pointer: the arrows go from value to value, and leaving it clears the readout."""
     browser.open(_written(tmp_path, PAGES["differs"]()))
     plot, output = browser.find("svg[data-readouts]"), browser.find("output")
     plot.send_keys(Keys.ARROW_RIGHT)
@@ -187,7 +187,7 @@ def test_the_keys_read_out_what_a_pointer_does(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_line_of_a_readout_stands_where_the_pointer_is(browser, tmp_path):
-    """What is read out belongs to the place under the pointer, and goes away with it."""
+    """The readout belongs to the place under the pointer, and goes away with it."""
     browser.open(_written(tmp_path, PAGES["exact"]()))
     plot = browser.find("svg[data-readouts]")
     for share in (0.1, 0.5, 0.9):
@@ -201,7 +201,7 @@ def test_the_line_of_a_readout_stands_where_the_pointer_is(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_rest_of_a_long_table_is_one_click_away(browser, tmp_path):
-    """Twenty of 200 processes are shown, and all of them when that is asked for; no script is needed."""
+    """Twenty of 200 processes are shown, and all of them on request, without a script."""
     browser.open(_written(tmp_path, PAGES["long"]()))
     count = "return [...document.querySelectorAll('table tbody tr')].filter((row) => row.offsetHeight > 0).length"
     assert browser.ask(count) == 21
@@ -211,7 +211,7 @@ def test_the_rest_of_a_long_table_is_one_click_away(browser, tmp_path):
 
 @pytest.mark.slow
 def test_names_that_look_like_markup_do_nothing(browser, tmp_path):
-    """No script of a name is run, no picture of it asked for."""
+    """A name's script does not run, and its picture is not requested."""
     run = ImaginedRun(host=NASTY)
     run.begin()
     run.train(60)
@@ -226,7 +226,7 @@ def test_names_that_look_like_markup_do_nothing(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_policy_of_a_page_is_obeyed(browser, tmp_path):
-    """Even if a text became markup, the browser would run no script of it and ask nobody for anything."""
+    """Even if a text became markup, the browser would run no script of it and make no request."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         name = NASTY.replace(":9/", f":{server.getsockname()[1]}/")

@@ -20,7 +20,7 @@ def parsed():
 
 
 def test_the_policy_of_a_page_allows_its_own_style_and_script_only(parsed):
-    """What the policy names are the digests of what is in the page, and nothing may be asked for."""
+    """The policy names the digests of the contents of the page, and allows no request."""
     [policy] = [each["content"] for each in parsed.named("meta") if each.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'"
@@ -48,7 +48,7 @@ def test_a_page_is_small_before_anything_is_in_it():
 
 
 def test_a_title_is_text(parsed):
-    """The name of a run is no markup in the tab either."""
+    """The name of a run is not markup in the tab either."""
     assert "A <title>" in parsed.texts
 
 
@@ -76,7 +76,7 @@ def _contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-# What is left of a colour without one kind of cone, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
+# What remains of a color without one kind of cone, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
 _SEEN = {
     "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
@@ -100,7 +100,7 @@ def _lab(colour, matrix):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("seen", list(_SEEN))
 def test_the_kinds_of_time_can_be_told_apart_with_any_eyes(scheme, seen):
-    """Two kinds in one bar differ clearly in what is left of their colours without one kind of cone."""
+    """Two kinds in one bar differ clearly in what remains of their colors without one kind of cone."""
     colours = _schemes()[scheme]
     places = {kind: _lab(colours[kind], _SEEN[seen]) for kind in (*KINDS, "paper")}
     for one, place in places.items():
@@ -111,7 +111,7 @@ def test_the_kinds_of_time_can_be_told_apart_with_any_eyes(scheme, seen):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_on_its_paper(scheme):
-    """All text has the contrast that WCAG 2 asks of small text (4.5), the headline's colours that of large text."""
+    """All text has the contrast that WCAG 2 requires of small text (4.5), the headline's colors that of large text."""
     colours = _schemes()[scheme]
     for name in ("ink", "soft", "fault"):
         assert _contrast(colours[name], colours["paper"]) >= 4.5, name
@@ -120,7 +120,7 @@ def test_text_can_be_read_on_its_paper(scheme):
 
 
 def test_a_print_has_the_colours_of_the_light_page():
-    """Who prints from a dark browser gets the light page."""
+    """Printing from a dark browser gives the light page."""
     style = ASSETS.joinpath("page.css").read_text(encoding="utf-8")
     printed = _colours(style.partition("@media print")[2])
     light = _schemes()["light"]

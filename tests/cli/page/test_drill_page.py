@@ -37,7 +37,7 @@ def _curves(parsed, class_):
 
 
 def test_the_page_of_an_exact_drill_says_what_was_done():
-    """The verdict, each strike, the counts of both runs, the command and the versions can be read from it."""
+    """The page shows the verdict, each strike, the counts of both runs, the command, and the versions."""
     drill = exact_drill()
     parsed = Parsed(page(drill))
     for text in (
@@ -61,13 +61,13 @@ def test_the_page_of_an_exact_drill_says_what_was_done():
     [("torchrun --nproc-per-node 2 /src/train.py --lr 0.1", "train.py"), ("/opt/bin/fit --epochs 2", "fit")],
 )
 def test_the_page_begins_with_the_name_of_the_script(command, name):
-    """Of a command, the Python file in it; else the program."""
+    """The name is that of the Python file in the command, or else that of the program."""
     parsed = Parsed(page(replace(exact_drill(), command=tuple(command.split()))))
     assert re.search(rf"Drill of\s+{name}\s*,", parsed.text)
 
 
 def test_the_page_of_runs_that_differ_leads_with_the_difference():
-    """Both values, the likely cause and what to do about it come before the curves."""
+    """Both values, the likely cause, and the advice come before the curves."""
     drill = differing_drill()
     text = Parsed(page(drill)).text
     values = drill.verdict.difference.values
@@ -85,7 +85,7 @@ def test_equal_curves_lie_over_each_other_and_others_part():
 
 
 def test_a_process_counts_up_to_where_a_later_one_went_on():
-    """What was done twice is what lies between the place of a restart and the strike before it."""
+    """The repeated batches are those between the place of a restart and the strike before it."""
     strikes = strikes_at([100, 300, 310])
     strikes = (strikes[0], strikes[1], replace(strikes[2], resumed_at=200))
     assert stretches(strikes, [0] * 54 + [1] * 146 + [3] * 200) == [
@@ -98,7 +98,7 @@ def test_a_process_counts_up_to_where_a_later_one_went_on():
 
 
 def test_a_process_that_trained_nothing_is_counted_and_not_drawn():
-    """The processes in the picture have the numbers that the rest of the page calls them by."""
+    """The processes in the picture have the numbers that the rest of the page uses for them."""
     found = stretches(strikes_at([100], lost=10), [1] * 80 + [3] * 50)
     assert [stretch.process for stretch in found] == [1, 3]
     assert stretches(strikes_at([100]), ()) != []
@@ -118,7 +118,7 @@ def test_a_process_that_trained_nothing_is_counted_and_not_drawn():
     ids=["one", "zero", "nan", "none", "mixed", "huge", "both"],
 )
 def test_any_losses_can_be_drawn(losses):
-    """Losses that are missing, not finite or as large as a float can be leave a page that is whole."""
+    """Losses that are missing, not finite, or as large as a float can be leave the page intact."""
     drill = _with_losses([1.0] * 110) if len(losses) == 1 else _with_losses((losses * 3)[:150])
     parsed = Parsed(page(replace(drill, strikes=()) if len(losses) == 1 else drill))
     for path in (each["d"] for each in parsed.named("path")):
@@ -149,7 +149,7 @@ def test_losses_that_are_not_finite_are_told(losses, told):
 
 
 def test_a_long_drill_makes_a_small_page_that_keeps_its_spike():
-    """A hundred thousand batches and sixty strikes take less than 150 kB, and one bad batch of them is seen."""
+    """A hundred thousand batches and sixty strikes take less than 150 kB, and a single bad batch is visible."""
     drill = exact_drill(100_000, num_strikes=60)
     points = list(drill.uninterrupted.curve)
     points[77_777] = replace(points[77_777], loss=50.0)
@@ -162,7 +162,7 @@ def test_a_long_drill_makes_a_small_page_that_keeps_its_spike():
 
 
 def test_a_drill_that_could_not_judge_has_a_page_too():
-    """Without any run, or with the two of a check only, the page says why and leaves out what there is not."""
+    """Without any run, or with only the two runs of a check, the page gives the reason and omits the missing parts."""
     cause = Cause(part="no seed", text="The script draws other numbers each time.", advice=("Call seed_everything.",))
     verdict = Verdict(word=NOT_JUDGED, text="The script is not deterministic by itself.", cause=cause)
     bare = DrillResult(
@@ -195,7 +195,7 @@ def test_a_drill_that_could_not_judge_has_a_page_too():
 
 
 def test_what_a_script_calls_itself_is_never_markup():
-    """A command, a path, a metric or a note that looks like HTML is shown as it is."""
+    """A command, a path, a metric, or a note that looks like HTML is shown as it is."""
     drill = differing_drill()
     value = replace(drill.verdict.difference.values[0], name=NASTY, expected=NASTY, found=NASTY)
     difference = replace(drill.verdict.difference, values=(value,), place=NASTY, equal=(NASTY,))

@@ -26,7 +26,7 @@ from lightning_faulttolerant.cli.page.numbers import duration_text, plural, shar
     ],
 )
 def test_a_duration_is_written_in_its_two_largest_units(seconds, text):
-    """A duration has as many digits as a reader wants, also where rounding carries into the next unit."""
+    """A duration has as many digits as a reader wants, also if rounding carries into the next unit."""
     assert duration_text(seconds) == text
 
 
@@ -48,7 +48,7 @@ def test_a_share_is_never_better_than_it_is(share, text):
 
 
 def test_ticks_can_be_told_from_each_other():
-    """A tick's text has the digits of its step, with a unit where it would be long."""
+    """A tick's text has the digits of its step, with a unit if it would be long."""
     assert [short_text(value, step=0.25) for value in (0, 0.25, 0.5, 1)] == ["0", "0.25", "0.50", "1.00"]
     assert [short_text(value, step=5000) for value in (5000, 15000)] == ["5,000", "15,000"]
     assert [short_text(value, step=50000) for value in (100000, 150000)] == ["100 k", "150 k"]
@@ -57,6 +57,6 @@ def test_ticks_can_be_told_from_each_other():
 
 
 def test_one_of_a_thing_is_singular():
-    """A count goes with its noun."""
+    """A noun agrees with its count."""
     assert [plural(number, "batch", "batches") for number in (0, 1, 1200)] == ["0 batches", "1 batch", "1,200 batches"]
     assert value_text(0.1 + 0.2) == "0.3"

@@ -19,7 +19,7 @@ def _ends_of_bars(parsed, class_):
 
 
 def test_the_page_of_a_run_says_where_its_time_went():
-    """Goodput is the headline; the seconds of each kind, the processes and how they ended can be read."""
+    """Goodput is the headline, and the page shows the seconds of each kind, the processes, and how they ended."""
     report = faulty()
     account = report.chapters[0].account
     parsed = Parsed(page(report))
@@ -41,7 +41,7 @@ def test_the_page_of_a_run_says_where_its_time_went():
 
 
 def test_the_bar_of_the_time_is_as_long_as_the_time():
-    """The parts of the bar stand side by side and fill it, each as wide as its share."""
+    """The parts of the bar are side by side and fill it, each as wide as its share."""
     report = faulty()
     account = report.chapters[0].account
     made = page(report)
@@ -54,7 +54,7 @@ def test_the_bar_of_the_time_is_as_long_as_the_time():
 
 
 def test_steps_that_were_done_again_are_drawn_as_such():
-    """A leg is cut where a later process continued, and the next one begins at that step."""
+    """A leg is cut where a later process resumed, and the next one begins at that step."""
     report = faulty(num_faults=3, save_every=600.0)
     found = legs(report.chapters[0])
     assert [leg.process for leg in found] == [1, 2, 3, 4]
@@ -82,7 +82,7 @@ def test_the_steps_of_a_second_fit_go_on_from_those_of_the_first():
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_first_lines_of_a_history_have_a_page(number):
-    """A run that has only just begun, or died at once, can be reported."""
+    """A run that has just begun, or died immediately, can be reported."""
     run = ImaginedRun()
     run.begin()
     run.train(0.1)
@@ -94,7 +94,7 @@ def test_the_first_lines_of_a_history_have_a_page(number):
 
 
 def test_a_run_without_faults_has_no_word_of_them():
-    """One process that came to its end has no marks, no set-backs and one row."""
+    """One process that finishes has no marks, no setbacks, and one row."""
     parsed = Parsed(page(calm()))
     assert not [each for each in parsed.named("svg") if "mark" in each.get("class", "")]
     assert not _ends_of_bars(parsed, "again")
@@ -117,7 +117,7 @@ def long(long_report):
 
 
 def test_a_long_run_makes_a_page_of_less_than_300_kilobytes(long):
-    """However long a run was, its page stays one that a mail can carry."""
+    """However long a run was, its page is small enough for an email."""
     assert len(long) < 300_000
 
 
@@ -130,7 +130,7 @@ def test_a_long_table_shows_its_ends_and_keeps_the_rest(long):
 
 
 def test_a_ribbon_of_columns_shows_each_kind_as_large_as_it_is(long_report):
-    """Where segments are too many, each column is full, and all columns together are the account of the time."""
+    """If there are too many segments, each column is full, and all columns together are the account of the time."""
     chapter = long_report.chapters[0]
     found = slices(chapter.segments, number=250)
     assert all(sum(each.values()) == pytest.approx(1) for each in found)
@@ -140,7 +140,7 @@ def test_a_ribbon_of_columns_shows_each_kind_as_large_as_it_is(long_report):
 
 
 def test_a_long_autosave_stands_in_the_ribbon_and_a_short_one_does_not():
-    """A save that took a tenth of the time is seen among the training, one of a thousandth is a tick below."""
+    """A save that took a tenth of the time is visible in the training, and one of a thousandth is a tick below."""
     cut = [0, 400, 401, 800, 900, 1000]
     kinds = [TRAINING, SAVING, TRAINING, SAVING, TRAINING]
     segments = [
@@ -152,7 +152,7 @@ def test_a_long_autosave_stands_in_the_ribbon_and_a_short_one_does_not():
 
 
 def test_what_is_read_out_is_in_the_order_of_its_places(long):
-    """The script looks places up by halving, so they rise; and there are few of them."""
+    """The script finds places by binary search, so they ascend, and they are few."""
     for each in Parsed(long).named("svg"):
         if "data-readouts" in each:
             rows = json.loads(each["data-readouts"])
@@ -178,7 +178,7 @@ def test_earlier_chapters_stand_below_the_last():
 
 
 def test_what_a_run_calls_itself_is_never_markup():
-    """A host, a path, a note or an exception that looks like HTML is shown as it is."""
+    """A host, a path, a note, or an exception that looks like HTML is shown as it is."""
     run = ImaginedRun(host=NASTY)
     run.begin()
     run.train(30)

@@ -25,7 +25,7 @@ VALUES = [
 
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_every_value_has_a_place_and_ticks_rise(values):
-    """Whatever was measured, the scale holds it, and its few ticks rise from low to high with texts of their own."""
+    """For any values, the scale holds them, and its few ticks rise from low to high with distinct texts."""
     scale = value_scale(values)
     for value in values:
         if math.isfinite(value):
@@ -37,7 +37,7 @@ def test_every_value_has_a_place_and_ticks_rise(values):
 
 
 def test_places_keep_the_order_of_values():
-    """What is greater never stands lower, on either kind of scale."""
+    """A greater value is never lower, on either kind of scale."""
     for scale in (value_scale([0.5, 3.0]), value_scale([0.001, 3.0])):
         places = [scale.place(0.001 + number / 100) for number in range(300)]
         assert places == sorted(places)
@@ -45,7 +45,7 @@ def test_places_keep_the_order_of_values():
 
 
 def test_a_wide_range_of_positive_values_is_logarithmic():
-    """A loss that falls by factors is drawn so that its end can be seen."""
+    """A loss that falls by factors is drawn so that its end is visible."""
     scale = value_scale([0.01, 2.3])
     assert scale.is_log
     assert abs(scale.place(0.1) - scale.place(0.01) - (scale.place(1.0) - scale.place(0.1))) < 1e-9
@@ -54,7 +54,7 @@ def test_a_wide_range_of_positive_values_is_logarithmic():
 
 
 def test_a_tick_stands_where_its_value_is():
-    """The text at a tick is the value whose place it has."""
+    """The text at a tick is the value at its place."""
     for scale in (value_scale([0.2, 3.1]), value_scale([0.02, 31.0])):
         for tick in scale.ticks:
             assert scale.place(float(tick.text)) == pytest.approx(tick.place, abs=1e-9)
@@ -80,7 +80,7 @@ def test_a_count_has_no_tick_between_integers(high):
     ],
 )
 def test_time_has_ticks_at_whole_units(seconds, texts):
-    """Nobody counts hours in tens."""
+    """Hours are not counted in tens."""
     assert [tick.text for tick in elapsed_scale(seconds).ticks] == texts
 
 
@@ -94,14 +94,14 @@ def test_any_time_has_a_scale(seconds):
 
 
 def test_a_scale_of_sizes_begins_at_nothing():
-    """Bars stand on zero."""
+    """Bars start at zero."""
     scale = size_scale(4.2, text=lambda value: f"{value:g} s")
     assert (scale.low, scale.ticks[0].text, scale.ticks[-1].text) == (0, "0 s", "6 s")
     assert size_scale(0.0).place(0.0) == 0
 
 
 def test_a_scale_refuses_what_has_no_width():
-    """A scale that would divide by zero is an error where it is made."""
+    """A scale that would divide by zero is an error at construction."""
     with pytest.raises(ValueError, match="greater one"):
         Scale(low=1, high=1)
     with pytest.raises(ValueError, match="above 0"):

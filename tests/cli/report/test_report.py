@@ -1,4 +1,4 @@
-"""``report``: which run it finds, and what it says of it."""
+"""``report``: which run it finds, and what it reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def killed_and_done(now: float = 1_700_000_000.0) -> Story:
-    """Return a run that was killed, stopped and finished."""
+    """Return a run that was killed, stopped, and finished."""
     story = Story(now).begin(since=10).wait(20).start()
     for _ in range(20):
         story.train(100, 10).autosave(seconds=0.5, num_bytes=1_000_000)
@@ -48,11 +48,11 @@ def lines_of(story: Story, **options: Any) -> list[str]:
     return list(report_lines(report))
 
 
-# What it says.
+# The contents.
 
 
 def test_report_tells_each_process(capsys: Capture, tmp_path: Path) -> None:
-    """A row for each process: how long it was there, from where to where it went, and why it ended."""
+    """Each process has a row: how long it ran, from where to where it went, and why it ended."""
     found = call(capsys, "report", write(tmp_path / "train-1", killed_and_done()))
     assert (found.status, found.err) == (0, "")
     assert found.lines[0] == "Run train-1"
@@ -69,7 +69,7 @@ def test_report_tells_each_process(capsys: Capture, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "said"), [(b"{\n", "1 line of"), (b'\n[1]\n\n{"a"', "2 lines of")])
 def test_report_says_what_it_could_not_read(capsys: Capture, tmp_path: Path, damage: bytes, said: str) -> None:
-    """Damaged lines are counted, wherever they are, in all forms of the report; empty ones are none."""
+    """Damaged lines are counted, wherever they are, in all forms of the report; empty lines are not."""
     path = write(tmp_path / "train-1", killed_and_done()) / "history.jsonl"
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + damage + b"\n" + rest)
@@ -83,7 +83,7 @@ def test_report_says_what_it_could_not_read(capsys: Capture, tmp_path: Path, dam
 
 
 def test_a_place_that_is_not_known_is_said_not_to_be() -> None:
-    """An autosave whose line tells no place is named so."""
+    """An autosave with a line that lacks its place is named so."""
     story = Story(1_700_000_000.0).begin().start().train(10, 1).autosave(seconds=3, num_bytes=1000)
     for line in story.lines:
         line.pop("batch", None)
@@ -91,7 +91,7 @@ def test_a_place_that_is_not_known_is_said_not_to_be() -> None:
 
 
 def test_report_accounts_for_the_time() -> None:
-    """Each kind of time has its line, with its share; the shares and the goodput are those of the account."""
+    """Each kind of time has its line and its share, and the shares and the goodput are those of the account."""
     story = killed_and_done()
     [chapter] = history_of(story.lines).chapters
     lines = lines_of(story)
@@ -118,14 +118,14 @@ def test_report_accounts_for_the_time() -> None:
 
 
 def test_report_tells_of_the_slowest_save() -> None:
-    """How many autosaves there were, how large they were, and for which training waited longest."""
+    """The report gives the number of autosaves, their size, and the one that training waited for longest."""
     text = " ".join(" ".join(lines_of(killed_and_done())).split())
     assert "22 autosaves, 21 MB in all." in text
     assert "Training waited longest for the one of epoch 3, batch 0 (1 MB): 2.5 s." in text
 
 
 def test_report_fits_a_terminal() -> None:
-    """No line is longer than 80 characters, however long things take and are called."""
+    """No line is longer than 80 characters, however long durations and names are."""
     story = Story().wait(10**6).begin(since=10**6).wait(86_400).start()
     for _ in range(12):
         story.train(10**6, 123_456).autosave(seconds=12_345, num_bytes=10**12)
@@ -140,7 +140,7 @@ def test_report_fits_a_terminal() -> None:
 
 
 def test_fits_of_a_script_have_rows_of_their_own() -> None:
-    """Where a script has several fits each is a row, with its number."""
+    """In a script with several fits, each fit is a row, with its number."""
     story = Story().begin().start().train(9, 9).end().begin(same=True, fit=2).start().train(9, 9).end().done()
     rows = [line.split() for line in lines_of(story) if line.startswith(("#", "1"))]
     assert rows[0][:2] == ["#", "FIT"]
@@ -148,7 +148,7 @@ def test_fits_of_a_script_have_rows_of_their_own() -> None:
 
 
 def test_hundreds_of_restarts_are_shortened() -> None:
-    """Of very many processes the first and the last are shown."""
+    """Of very many processes, the first and the last are shown."""
     story = Story().begin().start().autosave()
     for _ in range(500):
         story.train(9, 9).autosave(seconds=1).wait(1).begin().start(resumed=1, name=story.newest, batch=story.batch)
@@ -159,7 +159,7 @@ def test_hundreds_of_restarts_are_shortened() -> None:
 
 
 def test_last_chapter_is_shown_or_all(capsys: Capture, tmp_path: Path) -> None:
-    """A run that was started again when it was over shows its last chapter; ``--all`` shows all of them."""
+    """A run that was started again after its end shows its last chapter, and ``--all`` shows all of them."""
     story = killed_and_done()
     story.wait(100).begin().start().train(77, 7).end().done()
     directory = write(tmp_path, story)
@@ -171,7 +171,7 @@ def test_last_chapter_is_shown_or_all(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_forgotten_processes_are_said() -> None:
-    """Where the history was shortened by whole processes the report says so."""
+    """If the history was shortened by whole processes, the report says so."""
     story = Story()
     story.lines.append({"event": "shortened", "number": 17, "since": 1.0, "time": 2.0})
     story.begin().start().train(3).end()
@@ -187,7 +187,7 @@ def test_what_a_terminal_would_obey_is_escaped() -> None:
 
 @pytest.mark.parametrize(("age", "text"), [(20.0, "may be running"), (200.0, "killed")])
 def test_run_that_may_be_running_is_called_so(age: float, text: str) -> None:
-    """Without an end the last process may be running while its last sign of life is fresh; earlier ones were killed."""
+    """Without an end, the last process may be running if its last sign of life is fresh; earlier ones were killed."""
     story = Story().begin().start().train(5)
     story.alive()
     [fit] = history_of(story.lines).chapters[0].fits
@@ -199,7 +199,7 @@ def test_run_that_may_be_running_is_called_so(age: float, text: str) -> None:
 
 
 def test_newest_of_several_runs_is_reported(capsys: Capture, tmp_path: Path) -> None:
-    """In a ``dirpath`` with several runs the one that was alive last is reported, the others are listed."""
+    """In a ``dirpath`` with several runs, the one that was alive last is reported, and the others are listed."""
     write(tmp_path / "old", killed_and_done(1_600_000_000.0))
     write(tmp_path / "new", killed_and_done(1_700_000_000.0))
     (tmp_path / "none").mkdir()
@@ -211,14 +211,14 @@ def test_newest_of_several_runs_is_reported(capsys: Capture, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("below", [".", "fault_tolerance", "fault_tolerance/run", "fault_tolerance/run/history.jsonl"])
 def test_run_is_found_from_above(capsys: Capture, tmp_path: Path, below: str) -> None:
-    """``default_root_dir``, ``dirpath``, the run's directory and the file itself lead to the run."""
+    """``default_root_dir``, ``dirpath``, the run's directory, and the file itself lead to the run."""
     write(tmp_path / "fault_tolerance" / "run", killed_and_done())
     found = call(capsys, "report", tmp_path / below)
     assert (found.status, found.lines[0]) == (0, "Run run")
 
 
 def test_run_below_a_url_is_found(capsys: Capture) -> None:
-    """A run in a store is reported by its URL, and by the one above it."""
+    """A run in a store is reported by its URL, and by the parent URL."""
     url = f"memory://{uuid.uuid4().hex}"
     RemoteStore(f"{url}/run").replace("history.jsonl", text_of(killed_and_done().lines))
     for place in (url, f"{url}/run", f"{url}/run/history.jsonl"):
@@ -228,7 +228,7 @@ def test_run_below_a_url_is_found(capsys: Capture) -> None:
 
 
 def test_nothing_to_report(capsys: Capture, tmp_path: Path) -> None:
-    """A directory without a history is told from one that is not there."""
+    """A directory without a history is distinguished from a missing one."""
     save_series(tmp_path / "run" / "fit-1", 1)
     found = call(capsys, "report", tmp_path)
     assert (found.status, found.out) == (1, "")
@@ -238,7 +238,7 @@ def test_nothing_to_report(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_other_commands_are_not_confused(capsys: Capture, tmp_path: Path) -> None:
-    """``list``, ``verify`` and ``prune`` look at checkpoints only, and leave the history alone."""
+    """``list``, ``verify``, and ``prune`` consider only checkpoints, and leave the history alone."""
     directory = write(tmp_path / "run", killed_and_done())
     save_series(directory / "fit-1", 3)
     assert "history" not in call(capsys, "list", tmp_path).out
@@ -251,7 +251,7 @@ def test_other_commands_are_not_confused(capsys: Capture, tmp_path: Path) -> Non
 
 
 def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
-    """``--json`` gives processes, fits, autosaves, the account and its segments."""
+    """``--json`` gives processes, fits, autosaves, the account, and its segments."""
     write(tmp_path / "other", killed_and_done(1_600_000_000.0))
     found = call(capsys, "report", write(tmp_path / "run", killed_and_done()).parent, "--json")
     told = json.loads(found.out)
@@ -276,5 +276,5 @@ def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
      (3599.6, "1h 00m"), (47.9 * 3600, "47h 54m"), (48 * 3600, "2d 00h"), (400 * 86400, "400d 00h")],
 )  # fmt: skip
 def test_lengths_of_time_read_well(seconds: float, text: str) -> None:
-    """Two units at most, rounded, and never sixty of a smaller one."""
+    """A length has at most two units, is rounded, and never has sixty of a smaller one."""
     assert duration_text(seconds) == text

@@ -1,7 +1,7 @@
-"""Interrupts a script that is not changed for it, and writes down what it trains: a callback for each of its Trainers.
+"""Interrupts an unchanged script, and records its training: a callback for each of its Trainers.
 
 ``RECORD`` is a file that gets a line for each training batch. ``INTERRUPT`` is ``SIGNAL@BATCHES``: the process gets the
-signal after so many batches in all its fits.
+signal after that number of batches in all its fits.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Lets torchvision be imported beside a torch without CUDA, for which there is no build of it.
+"""Lets torchvision be imported with a torch without CUDA, for which no torchvision build exists.
 
-Its compiled operators don't load there, and it looks for two of them while it is imported.
+Its compiled operators don't load there, and it looks for two of them during the import.
 """
 
 import importlib.abc

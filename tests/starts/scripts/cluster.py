@@ -1,4 +1,4 @@
-"""Train in jobs of submitit's, on this machine: ``cluster.py RATE...``."""
+"""Train in submitit jobs on this machine: ``cluster.py RATE...``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Train in jobs of submitit's, as cluster.py does: another script with the same fits."""
+"""Train in submitit jobs, as cluster.py does: another script with the same fits."""
 
 import sys
 

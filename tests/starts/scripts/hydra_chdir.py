@@ -1,4 +1,4 @@
-"""Train with Hydra and a plain Trainer: with ``hydra.job.chdir=True`` it writes to the directory of Hydra."""
+"""Train with Hydra and a plain Trainer: with ``hydra.job.chdir=True`` it writes to Hydra's directory."""
 
 import hydra
 from interrupt import Interrupt, finished

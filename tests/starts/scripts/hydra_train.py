@@ -1,4 +1,4 @@
-"""Train with a configuration of Hydra's, in the manner of lightning-hydra-template."""
+"""Train with a Hydra configuration, like lightning-hydra-template."""
 
 import logging
 from typing import Any

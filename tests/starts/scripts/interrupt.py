@@ -1,10 +1,10 @@
-"""What a test asks of a script, by environment variables: to be interrupted, to be slow, to write down what it trains.
+"""The requests of a test to a script, by environment variables: to be interrupted, to be slow, to record its training.
 
-``INTERRUPT`` is ``SIGNAL@STEP`` or ``SIGNAL@STEP@NAME``: a fit (of that name) gets the signal after that many steps of
-the optimizer. ``SIGNAL`` is TERM or KILL; GROUP-TERM and GROUP-KILL go to the whole process group. ``RECORD`` is a file
-that gets a line for each training batch, ``SLEEP`` the seconds that a batch takes. Without the variables nothing
-happens. SIGKILL comes at the step or after it, as soon as the fit (each fit, for a group) has an autosave to continue
-from: a busy machine saves slowly, and therefore rarely.
+``INTERRUPT`` is ``SIGNAL@STEP`` or ``SIGNAL@STEP@NAME``: a fit (of that name) gets the signal after that many optimizer
+steps. ``SIGNAL`` is TERM or KILL; GROUP-TERM and GROUP-KILL go to the whole process group. ``RECORD`` is a file that
+gets a line for each training batch. ``SLEEP`` is the seconds that a batch takes. Without the variables nothing happens.
+SIGKILL comes at the step or after it, as soon as the fit (each fit, for a group) has an autosave to continue from: a
+busy machine saves slowly, and therefore rarely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return what tells the weights of two models apart, to the last bit."""
+    """Return a digest that distinguishes the weights of two models, to the last bit."""
     sha = hashlib.sha256()
     for tensor in model.state_dict().values():
         sha.update(tensor.detach().cpu().numpy().tobytes())
@@ -30,7 +30,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def record(event: str, name: str, **values: Any) -> None:
-    """Write something down for the test."""
+    """Record an event for the test."""
     if "RECORD" in os.environ:
         line = json.dumps({"event": event, "name": name, "process": os.getpid(), **values}) + "\n"
         file = os.open(os.environ["RECORD"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -39,12 +39,12 @@ def record(event: str, name: str, **values: Any) -> None:
 
 
 def finished(name: str, model: torch.nn.Module, **values: Any) -> None:
-    """Write down the final weights of a fit, and that the script continued after it."""
+    """Record the final weights of a fit, and that the script continued after it."""
     record("finished", name, weights=digest(model), **values)
 
 
 class Interrupt(Callback):
-    """Writes down each training batch, and sends this process the signal that the test wants at a step.
+    """Records each training batch, and sends this process the requested signal at a step.
 
     Args:
         name: Name of the fit.
@@ -54,12 +54,12 @@ class Interrupt(Callback):
         self.name = name
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Write down the weights before the batch."""
+        """Record the weights before the batch."""
         record("begins", self.name, step=trainer.global_step, weights=digest(pl_module))
         time.sleep(float(os.environ.get("SLEEP", "0")))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Write down the weights after the batch; send the signal."""
+        """Record the weights after the batch, and send the signal."""
         record("trained", self.name, step=trainer.global_step, weights=digest(pl_module))
         how, step, name = (os.environ.get("INTERRUPT", "") + "@@").split("@")[:3]
         if how and trainer.global_step >= int(step):
@@ -73,7 +73,7 @@ def _interrupt(how: str, *, is_this: bool, is_exact: bool) -> None:
     if name == "KILL" and is_this and num_saved() >= (2 if group else 1):
         _send(signal.SIGKILL, group)
     if name == "KILL" and (is_this or group):
-        time.sleep(2)  # until there is an autosave
+        time.sleep(2)  # until an autosave exists
 
 
 def _send(signum: signal.Signals, group: str) -> None:

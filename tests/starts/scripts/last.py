@@ -1,4 +1,4 @@
-"""Restart logic of the script's own: continue from last.ckpt if it is there."""
+"""Restart logic in the script itself: continue from last.ckpt if it exists."""
 
 from pathlib import Path
 

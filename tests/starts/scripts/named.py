@@ -1,4 +1,4 @@
-"""The hyperparameters hold the name of the run, and that holds the time."""
+"""The hyperparameters hold the name of the run, which contains the time."""
 
 from datetime import datetime
 

@@ -1,4 +1,4 @@
-"""Train two models at once, in the processes of a pool: ``pool.py joblib|spawn|fork``."""
+"""Train two models at the same time, in the processes of a pool: ``pool.py joblib|spawn|fork``."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""Train two models at once, in tasks of Ray's."""
+"""Train two models at the same time, in Ray tasks."""
 
 import os
 

@@ -15,7 +15,7 @@ SEED = 1
 
 
 class Rows(Dataset[Tensor]):
-    """What is in the file, with noise."""
+    """The content of the file, with noise."""
 
     def __init__(self, path: Path) -> None:
         self.rows: list[float] = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Train in processes of their own, one after the other."""
+"""Train in separate processes, one after the other."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""Train with what the script itself keeps: ``state_in_main.py here|submitit|joblib|ray``."""
+"""Train with state of the script itself: ``state_in_main.py here|submitit|joblib|ray``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Tracker:
-    """Sums up."""
+    """Sums values."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -31,7 +31,7 @@ NUM_STEPS = 0
 
 
 class Counting(Net):
-    """Notes in the script's globals what it does."""
+    """Records in the script's globals what it does."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the loss."""

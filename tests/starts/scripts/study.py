@@ -1,7 +1,7 @@
-"""A study of Optuna's in a file: started again, it does the trials that are missing.
+"""An Optuna study in a file: started again, it does the missing trials.
 
 ``study.py [--hyperparameters] [--seed] [--retry]``: with hyperparameters in the checkpoints, with a fixed seed for
-weights, data and sampler, with trials that are run again when a process has died in them.
+weights, data, and sampler, and with trials that run again if a process has died in them.
 """
 
 import argparse

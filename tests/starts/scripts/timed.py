@@ -1,4 +1,4 @@
-"""Each start writes to a directory of its own, named by the time."""
+"""Each start writes to its own directory, named by the time."""
 
 from datetime import datetime
 

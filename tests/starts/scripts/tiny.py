@@ -1,4 +1,4 @@
-"""A model and a data set, as small as they can be and still have all that makes a resume hard."""
+"""A model and a data set, as small as possible, with all that makes a resume hard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Net(LightningModule):
 
 
 class SavingNet(Net):
-    """The same, with hyperparameters."""
+    """The same model, with hyperparameters."""
 
     def __init__(self, lr: float = 0.1, hidden: int = 8, run_name: str = "") -> None:
         super().__init__(lr, hidden)

@@ -1,4 +1,4 @@
-"""What is found on data sets: lists, mappings, and arrays with their digests, single numbers, and parts of splits."""
+"""Contents of data sets: lists, mappings, and arrays with their digests, single numbers, and parts of splits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Images(Dataset[Tensor]):
 
 
 def test_paths() -> None:
-    """Each is found by the path on which a user would write it."""
+    """Each is found by the path that a user would write."""
     found = contents_of({"train/0.dataset": Images()}, Rules())
     assert {path.removeprefix("train/0.dataset.") for path in found.lists} == {
         "names", "labels", "order", "transform.steps[0].deviations",
@@ -50,7 +50,7 @@ def test_paths() -> None:
 
 
 def test_parts_of_splits() -> None:
-    """A part is found through whatever holds it; its indices are its own, no list of the data set's."""
+    """A part is found through whatever holds it; its indices belong to it and are not a list of the data set."""
     parts = [Subset(Images(), [1, 0]), Subset(Images(), [0])]
     holder = SimpleNamespace(wrapped=ConcatDataset(parts))
     found = contents_of({"root": holder}, Rules())
@@ -60,7 +60,7 @@ def test_parts_of_splits() -> None:
 
 
 def test_elements_are_set() -> None:
-    """A list is filled in place; a tuple is another one in the same attribute."""
+    """A list is filled in place; a tuple is replaced in its attribute."""
     images = Images()
     found = contents_of({"root": images}, Rules()).lists
     labels = images.labels
@@ -75,7 +75,7 @@ def test_elements_are_set() -> None:
 
 
 def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others carry is not looked at, and of a whole world only the nearest objects."""
+    """Names that are left out and live objects are not read, and only the nearest of many objects are."""
     images = Images()
     rules = Rules(left_out=lambda value: {"names"}, is_live=lambda value: value is images.transform)
     found = contents_of({"root": images}, rules)

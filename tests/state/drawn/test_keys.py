@@ -1,4 +1,4 @@
-"""What elements are sorted by, and which orders of names a program gives by itself."""
+"""The sort keys of elements, and the orders of names that a program produces without randomness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = [f"{folder}/{'B' if i % 2 else 'b'}{i}.png" for folder in ("x", "x-1", "
     ids=["text", "any-case", "by-directory", "by-parts", "numbers"],
 )
 def test_orders_of_names(key: Callable[[str], Any]) -> None:
-    """Names as a program sorts them were not drawn, and are not kept; shuffled ones were."""
+    """Names in a program's sort order were not drawn and are not kept; shuffled names are kept."""
     names = sorted((name.lower() for name in NAMES) if key(NAMES[0]) != NAMES[0] else NAMES, key=key)
     assert is_sorted_by_name(names)
     assert is_sorted_by_name([(name, i % 3) for i, name in enumerate(names)])
@@ -40,7 +40,7 @@ def test_orders_of_names(key: Callable[[str], Any]) -> None:
 
 
 def test_numbers_inside_names() -> None:
-    """The second comes before the tenth; a mapping in which only the values were shuffled gets both back."""
+    """p2 comes before p10; a mapping whose values alone were shuffled gets both back."""
     names = [f"p{i}" for i in range(100)]
     assert orders.kept_order(names) is None
     values = random.Random(0).sample(range(100), 100)
@@ -52,7 +52,7 @@ def test_numbers_inside_names() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint16, torch.bool, torch.float32, torch.complex64])
 def test_tensors_of_any_numbers(dtype: torch.dtype) -> None:
-    """Each kind of numbers gets its order back, those that NumPy or torch can't sort, too."""
+    """Each type of number gets its order back, even a type that NumPy or torch can't sort."""
     numbers = torch.arange(-50.0, 50.0) if dtype.is_floating_point else torch.arange(100)
     generator = torch.Generator().manual_seed(0)
     first, second = (numbers[torch.randperm(100, generator=generator)].to(dtype) for _ in range(2))
@@ -64,7 +64,7 @@ def test_tensors_of_any_numbers(dtype: torch.dtype) -> None:
 
 
 def test_numbers_that_are_not_equal_to_themselves() -> None:
-    """Not-a-numbers, negative numbers, and those of another byte order come in the same order as well."""
+    """Not-a-numbers, negative numbers, and those of another byte order come back in the same order too."""
     numbers = np.array([2.5, np.nan, -1.0, 0.0, -7.0, np.nan, np.inf], dtype=">f4")
     kept = orders.kept_order(numbers)
     assert kept is not None

@@ -63,7 +63,7 @@ def texts(value: Any) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VALUES)
 def test_same_elements_come_in_the_same_order(kind: str, name: str) -> None:
-    """Another order of the same elements becomes the one that was kept; its digest tells the two apart."""
+    """Another order of the same elements becomes the one that was kept; their digests differ."""
     first, second = (KINDS[kind](shuffled(VALUES[name], seed)) for seed in (0, 1))
     kept = orders.kept_order(first)
     assert kept is not None
@@ -80,7 +80,7 @@ def test_same_elements_come_in_the_same_order(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "float64", "<U8"])
 def test_arrays(dtype: str) -> None:
-    """An array of one dimension is filled in place."""
+    """A one-dimensional array is filled in place."""
     first, second = (np.array(shuffled(list(range(NUM)), seed)).astype(dtype) for seed in (0, 1))
     kept = orders.kept_order(first)
     assert kept is not None
@@ -93,7 +93,7 @@ def test_arrays(dtype: str) -> None:
 
 
 def test_tensors() -> None:
-    """So is a tensor; one of more dimensions has no order."""
+    """A tensor is filled in place; one with more dimensions has no order."""
     first, second = (torch.tensor(shuffled(list(range(NUM)), seed)) for seed in (0, 1))
     kept = orders.kept_order(first)
     assert kept is not None
@@ -106,7 +106,7 @@ def test_tensors() -> None:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_other_elements_have_no_order(name: str) -> None:
-    """If one element is another, or missing, nothing is put in order."""
+    """If an element differs, or is missing, nothing is put in order."""
     first = shuffled(VALUES[name], 0)
     kept = orders.kept_order(first)
     assert kept is not None
@@ -125,7 +125,7 @@ def test_what_is_sorted_is_not_kept(name: str) -> None:
 
 
 def test_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An element costs 4 bytes at most, labels much less; of very long lists nothing is kept."""
+    """An element costs at most 4 bytes, labels much less; of very long lists nothing is kept."""
     numbers = shuffled(list(range(10_000)), 0)
     kept: Any = orders.kept_order([f"/a/long/name/of/a/directory/{i}" for i in numbers])
     assert len(kept["values"]["order"]) < 4.1 * len(numbers)
@@ -138,7 +138,7 @@ def test_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_directory() -> None:
-    """The directory of all names is left out, and no part of a name."""
+    """The common directory of all names is left out, but no part of a name."""
     assert directory_of(["/data/train/1.png", "/data/test/2.png"]) == "/data/"
     assert directory_of([("/data/train/1.png", 0), ("/data/train/11.png", 1)]) == "/data/train/"
     assert directory_of(["cat", "car"]) == ""
@@ -152,7 +152,7 @@ def test_directory() -> None:
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), print, torch.Generator(), list(range(10_000)), object()], ids=type)
 def test_what_is_not_plain(value: Any) -> None:
-    """What another process would not give the same text to has none."""
+    """A value whose text may differ in another process has no text."""
     with pytest.raises(NotPlainError):
         text_of(value)
     with pytest.raises(NotPlainError):
@@ -170,7 +170,7 @@ def test_texts_tell_values_apart() -> None:
 
 
 def test_names_that_are_new_in_each_process() -> None:
-    """A UUID in a mapping is another one in each process; in a list it is an element, and other texts always count."""
+    """A UUID in a mapping does not count, as it is new in each process; in a list it does; other texts always count."""
     one, other = ({"uuid": str(uuid.uuid4()), "key": uuid.uuid4(), "name": "a"} for _ in range(2))
     assert orders.digest(one) == orders.digest(other)
     assert orders.digest(one) != orders.digest({**other, "name": "b"})
@@ -181,7 +181,7 @@ def test_names_that_are_new_in_each_process() -> None:
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])
 def test_large_arrays_are_not_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array with more elements than are kept has no order, so none of it is read, and none becomes a list."""
+    """An array with more elements than the limit has no order, so it is neither read nor converted to a list."""
     value = make([2, 1, 0])
     monkeypatch.setattr(orders, "_MAX_ELEMENTS", 3)
     assert orders.is_ordered(value)
@@ -190,7 +190,7 @@ def test_large_arrays_are_not_read(make: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_corpus_on_a_disk(tmp_path: Path) -> None:
-    """A file of 40 GB that is mapped into memory is passed over at once."""
+    """A memory-mapped file of 40 GB is skipped immediately."""
     path = tmp_path / "train.bin"
     with path.open("wb") as file:
         file.truncate(40 * 2**30)
@@ -198,7 +198,7 @@ def test_corpus_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_arrays_become_no_lists() -> None:
-    """The numbers of an array are compared and put in order as they are."""
+    """The numbers of an array are compared and put in order without a conversion to a list."""
 
     class Guarded(np.ndarray[Any, Any]):
         def tolist(self) -> Any:
@@ -213,7 +213,7 @@ def test_arrays_become_no_lists() -> None:
 
 
 def test_names_that_are_the_same_in_each_directory() -> None:
-    """Files of one name in many directories are told apart, in another place of the data, too."""
+    """Files with one name in many directories are distinguished, even if the data has moved."""
     first, second = ([f"/data/case_{i}/volume.nii" for i in shuffled(list(range(NUM)), seed)] for seed in (0, 1))
     assert orders.digest(first) != orders.digest(second)
     moved = [name.replace("/data", "/mnt/else") for name in first]
@@ -226,7 +226,7 @@ def test_names_that_are_the_same_in_each_directory() -> None:
 
 
 def test_an_element_that_holds_itself_is_not_plain() -> None:
-    """It has no text, and is no error."""
+    """It has no text: the digest refuses it and does not loop."""
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(NotPlainError):

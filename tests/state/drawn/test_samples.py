@@ -1,4 +1,4 @@
-"""What is shorter than each data set does not hold its samples."""
+"""A value that is shorter than each data set does not hold its samples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class OfTen(Dataset[int]):
 
 
 class Broken(Dataset[int]):
-    """Can't say how many it has."""
+    """Can't report its length."""
 
     def __len__(self) -> int:
         raise RuntimeError("not connected")
 
 
 class Endless(IterableDataset[int]):
-    """Has no end, and is not to be asked for it."""
+    """Has no end; its length must not be requested."""
 
     def __iter__(self) -> Any:
         return iter(())
@@ -51,17 +51,17 @@ class Endless(IterableDataset[int]):
     ids=str,
 )
 def test_may_be_samples(value: Any, expected: bool) -> None:
-    """Times and ids of processes are not, names and arrays may be; next to a data set without a length all may."""
+    """Times and process ids are not samples, names and arrays may be; with a data set without a length, all may be."""
     assert may_be_samples(value, [OfTen()]) is expected
     assert may_be_samples(value, [OfTen(), Broken()])
     assert may_be_samples(value, [])
 
 
 def test_lengths() -> None:
-    """A data set that raises has none, and one that is iterated over is not asked."""
+    """A data set that raises has no length, and an iterable one is not asked."""
     assert [length_of(dataset) for dataset in (OfTen(), Broken(), Endless(), None)] == [10, None, None, None]
 
 
 def test_num_values() -> None:
-    """Values inside others are counted, and a text is one."""
+    """Values inside others are counted, and a text is one value."""
     assert num_values({"a": [1, (2, 3)], "b": "four", "c": np.zeros((2, 2)), "d": None}) == 9

@@ -1,4 +1,4 @@
-"""The parts of splits: found among all objects without a call into any of them."""
+"""The parts of splits are found among all objects without a call into any of them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Alone(Numbers):
 
 
 class Broken(Dataset[int]):
-    """Can't say how many samples it has."""
+    """Can't report how many samples it has."""
 
     def __len__(self) -> int:
         raise RuntimeError("not connected")
 
 
 class Lazy(Subset[int]):
-    """Looks for its indices when they are first asked for."""
+    """Computes its indices at the first access."""
 
     @property
     def indices(self) -> Any:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Bare(Subset[int]):
 
 
 def test_strange_parts_are_left_alone() -> None:
-    """Parts without indices, with those that are computed, and of a data set without a length are no obstacle."""
+    """Parts with missing or computed indices, or of a data set without a length, do not disturb the search."""
     held = [Lazy(Numbers(), [0]), Bare(), Subset(Broken(), [1, 0]), SubsetRandomSampler("abc")]  # type: ignore[arg-type]
     test = Subset(Numbers(), [8, 7])
     parts = Parts()
@@ -70,7 +70,7 @@ def test_strange_parts_are_left_alone() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_indices_of_any_kind(indices: Any) -> None:
-    """They are whole numbers in whatever holds some."""
+    """Indices are whole numbers in any container that can hold them."""
     parts = Parts()
     parts.note({"part": Subset(Numbers(), indices)})
     assert splits._unpacked(parts.state_dict()["part"]["indices"]) == [2, 0, 1]
@@ -78,7 +78,7 @@ def test_indices_of_any_kind(indices: Any) -> None:
 
 @pytest.mark.parametrize("indices", [["a", "b"], [1.5], {1: 2}, {1, 2}, None, [2**70], np.zeros((2, 2))], ids=str)
 def test_what_is_no_indices(indices: Any) -> None:
-    """Anything else is no part."""
+    """An object with any other indices is not a part."""
     parts = Parts()
     parts.note({"part": Subset(Numbers(), indices)})
     assert parts.state_dict() == parts.digests == {}

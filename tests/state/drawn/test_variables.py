@@ -1,4 +1,4 @@
-"""The names of parts in the script; what is read of a frame is not left behind there."""
+"""The names of parts in the script; reading a frame leaves no reference behind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(sys.gettrace() is not None, reason="a frame that
 
 
 def part() -> Subset[int]:
-    """Return a part of no data set."""
+    """Return a part of a bare data set."""
     return Subset(Dataset[int](), [0])
 
 
 def test_names() -> None:
-    """A variable, an item of a list, and one of the function around are found; each by its first name."""
+    """A variable, a list item, and a variable of the outer function are found, each by its first name."""
     outer = part()
 
     def inner() -> dict[int, str]:
@@ -37,7 +37,7 @@ def test_names() -> None:
 
 
 def test_deleted_variables_are_freed() -> None:
-    """What a function deletes after its variables were read is gone; what it makes then is in `locals`."""
+    """A variable that a function deletes after the reading is freed; a variable that it creates is in `locals`."""
 
     def script() -> tuple[weakref.ref[Tensor], dict[str, Any]]:
         big = torch.zeros(10)
@@ -59,7 +59,7 @@ def test_deleted_variables_are_freed() -> None:
 
 
 def test_locals_of_a_function_stay() -> None:
-    """A function that holds what `locals` has returned finds it unchanged; a module's variables are not cleared."""
+    """The earlier result of `locals` in a function stays unchanged; a module's variables are not cleared."""
 
     def script(a: int, b: int) -> None:
         arguments = locals()

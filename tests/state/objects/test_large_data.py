@@ -1,4 +1,4 @@
-"""Large arrays and tensors: what is read of them, and how long they are held."""
+"""Large arrays and tensors: how much of them is read, and how long they are held."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_A_WORKER = Rules(max_items=1_000)
 
 @pytest.fixture
 def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of the arrays and tensors of which all is read."""
+    """Return the sizes of the arrays and tensors that are read in full."""
     found: list[int] = []
 
     def noting(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -36,7 +36,7 @@ def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("mode", ["r+", "c"])
 @pytest.mark.parametrize("wrap", [lambda a: a, np.asarray, lambda a: a[2:].reshape(-1, 2)], ids=["it", "base", "part"])
 def test_mapped_file_is_not_read(tmp_path: Path, mode: Any, wrap: Any, sizes_read: list[int]) -> None:
-    """What is written into a file is no state, and a file that is opened later is none."""
+    """Data written into a mapped file is not state, nor is a mapped file that is opened later."""
     np.zeros(100, dtype=np.float32).tofile(tmp_path / "data")
     owner = SimpleNamespace(data=wrap(np.memmap(tmp_path / "data", dtype=np.float32, mode=mode)), late=None)
     state = ObjectState({"dataset": owner})
@@ -50,7 +50,7 @@ def test_mapped_file_is_not_read(tmp_path: Path, mode: Any, wrap: Any, sizes_rea
 
 @pytest.mark.parametrize("make", [lambda: np.zeros(_NUM), lambda: torch.zeros(_NUM)], ids=["array", "tensor"])
 def test_large_data_in_a_worker_is_not_read(make: Any, sizes_read: list[int]) -> None:
-    """Of an array that is too large to be carried a few elements are looked at, of a small one all."""
+    """A few elements are read of an array that is too large to be carried, and all elements of a small one."""
     owner = SimpleNamespace(data=make(), counts=np.zeros(5_000))
     state = ObjectState({"dataset": owner}, IN_A_WORKER)
     assert not state.state_dict()[NODES]
@@ -63,7 +63,7 @@ def test_large_data_in_a_worker_is_not_read(make: Any, sizes_read: list[int]) ->
 
 @pytest.mark.parametrize("make", [lambda: np.random.rand(_NUM), lambda: torch.rand(_NUM)], ids=["array", "tensor"])
 def test_what_is_replaced_is_freed(make: Any) -> None:
-    """A large array that training replaces is not held any longer, and what takes its place is carried."""
+    """A large array that training replaces is no longer held, and its replacement is carried."""
     owner, other = (SimpleNamespace(teacher=make(), features=[make()], known=None) for _ in range(2))
     state, restored = ObjectState({"module": owner}), ObjectState({"module": other})
     gone = [weakref.ref(owner.teacher), weakref.ref(owner.features[0])]
@@ -76,7 +76,7 @@ def test_what_is_replaced_is_freed(make: Any) -> None:
 
 
 def test_another_tensor_in_the_same_place_is_seen() -> None:
-    """A new tensor is another one, even where it has the place in memory that the old one had."""
+    """A new tensor is a different one, even if it has the memory of the old one."""
     owner = SimpleNamespace(teacher=torch.zeros(_NUM))
     state = ObjectState({"module": owner})
     unchanged = state.unchanged(["module"])
@@ -88,7 +88,7 @@ def test_another_tensor_in_the_same_place_is_seen() -> None:
 
 
 def test_what_stays_is_seen_to_change_in_place() -> None:
-    """A large tensor that is still there is carried when its content changes."""
+    """A large tensor that still exists is carried when its content changes."""
     owner = SimpleNamespace(teacher=torch.zeros(_NUM), table=np.zeros(_NUM))
     state = ObjectState({"module": owner})
     assert not state.state_dict()[NODES]
@@ -98,7 +98,7 @@ def test_what_stays_is_seen_to_change_in_place() -> None:
 
 
 def test_constant_is_no_copy_of_a_weight() -> None:
-    """Ones that equal the weights of a norm are left alone, unless their holder copies other weights, too."""
+    """Ones that equal the weights of a norm are ignored, unless their holder also copies other weights."""
     weights = [torch.rand(4), torch.ones(64), torch.zeros(4)]
     owner = SimpleNamespace(ones=torch.ones(64), anchor=[weight.clone() for weight in weights], zeros=[torch.zeros(4)])
     state = ObjectState({"module": owner})

@@ -1,4 +1,4 @@
-"""The user's own modules are told from installed ones."""
+"""The user's own modules are distinguished from installed ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP = 0
 
 
 class Counter:
-    """Counts in its class."""
+    """Counts in a class attribute."""
 
     count = 0
 
@@ -41,7 +41,7 @@ def test_globals_and_class_attributes() -> None:
 
 
 def test_installed_modules_are_left_alone() -> None:
-    """Python's modules, installed packages, and this package have no globals of the user's."""
+    """Python's modules, installed packages, and this package have no user globals."""
     names = {name.removeprefix("globals/").partition(".")[0] for name in users_namespaces({})}
     assert "tests" in names
     assert not names & {"random", "torch", "lightning", "numpy", "pytest", "lightning_faulttolerant"}
@@ -68,7 +68,7 @@ def test_changes_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_script_is_the_users(tmp_path: Path) -> None:
-    """A script and what it imports from its folder are the user's, whatever it is called."""
+    """A script and its imports from its folder belong to the user, whatever the name."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
     sys.path.insert(0, str(tmp_path))
     try:
@@ -80,7 +80,7 @@ def test_script_is_the_users(tmp_path: Path) -> None:
 
 
 class MissingPackageError(ImportError):
-    """Is raised by what stands for a package that is not installed."""
+    """Raised by the stand-in for a package that is not installed."""
 
 
 class Missing:
@@ -91,7 +91,7 @@ class Missing:
 
 
 def test_optional_imports_are_left_alone() -> None:
-    """An object of a user's module that raises whatever it is asked for is not asked."""
+    """An object of a user's module that raises at every attribute is not read."""
     module = types.ModuleType("mine")
     vars(module).update(ignite=Missing(), step=0)
     state = ObjectState({"mine": Namespace(owner=module)})
@@ -100,7 +100,7 @@ def test_optional_imports_are_left_alone() -> None:
 
 
 def test_sparse_tensors_in_a_worker() -> None:
-    """A worker that looks at a few elements of large tensors only takes sparse ones as they are."""
+    """A worker that reads only a few elements of large tensors accepts sparse ones as they are."""
     holder = {"tensor": torch.eye(2).to_sparse(), "step": 0}
     state = ObjectState({"holder": holder}, Rules(max_items=10))
     holder["step"] = 1
@@ -108,27 +108,27 @@ def test_sparse_tensors_in_a_worker() -> None:
 
 
 def detached(source: str, **variables: Any) -> dict[str, Any]:
-    """Run a source in globals that are no module's."""
+    """Run a source in globals that belong to no module."""
     found: dict[str, Any] = {"__name__": "__main__", **variables}
     exec(source, found)
     return found
 
 
 class TestDetached:
-    """Globals that are no module's, as cloudpickle and profilers make them."""
+    """Globals that belong to no module, as cloudpickle and profilers create them."""
 
     SOURCE = "class Kind:\n    pass\nnumber = 1\ndef call(function):\n    return function()\n"
 
     @pytest.fixture(autouse=True)
     def launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let `__main__` be an installed file."""
+        """Make `__main__` an installed file."""
         main = types.ModuleType("__main__")
         main.__file__ = pytest.__file__
         for name in ("__main__", "__mp_main__"):
             monkeypatch.setitem(sys.modules, name, main)
 
     def test_are_found_while_they_run(self) -> None:
-        """They count as a module, and what is set there is set in them; the second of a name has a name of its own."""
+        """They count as a module, and changes reach them; the second with the same name gets another name."""
         one, other = (detached(self.SOURCE, __file__=__file__) for _ in range(2))
         assert "globals/__main__" not in users_namespaces({})
         found = one["call"](lambda: other["call"](lambda: users_namespaces({})))
@@ -139,7 +139,7 @@ class TestDetached:
         assert (one["number"], other["number"]) == (2, 3)
 
     def test_of_given_objects_are_found(self) -> None:
-        """Those of the methods of their classes, and of functions, though none of them is running."""
+        """The globals of class methods and of functions are found even if none of these is running."""
         source = "class Kind:\n    def method(self): ...\nnumber = 1"
         one, other = (detached(source, __file__=__file__) for _ in range(2))
         found = users_namespaces({"module": one["Kind"](), "callbacks": [other["Kind"]()], "none": None})
@@ -148,17 +148,17 @@ class TestDetached:
         assert users_namespaces({"function": function})["globals/__main__"].attributes() == {"number": 3}
 
     def test_of_packages_are_not(self) -> None:
-        """What an installed file has for globals is not the user's, nor what has no file and another name."""
+        """The globals of an installed file are not the user's, nor are those without a file under another name."""
         for variables in ({"__file__": pytest.__file__}, {"__name__": "generated"}):
             found = detached(self.SOURCE, **variables)["call"](lambda: users_namespaces({}))
             assert not {"globals/__main__", "globals/generated"} & found.keys()
 
     def test_of_a_notebook_are(self) -> None:
-        """Without a file `__main__` is the user's."""
+        """Without a file, `__main__` is the user's."""
         assert "globals/__main__" in detached(self.SOURCE)["call"](lambda: users_namespaces({}))
 
     def test_classes_and_functions_are_the_users(self) -> None:
-        """Those that `__main__` does not have; those of a launcher are not."""
+        """Classes and functions that `__main__` does not have are the user's; those of a launcher are not."""
         found = detached(self.SOURCE, __file__=__file__)
         assert is_users(found["Kind"])
         assert is_users_function(found["call"])
@@ -168,7 +168,7 @@ class TestDetached:
         assert not is_users_function(main["call"])
 
     def test_object_of_such_a_class_is_carried(self) -> None:
-        """One that is made in training is made again."""
+        """An object that training creates is created again."""
         found = detached(f"{self.SOURCE}kept = []", __file__=__file__)
         spaces = found["call"](lambda: users_namespaces({}))
         state = ObjectState({"globals/__main__": spaces["globals/__main__"]})

@@ -1,4 +1,4 @@
-"""Values that real scripts keep: of classes that derive from Python's own, buffers, views, deep and odd ones."""
+"""Values in real scripts: of classes that derive from Python's own, buffers, views, deep and odd ones."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ class Tag(str):
 
 
 class Count(int):
-    """A number of a class of its own."""
+    """A number of a custom class."""
 
     __slots__ = ()
 
 
 class Triple(tuple[int, ...]):
-    """A tuple that is no named one."""
+    """A tuple that is not a named tuple."""
 
 
 class Access(enum.Flag):
-    """Can be several at once."""
+    """Can combine several flags."""
 
     READ = 1
     WRITE = 2
 
 
 class Node:
-    """One of a linked list."""
+    """A node of a linked list."""
 
     def __init__(self, number: int, following: Node | None) -> None:
         self.number, self.following = number, following
 
 
 class Keyed:
-    """Its hash follows from an attribute."""
+    """Its hash depends on an attribute."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -104,7 +104,7 @@ def test_values_of_classes(value: Any) -> None:
 
 
 def grown(value: Any) -> Callable[[Any], None]:
-    """Return what puts `value` into an attribute that was not there."""
+    """Return a function that puts `value` into a new attribute."""
     return lambda root: vars(root).update(value=value)
 
 
@@ -119,7 +119,7 @@ BUFFERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_buffers(kind: str, is_new: bool) -> None:
-    """An array of bytes or numbers, and a file in memory, are carried, changed in place and new."""
+    """An array of bytes or numbers, and an in-memory file, are carried, both changed in place and new."""
     make, change, content = BUFFERS[kind]
 
     def train(root: Any) -> None:
@@ -132,7 +132,7 @@ def test_buffers(kind: str, is_new: bool) -> None:
 
 
 def test_arguments_of_a_command_line() -> None:
-    """What ``parse_args`` returned is an object like any other."""
+    """The result of ``parse_args`` is an object like any other."""
     _, fresh = carried(
         lambda: SimpleNamespace(args=argparse.Namespace(lr=1.0)), lambda root: vars(root.args).update(lr=0.5)
     )
@@ -140,7 +140,7 @@ def test_arguments_of_a_command_line() -> None:
 
 
 def test_new_user_list() -> None:
-    """A list of Python's `collections` that training makes is found by its name."""
+    """A list class of Python's `collections` that training creates is found by its name."""
     _, fresh = carried(SimpleNamespace, grown(UserList([1, 2])))
     assert fresh.value == UserList([1, 2])
 
@@ -156,7 +156,7 @@ def test_scaler() -> None:
 
 
 def test_keys_that_are_no_texts() -> None:
-    """Two keys of one class are two paths: each item that changes in place comes back."""
+    """Two keys of one class have different paths: each item that changes in place comes back."""
 
     def make() -> Any:
         root = SimpleNamespace(table={(i, 0): [0] for i in range(3)}, by_object={})
@@ -173,7 +173,7 @@ def test_keys_that_are_no_texts() -> None:
 
 
 def test_sets_of_new_objects() -> None:
-    """An object in a new set, or a key of a new dict, has its attributes when it is asked for its hash."""
+    """An object in a new set, or a key of a new dict, has its attributes before it is hashed."""
     _, fresh = carried(SimpleNamespace, grown({"set": {Keyed(1), Keyed(2)}, "dict": {Keyed(3): 4}}))
     assert fresh.value == {"set": {Keyed(1), Keyed(2)}, "dict": {Keyed(3): 4}}
 
@@ -196,14 +196,14 @@ def test_deep_structure() -> None:
     assert contents_of(state) == {}
     contents = contents_of(saved_of(changed))
     assert len(str(contents["root.head"])) > 20_000
-    while changed.head is not None:  # Python itself can't drop it at once
+    while changed.head is not None:  # Python itself can't free it in one go
         changed.head = changed.head.following
     while fresh.head is not None:
         fresh.head = fresh.head.following
 
 
 def saved_of(root: Any) -> dict[str, Any]:
-    """Return the state of an object whose `head` was not there at first."""
+    """Return the state of an object whose `head` did not exist at first."""
     head, root.head = root.head, None
     state = ObjectState({"root": root})
     root.head = head
@@ -211,13 +211,13 @@ def saved_of(root: Any) -> dict[str, Any]:
 
 
 def test_own_method() -> None:
-    """A private method in an attribute is found by the name that it has in its class."""
+    """A private method in an attribute is found by its name in its class."""
     _, fresh = carried(Modes, Modes.change)
     assert fresh.mode() == 2
 
 
 def test_weak_reference_to_nothing() -> None:
-    """A weak reference that is dead is dead again."""
+    """A dead weak reference is dead again."""
 
     def train(root: Any) -> None:
         gone = Keyed(1)
@@ -228,7 +228,7 @@ def test_weak_reference_to_nothing() -> None:
 
 
 def test_structured_array() -> None:
-    """An array of records is carried, also where a field has a shape."""
+    """An array of records is carried, even if a field has a shape."""
     dtype = np.dtype([("state", "f4", (3,)), ("action", "i8")])
     _, fresh = carried(
         lambda: SimpleNamespace(rows=np.zeros(2, dtype)), lambda root: root.rows["state"].__setitem__(slice(None), 2)
@@ -249,7 +249,7 @@ def test_items_of_an_object_array() -> None:
 
 
 def new_views(root: Any) -> None:
-    """Keep views of a weight, of a tensor that is new, and of one that nobody holds."""
+    """Keep views of a weight, of a new tensor, and of a tensor that is not held."""
     root.row = root.weight.detach()[1]
     root.whole = torch.zeros(4)
     root.half = root.whole[2:]
@@ -257,7 +257,7 @@ def new_views(root: Any) -> None:
 
 
 def test_views() -> None:
-    """Tensors that share memory share it again: what is written to one is seen in the other."""
+    """Tensors that share memory share it again: a change of one is visible in the other."""
     changed, fresh = carried(lambda: SimpleNamespace(weight=nn.Parameter(torch.zeros(3, 2))), new_views)
     with torch.no_grad():
         fresh.weight.add_(1.0)
@@ -268,7 +268,7 @@ def test_views() -> None:
 
 
 def test_gradient_of_a_tensor() -> None:
-    """A gradient that a tensor of the user's has is there again; one that is gone is gone."""
+    """The gradient of a user's tensor is back; a removed one stays removed."""
 
     def make() -> Any:
         root = SimpleNamespace(one=torch.ones(2, requires_grad=True), other=torch.ones(2, requires_grad=True))
@@ -288,7 +288,7 @@ def test_gradient_of_a_tensor() -> None:
 
 
 def test_tensors_of_inference_mode() -> None:
-    """Tensors that were made in inference mode have no version; what replaces and what fills them is carried."""
+    """Tensors created in inference mode have no version; changes of them are still carried."""
 
     def make() -> Any:
         with torch.inference_mode():
@@ -313,7 +313,7 @@ def test_expanded_tensor() -> None:
 
 
 def test_removed_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that training has removed, and the next start has not, is no error."""
+    """A name that training has removed, and that the next start does not have, is not an error."""
     root = SimpleNamespace(value=1)
     state = ObjectState({"root": root})
     del root.value
@@ -326,7 +326,7 @@ LOCAL.__qualname__ = "function.<locals>.LOCAL"
 
 
 class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
-    """A path of a class of its own."""
+    """A path of a custom class."""
 
 
 LOST_VALUES = {
@@ -347,7 +347,7 @@ LOST_VALUES = {
 
 @pytest.mark.parametrize("kind", LOST_VALUES)
 def test_lost_values_are_named_when_they_are_saved(kind: str) -> None:
-    """What a resume could not make again is named at the save, and nothing of it stays in the state."""
+    """A value that a resume could not recreate is named at the save, and no part of it stays in the state."""
     value, reason = LOST_VALUES[kind]
     root = SimpleNamespace(value=None)
     state = ObjectState({"root": root})
@@ -365,7 +365,7 @@ def test_lost_values_are_named_when_they_are_saved(kind: str) -> None:
 
 
 def test_table_that_grows_in_place_is_named() -> None:
-    """A table of pandas that gets a row is named; one that stays is not."""
+    """A pandas table that gets a row is named; an unchanged one is not."""
     root = SimpleNamespace(rows=pd.DataFrame({"a": [0.0]}), others=pd.DataFrame({"a": [0.0]}))
     state = ObjectState({"root": root})
     assert state.state_dict()[LOST] == {}
@@ -383,7 +383,7 @@ def test_hash_that_is_fed_is_named() -> None:
 
 
 def test_what_a_data_set_opens_is_no_loss() -> None:
-    """An object of a library that a data set has opened is opened again by itself; in a module it is named."""
+    """A library's object that a data set has opened is not lost, as it is opened again; in a module it is named."""
 
     class Reader(Dataset[Tensor]):
         tree: Any = None
@@ -419,7 +419,7 @@ class Meddling(list[Any]):
 
 
 class MeddlingDict(OrderedDict[Any, Any]):
-    """The same of a mapping."""
+    """The same for a mapping."""
 
     def items(self) -> Any:
         Meddling.calls += 1
@@ -445,7 +445,7 @@ class MeddlingSlots:
 
 
 def test_no_code_of_containers_runs() -> None:
-    """What a user's list, dict, or slotted class does when it is looked at does not happen."""
+    """The own code of a user's list, dict, or slotted class does not run when it is read."""
 
     def make() -> Any:
         root = SimpleNamespace(items=Meddling([1]), pairs=MeddlingDict(), slots=MeddlingSlots(), queue=deque([1]))
@@ -469,7 +469,7 @@ def test_no_code_of_containers_runs() -> None:
 
 
 class Refuses:
-    """Raises when it is asked for its state after the start."""
+    """Raises when its state is read after the start."""
 
     def __init__(self) -> None:
         self.is_started = False
@@ -484,7 +484,7 @@ class Refuses:
 
 
 def test_error_of_a_users_own_is_named() -> None:
-    """A `state_dict` that raises at a save ends no training: the object is named."""
+    """A `state_dict` that raises at a save does not end the training: the object is named."""
     root = SimpleNamespace(part=Refuses(), number=0)
     state = ObjectState({"root": root})
     root.part.is_started, root.number = True, 1
@@ -494,7 +494,7 @@ def test_error_of_a_users_own_is_named() -> None:
 
 
 class Shows:
-    """Its state is what another object holds."""
+    """Its state is the content of another object."""
 
     def __init__(self, history: list[int]) -> None:
         self._held = history
@@ -508,7 +508,7 @@ class Shows:
 
 
 def test_states_are_loaded_after_what_they_refer_to() -> None:
-    """`load_state_dict` of an object finds the other objects as they are to be."""
+    """`load_state_dict` of an object finds the other objects already restored."""
 
     def make() -> Any:
         history: list[int] = []
@@ -519,7 +519,7 @@ def test_states_are_loaded_after_what_they_refer_to() -> None:
 
 
 def test_order_of_numbers_in_a_set_is_kept_or_named() -> None:
-    """A set of numbers that gives its items in another order than before is named."""
+    """A set of numbers that would come back in another order is named."""
     root = SimpleNamespace(numbers=set(range(1_000)))
     state = ObjectState({"root": root})
     for number in set(range(1_000)) - {5, 700, 900}:
@@ -532,7 +532,7 @@ def test_order_of_numbers_in_a_set_is_kept_or_named() -> None:
 
 
 def test_module_of_the_same_name_as_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of the user's that is called like a package that is left alone is the user's."""
+    """A user's module with the name of an ignored package is still the user's."""
     module = types.ModuleType("datasets")
     module.__file__ = "/home/somebody/project/datasets.py"
     exec("class Own:\n    def __init__(self):\n        self.level = 0\n", vars(module))
@@ -542,7 +542,7 @@ def test_module_of_the_same_name_as_a_library(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_state_of_a_loader_is_named_or_dropped() -> None:
-    """A value that holds one is lost: of a fit that is said, of a loader whose next state would hold it it isn't."""
+    """A value that holds a loader's state is lost: a fit names it, a loader whose next state would hold it drops it."""
     loader = ResumableDataLoader([1, 2])
 
     class Keeps:

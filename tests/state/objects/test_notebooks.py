@@ -1,4 +1,4 @@
-"""The globals of a notebook: the user's are looked at, what IPython keeps among them is not."""
+"""The globals of a notebook: the user's are read, and IPython's own among them are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_THE_USER = ("LOSSES", "_private", "_i_am", "_1st", "In_", "Output")
 
 
 def names_of(is_notebook: bool, *names: str) -> set[str]:
-    """Return which names of a module are looked at."""
+    """Return the names of a module that are read."""
     module = types.ModuleType("main")
     vars(module).update({name: [name] for name in names})
     if is_notebook:
@@ -22,7 +22,7 @@ def names_of(is_notebook: bool, *names: str) -> set[str]:
 
 
 def test_names_of_ipython() -> None:
-    """What was typed, and what came of it, is no state; elsewhere the same names are the user's."""
+    """Typed cells and their results are not state; elsewhere the same names belong to the user."""
     assert names_of(True, *OF_IPYTHON, *OF_THE_USER) == set(OF_THE_USER)
     without_python = {name for name in OF_IPYTHON if not name.startswith("__")}
     assert names_of(False, *OF_IPYTHON) == without_python

@@ -1,4 +1,4 @@
-"""Object state: what has changed on objects is found, carried through a checkpoint file, and restored in place."""
+"""Object state: changes on objects are found, carried through a checkpoint file, and restored in place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Phase(enum.Enum):
-    """Where a training is."""
+    """The phase of a training."""
 
     WARM_UP = 1
     DECAY = 2
@@ -58,7 +58,7 @@ class Slots:
 
 @dataclass
 class Record:
-    """Has a list of its own."""
+    """Has its own list."""
 
     number: int = 0
     items: list[Any] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Texts(dict[str, Any]):
 
 
 class Average:
-    """Keeps a state that says more than its attributes show."""
+    """Has a state with more than its attributes show."""
 
     def __init__(self) -> None:
         self.value, self.num_loaded = torch.zeros(2), 0
@@ -91,7 +91,7 @@ def through_a_file(state: Any) -> Any:
 
 
 def carried(make: Callable[[], Any], change: Callable[[Any], None]) -> tuple[Any, Any]:
-    """Return an object that was changed, and one that was made again and got its state."""
+    """Return an object that was changed, and a fresh one that got its state."""
     changed, fresh = make(), make()
     state = ObjectState({"root": changed})
     assert state.state_dict() == {NODES: {}, TABLE: [], LOST: {}}
@@ -182,7 +182,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def seen(value: Any) -> Any:
-    """Return something to compare objects by."""
+    """Return a comparable form of an object."""
     if isinstance(value, Slots):
         return [getattr(value, name, None) for name in ("_Slots__hidden", "items", "late")]
     if isinstance(value, functools.partial):
@@ -200,7 +200,7 @@ def seen(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_made_in_place(name: str) -> None:
-    """Who else holds the object sees what is restored."""
+    """Every holder of the object sees the restored content."""
     make, change = CHANGES[name]
     torch.manual_seed(0)
     held = [make(), make()]
@@ -211,7 +211,7 @@ def test_each_change_is_made_in_place(name: str) -> None:
 
 
 def test_shared_references_stay_shared() -> None:
-    """Objects that are one are one again; an old list that was replaced is not touched."""
+    """Several references to one object are to one object again; an old list that was replaced is not touched."""
 
     def make() -> Any:
         shared = [1]
@@ -234,7 +234,7 @@ def test_shared_references_stay_shared() -> None:
 
 
 def test_references_to_live_objects_stay_references() -> None:
-    """A parameter, a layer, and a method that were there are the ones that are there."""
+    """Existing parameters, layers, and methods are referred to, not recreated."""
 
     def make() -> Any:
         owner = SimpleNamespace(module=nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), by_weight={}, hook=None)
@@ -253,7 +253,7 @@ def test_references_to_live_objects_stay_references() -> None:
 
 
 def test_what_training_made_and_removed() -> None:
-    """New attributes are there again, with generators, locks, and weak references; removed ones are gone."""
+    """New attributes exist again, with generators, locks, and weak references; removed ones are gone."""
 
     def change(owner: Any) -> None:
         del owner.number
@@ -270,7 +270,7 @@ def test_what_training_made_and_removed() -> None:
 
 
 def test_unchanged_values_are_left_alone() -> None:
-    """Who edits a constant between two starts gets the new value; what training changed is restored."""
+    """A constant that the user edits between two starts keeps the edit; a value that training changed is restored."""
     before = SimpleNamespace(constant=1, count=0)
     state = ObjectState({"root": before})
     before.count = 5
@@ -280,7 +280,7 @@ def test_unchanged_values_are_left_alone() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """What changes later is not in a state that was taken before."""
+    """Later changes are not in a state that was taken before."""
     owner = SimpleNamespace(items=[torch.zeros(2)], array=np.zeros(2))
     state = ObjectState({"root": owner})
     owner.items.append([1])
@@ -295,7 +295,7 @@ def test_state_is_a_copy() -> None:
 
 
 def numbers() -> Any:
-    """Give numbers."""
+    """Yield numbers."""
     yield from range(9)
 
 
@@ -310,7 +310,7 @@ def numbers() -> Any:
     ids=["generator", "list iterator", "loader iterator", "sparse"],
 )
 def test_change_that_cannot_be_carried_is_named(make: Any, change: Any, reason: str) -> None:
-    """It is named by its path, and only once it has changed."""
+    """It is named by its path, but only once it has changed."""
     owner = SimpleNamespace(value=make(), count=0)
     state = ObjectState({"root": owner})
     assert state.state_dict()[LOST] == {}
@@ -319,18 +319,18 @@ def test_change_that_cannot_be_carried_is_named(make: Any, change: Any, reason: 
     found = state.state_dict()
     assert list(found[LOST]) == ["root.value"]
     assert reason in found[LOST]["root.value"]
-    assert found[NODES] == {"root": {"attributes": [["count", 1]]}}  # nothing of it stays in the table
+    assert found[NODES] == {"root": {"attributes": [["count", 1]]}}  # no part of it stays in the table
 
 
 class Local:
-    """Holds something of the machine's."""
+    """Holds a resource of this machine."""
 
     def __init__(self) -> None:
         self.file = open(__file__)  # noqa: SIM115 - closed by the test
 
 
 def test_handles_are_no_state() -> None:
-    """A file or a lock that came from nothing is no change; in an object of the user's it is named."""
+    """A file or a lock that replaces None is not a change; in a user's object it is named."""
     owner = SimpleNamespace(file=None, own=None)
     state = ObjectState({"root": owner})
     owner.file = open(__file__)  # noqa: SIM115 - closed below
@@ -372,7 +372,7 @@ HARMFUL = {
 
 @pytest.mark.parametrize("kind", HARMFUL)
 def test_checkpoint_cannot_name_what_runs(kind: str) -> None:
-    """What a file names is looked up among what is imported, never what reads files or starts programs."""
+    """Names in a file are looked up among imported modules, and never yield code that reads files or runs programs."""
     owner = SimpleNamespace(hook=None)
     table = [["partial", ["part", "torch:load"], ["tuple", []], ["new", 1]], ["dict", [], None]]
     saved = {NODES: {"root": {"attributes": [["hook", HARMFUL[kind]]]}}, TABLE: table, LOST: {}}
@@ -381,7 +381,7 @@ def test_checkpoint_cannot_name_what_runs(kind: str) -> None:
 
 
 def test_checkpoint_cannot_replace_methods() -> None:
-    """A class attribute gets a value again, never a function."""
+    """A class attribute can be restored to a value, never to a function."""
     state = ObjectState({"class": Namespace(owner=Average), "root": Average()}, Rules(left_out=lambda value: ()))
     attributes = [["load_state_dict", ["part", f"{__name__}:through_a_file"]]]
     saved = {NODES: {"class": {"attributes": attributes}}, TABLE: [], LOST: {}}
@@ -391,7 +391,7 @@ def test_checkpoint_cannot_replace_methods() -> None:
 
 
 def test_roots_keep_apart_from_modules_of_the_same_name() -> None:
-    """A module of the user's that is called `module` has a path of its own."""
+    """A user's module named `module` has its own path."""
     here = types.ModuleType("module")
     here.STEPS = 0  # type: ignore[attr-defined]  # mypy: a module has no attributes
     root = Record()
@@ -401,7 +401,7 @@ def test_roots_keep_apart_from_modules_of_the_same_name() -> None:
 
 
 def test_what_is_left_out() -> None:
-    """Names that are left out are not looked at; live objects are known, not looked into."""
+    """Names that are left out are not read; live objects are known, but not read inside."""
     live = Record()
     owner = SimpleNamespace(own=0, other=0, live=live, again=None)
     rules = Rules(left_out=lambda value: {"other"}, is_live=lambda value: value is live)
@@ -432,7 +432,7 @@ def test_no_code_of_the_objects_runs() -> None:
 
 
 def test_more_objects_later_keep_what_was_known() -> None:
-    """Objects that are added are looked at from then on, and those that were known since before."""
+    """Added objects are read from then on, and known ones since before."""
     known = Record()
     state = ObjectState({"root": SimpleNamespace(known=known)})
     known.number = 1
@@ -444,7 +444,7 @@ def test_more_objects_later_keep_what_was_known() -> None:
 
 
 def test_values_of_the_same_objects() -> None:
-    """What another state has can be read as it is now, changed or not, and put back."""
+    """The current values of another state's objects can be read, changed or not, and put back."""
     owner = SimpleNamespace(items=[1], count=0)
     state = ObjectState({"root": owner})
     owner.items.append(2)
@@ -460,7 +460,7 @@ def test_values_of_the_same_objects() -> None:
 
 
 def test_contents_by_path() -> None:
-    """Two states are compared by path; a new object counts by what it holds, not by its number."""
+    """Two states are compared by path; a new object counts by its content, not by its number."""
 
     def contents(*values: Any) -> dict[str, Any]:
         owner = SimpleNamespace(items=[], count=0, first=None)

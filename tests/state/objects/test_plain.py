@@ -1,4 +1,4 @@
-"""Plain data stands for itself in a state, and whoever shares a part of it shares it again."""
+"""Plain data stands for itself in a state, and shared parts are shared again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_faulttolerant.state.objects.plain import plain_of
 
 
 def passed_through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as a checkpoint gives it back."""
+    """Return a state as it comes back from a checkpoint."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -26,7 +26,7 @@ def passed_through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def carried(before: Any, change: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what `change` makes of an object, once it is put on another one that was made alike; and the state."""
+    """Return a fresh object with the changes that `change` makes to another one, and the state."""
     there, here = before(), before()
     state = ObjectState({"it": there})
     change(there)
@@ -49,7 +49,7 @@ TREES = st.recursive(
 
 @given(cache=st.dictionaries(KEYS, TREES, min_size=1), history=st.lists(TREES, min_size=1))
 def test_all_kinds(cache: dict[Any, Any], history: list[Any]) -> None:
-    """What comes back is what was there, of the same types and in the same order."""
+    """Values come back with the same types and in the same order."""
 
     def fill(holder: Any) -> None:
         holder.cache.update(cache)
@@ -72,7 +72,7 @@ def test_stands_for_itself() -> None:
 
 
 def test_is_a_copy() -> None:
-    """A state that is written later is that of when it was taken, and one that is loaded is not the objects' own."""
+    """A state that is written later is unchanged, and a loaded state shares nothing with the objects."""
     holder = SimpleNamespace(cache={}, history=[])
     state = ObjectState({"it": holder})
     holder.cache[1], holder.flat = [1], {1: 2}
@@ -95,19 +95,19 @@ def share_with_new(holder: Any) -> None:
 
 
 def share_with_later(holder: Any) -> None:
-    """Let a second container, looked at later, hold the same list."""
+    """Let a second container, read later, hold the same list."""
     holder.cache[0] = [1]
     holder.other[0] = holder.cache[0]
 
 
 def share_with_later_attribute(holder: Any) -> None:
-    """Let an object that is looked at later hold the same list."""
+    """Let an object that is read later hold the same list."""
     holder.cache[0] = [1]
     holder.zone.row = holder.cache[0]
 
 
 def share_with_earlier(holder: Any) -> None:
-    """Let an object that is looked at first hold the same list."""
+    """Let an object that is read first hold the same list."""
     holder.cache[0] = [1]
     holder.a_row = holder.cache[0]
 
@@ -124,19 +124,19 @@ def share_deep_inside(holder: Any) -> None:
 
 
 def share_with_known(holder: Any) -> None:
-    """Let a container hold a list that the fit began with."""
+    """Let a container hold a list that existed when the fit began."""
     holder.cache[0] = holder.known
 
 
 class Annotation:
-    """What is known of one sample."""
+    """The data of one sample."""
 
     def __init__(self, number: int) -> None:
         self.boxes = [number]
 
 
 def share_with_record(holder: Any) -> None:
-    """Let a container hold what an item of a large list holds that the fit began with."""
+    """Let a container hold a part of an item of a large list; the part existed when the fit began."""
     holder.cache[0] = holder.records[7].boxes
 
 
@@ -146,7 +146,7 @@ def hold_itself(holder: Any) -> None:
 
 
 def refer_in_a_circle(holder: Any) -> None:
-    """Let new containers hold one another."""
+    """Let new containers refer to each other."""
     holder.cache[0] = one = [1]
     one.append({"two": one})  # type: ignore[arg-type]
 
@@ -167,7 +167,7 @@ def refer_in_a_circle(holder: Any) -> None:
     ],
 )
 def test_is_shared_again(share: Any, both: Any) -> None:
-    """Two that hold one list hold one list again."""
+    """Two holders of one list hold one list again."""
 
     def before() -> Any:
         records = [*map(Annotation, range(3_000))]
@@ -191,17 +191,17 @@ def test_is_shared_again(share: Any, both: Any) -> None:
         [SimpleNamespace()],
         (1, 2),
         {1: [2, 1j]},
-        [[[[[[[[[[1]]]]]]]]]],  # too deep for a look at the speed of C
+        [[[[[[[[[[1]]]]]]]]]],  # too deep for a check at the speed of C
     ],
     ids=repr,
 )
 def test_is_something_else(value: Any) -> None:
-    """All else is no plain data."""
+    """Anything else is not plain data."""
     assert plain_of(value) is None
 
 
 def test_says_how_much_it_is() -> None:
-    """The texts count with their length."""
+    """Texts count with their length."""
     few, many = plain_of({"a": ["b"]}), plain_of({"a": ["b" * 10_000]})
     assert few is not None
     assert many is not None

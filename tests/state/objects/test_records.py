@@ -1,4 +1,4 @@
-"""Records: a large list of objects that are alike is followed as any other objects are, without a node for each."""
+"""Records: a large list of similar objects is followed like any other objects, without a node for each."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_faulttolerant.state.objects.graph import Graph
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
 
-_NUM = 300  # more than what is noted at once begins with
+_NUM = 300  # enough items to be noted together
 
 
 @dataclass
 class Category:
-    """Several records share one."""
+    """Shared by several records."""
 
     name: str
 
@@ -49,7 +49,7 @@ def make_owner() -> Any:
 
 
 def look(owner: Any) -> str:
-    """Return all that a data set holds, as a text."""
+    """Return everything that a data set holds, as a text."""
     return repr([vars(item) for item in owner.items]) + repr(owner.other)
 
 
@@ -78,7 +78,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_change_is_carried(name: str) -> None:
-    """What is changed of one of many is restored in place, and shared references stay shared."""
+    """A change of one record is restored in place, and shared references stay shared."""
     owner, other = make_owner(), make_owner()
     state, restored = ObjectState({"dataset": owner}), ObjectState({"dataset": other})
     assert graph(state).records
@@ -102,7 +102,7 @@ def test_change_is_carried(name: str) -> None:
 
 
 def test_nodes_are_those_of_single_objects() -> None:
-    """A run that noted each object by itself resumes one that noted them all at once."""
+    """A run that noted each object by itself can resume one that noted them all at once."""
     owner, other = make_owner(), make_owner()
     state = ObjectState({"dataset": owner})
     restored = ObjectState({"dataset": other}, Rules(max_items=10**9))
@@ -115,7 +115,7 @@ def test_nodes_are_those_of_single_objects() -> None:
 
 
 def test_only_what_changes_becomes_a_node() -> None:
-    """As long as nothing changes there is no node for a record; a change adds those of one."""
+    """Without changes there is no node for a record; a change adds only the nodes of that record."""
     owner = make_owner()
     state = ObjectState({"dataset": owner})
     num = len(state)
@@ -126,7 +126,7 @@ def test_only_what_changes_becomes_a_node() -> None:
 
 
 def test_noted_once_for_all_who_look() -> None:
-    """Several states share what was noted; one that begins after a change has a baseline of its own."""
+    """Several states share the notes; a state that begins after a change has its own baseline."""
     owner = make_owner()
     first, second = ObjectState({"dataset": owner}), ObjectState({"train": owner})
     assert list(map(id, graph(first).records.values())) == list(map(id, graph(second).records.values()))
@@ -138,7 +138,7 @@ def test_noted_once_for_all_who_look() -> None:
 
 
 def test_equal_value_is_no_change() -> None:
-    """Another object that is equal changes nothing."""
+    """An equal value in place of another is not a change."""
     owner = make_owner()
     state = ObjectState({"dataset": owner})
     owner.items[4].path = "".join(["p", "4"])
@@ -149,14 +149,14 @@ def test_equal_value_is_no_change() -> None:
 
 @pytest.mark.parametrize("odd", [lambda: 0, torch.nn.Linear(1, 1), (i for i in ()), torch.zeros(30_000)])
 def test_what_is_not_plain_is_noted_one_by_one(odd: Any) -> None:
-    """Where one of them holds a module, a function, an iterator, or a large tensor, none is noted at once."""
+    """If one of them holds a module, a function, an iterator, or a large tensor, none is noted at once."""
     owner = make_owner()
     owner.items[0].area = odd
     assert not graph(ObjectState({"dataset": owner})).records
 
 
 def test_copies_of_weights_in_records_are_carried() -> None:
-    """A copy of the weights is carried although it does not change."""
+    """A copy of the weights is carried even if it does not change."""
     owner, weight = make_owner(), torch.rand(3)
     for item in owner.items:
         item.area = torch.rand(3)
@@ -167,7 +167,7 @@ def test_copies_of_weights_in_records_are_carried() -> None:
 
 
 def test_baseline_is_kept_where_a_loader_comes_again() -> None:
-    """What another root leads to as well keeps the baseline of the start when the first root is replaced."""
+    """Objects that another root also leads to keep their baseline when the first root is replaced."""
     owner = make_owner()
     state = ObjectState({"train": owner})
     owner.items[5].label = -1
@@ -176,7 +176,7 @@ def test_baseline_is_kept_where_a_loader_comes_again() -> None:
 
 
 def test_record_that_is_met_before_the_list() -> None:
-    """A part of a record that somebody else refers to, too, is seen to change."""
+    """A change is found in a part of a record that another object also refers to."""
     owner, other = Dataset[Any](), Dataset[Any]()
     for one in (owner, other):
         items = make_owner().items
@@ -190,7 +190,7 @@ def test_record_that_is_met_before_the_list() -> None:
 
 
 def test_records_that_refer_to_each_other() -> None:
-    """One that changes makes no nodes of those that it refers to."""
+    """A changed record creates no nodes for the records that it refers to."""
     owner = make_owner()
     for one, other in zip(owner.items, owner.items[1:], strict=False):
         one.area = other

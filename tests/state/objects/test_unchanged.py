@@ -38,18 +38,18 @@ class Lists(list[Any]):
 
 
 def unchanged(value: Any) -> tuple[ObjectState, Unchanged]:
-    """Return the state of an object and what is known of it, and the same as unchanged objects."""
+    """Return the state of an object, and its objects as unchanged ones."""
     state = ObjectState({"root": value})
     return state, state.unchanged(state.paths)
 
 
 def move_between_neighbors(root: Any) -> None:
-    """Move the only item of a list to its neighbor, where it is the first one."""
+    """Move the only item of a list to the front of its neighbor."""
     root.value[1].insert(0, root.value[0].pop())
 
 
 def set_filled(root: Any) -> None:
-    """Set a slot that holds something."""
+    """Set a slot that has a value."""
     root.value.filled = 2
 
 
@@ -82,7 +82,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_change_is_found_once(name: str) -> None:
-    """What has changed is told at the next look, and never again; the rest stays unchanged."""
+    """A change is reported at the next check, and not again; the rest stays unchanged."""
     make, change, path = CHANGES[name]
     root = Holder(value=make(), last=Holder(number=0))
     state, objects = unchanged(root)
@@ -96,7 +96,7 @@ def test_change_is_found_once(name: str) -> None:
 
 
 def test_equal_value_is_no_change() -> None:
-    """An attribute that gets an equal number is unchanged; what changes after that is found."""
+    """An attribute that gets an equal number is unchanged; later changes are found."""
     root = Holder(value=10**30, rows=[2.5])
     _, objects = unchanged(root)
     root.value, root.rows[0] = 10**20 * 10**10, float("2.5")
@@ -106,7 +106,7 @@ def test_equal_value_is_no_change() -> None:
 
 
 def test_class_attribute() -> None:
-    """The attributes of a class are compared with the others."""
+    """The attributes of a class are compared too."""
     state = ObjectState({"Holder": Namespace(owner=Holder)})
     objects = state.unchanged(state.paths)
     try:

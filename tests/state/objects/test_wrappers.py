@@ -1,4 +1,4 @@
-"""What wrappers of a module, such as DDP's, leave on it is no change of the user's."""
+"""Attributes that wrappers, such as DDP's, leave on a module are not changes of the user's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Doubling(nn.Module):
 
 
 def test_method_that_is_put_back() -> None:
-    """The class's own method under its own name is no change, nor is its going; DDP leaves it there."""
+    """The class's own method under its own name is not a change, nor is its removal; DDP leaves it there."""
     module = Doubling()
     state = ObjectState({"module": module})
     module.forward = module.forward  # type: ignore[method-assign]
@@ -33,7 +33,7 @@ def test_method_that_is_put_back() -> None:
 
 
 def test_function_of_lightnings() -> None:
-    """Neither is a function of Lightning's own, which is there for a call."""
+    """A function of Lightning's own, set for the time of a call, is not a change either."""
     module = Doubling()
     state = ObjectState({"module": module})
     module.forward = prepare_for_backward  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Forked processes that a test waits for, stops and kills."""
+"""Forked processes that a test waits for, stops, and kills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Child:
-    """A forked process that runs a function, and ends without anything being called."""
+    """A forked process that runs a function and exits without any cleanup."""
 
     def __init__(self, main: Callable[[], Any]) -> None:
         self.process_id = os.fork()
@@ -26,16 +26,16 @@ class Child:
         self._is_over = False
 
     def wait(self) -> int:
-        """Return its exit code, once it has ended."""
+        """Return the exit code once the process has ended."""
         self._is_over = True
         return os.waitstatus_to_exitcode(os.waitpid(self.process_id, 0)[1])
 
     def stop(self) -> None:
-        """Let it sleep."""
+        """Suspend the process."""
         os.kill(self.process_id, signal.SIGSTOP)
 
     def kill(self) -> None:
-        """Kill it, if it has not ended, and wait for its end."""
+        """Kill the process if it has not ended, and wait for its end."""
         if not self._is_over:
             os.kill(self.process_id, signal.SIGKILL)
             self.wait()
@@ -43,7 +43,7 @@ class Child:
 
 @contextlib.contextmanager
 def child(main: Callable[[], Any]) -> Iterator[Child]:
-    """Run a function in a forked process, which ends with the block."""
+    """Run a function in a forked process that ends with the block."""
     process = Child(main)
     try:
         yield process
@@ -53,7 +53,7 @@ def child(main: Callable[[], Any]) -> Iterator[Child]:
 
 @contextlib.contextmanager
 def held_by_a_thread(*locks: Any) -> Iterator[None]:
-    """Let another thread be inside of locks, as it may be at the moment of a fork."""
+    """Let another thread hold locks, as may be the case at the moment of a fork."""
     is_inside, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -74,13 +74,13 @@ def held_by_a_thread(*locks: Any) -> Iterator[None]:
 
 
 def run_all(mains: list[Callable[[], Any]]) -> list[int]:
-    """Run functions in forked processes at the same time; return their exit codes."""
+    """Run functions in forked processes at the same time and return their exit codes."""
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(child(main)) for main in mains]
         return [process.wait() for process in children]
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until something is so; pytest's time-out ends what never is."""
+    """Wait until a condition holds; pytest's time-out ends a wait that never does."""
     while not condition():
         time.sleep(0.002)

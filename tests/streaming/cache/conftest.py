@@ -1,4 +1,4 @@
-"""Retries of the tests come at once; of a busy machine no test takes a download for one that hangs."""
+"""Retries in the tests follow without a pause, and on a busy machine no test takes a slow download for a hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _only_what_hangs_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the time of an attempt begin when it hangs: one that goes well, or fails, has all that it needs."""
+    """Start the clock of an attempt when it hangs: an attempt that succeeds or fails has all the time it needs."""
 
     def result_in_time(future: concurrent.futures.Future[Any], timeout_seconds: float) -> Any:
         while not future.done() and not Faults.is_stuck.wait(0.002):

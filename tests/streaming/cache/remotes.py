@@ -1,4 +1,4 @@
-"""Data sets on remotes that go wrong when told to: in memory behind fsspec, and after a web server on localhost."""
+"""Data sets on remotes that fail on request: in memory behind fsspec, and behind a web server on localhost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HASH = "sha1"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Shards: what the index says of them, and the files as they are stored."""
+    """Shards: their entries in the index, and their files as they are stored."""
 
     infos: list[ShardInfo]
     raw: dict[str, bytes]
@@ -34,7 +34,7 @@ class Data:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files, with an index that tells this data from other."""
+        """Return the files, with an index that distinguishes this data from other data."""
         names = {name: hashlib.sha1(content).hexdigest() for name, content in self.stored.items()}
         return {**self.stored, "index.json": json.dumps(names).encode()}
 
@@ -97,13 +97,13 @@ def cache_of(data: Data, local: Path, remote: str | None, **options: Any) -> Sha
 
 
 def assert_whole(cache: ShardCache, data: Data) -> None:
-    """Each shard is fetched as it is, and nothing is left over; for when nobody else is fetching."""
+    """Check that each shard is fetched intact and nothing else is left; call it only while no other process fetches."""
     assert_fetched(cache, data)
     assert_tidy(Path(cache.directory))
 
 
 def assert_fetched(cache: ShardCache, data: Data) -> None:
-    """Each shard is fetched as it is."""
+    """Check that each shard is fetched intact."""
     for number, info in enumerate(data.infos):
         directory = Path(cache.fetch(number))
         for file in info.files:
@@ -111,14 +111,14 @@ def assert_fetched(cache: ShardCache, data: Data) -> None:
 
 
 def assert_tidy(directory: Path) -> None:
-    """Nothing is left in a cache but shards, their marks and the index."""
+    """Check that a cache holds only shards, their marks, and the index."""
     left = [path for path in directory.rglob("*") if path.name.endswith((".tmp", ".lock"))]
     assert left == []
 
 
 @dataclass
 class Faults:
-    """What goes wrong with which file, one after the other; and which files were asked for."""
+    """The faults of each file, one after the other, and the files that were requested."""
 
     by_name: dict[str, list[str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -128,26 +128,26 @@ class Faults:
     drip_seconds: float = 0.02
 
     def next_of(self, path: str) -> str:
-        """Note that a file is asked for; say what is to happen."""
+        """Note that a file is requested, and return what happens to the request."""
         name = path.rpartition("/")[2]
         self.asked.append(name)
         waiting = self.by_name.get(name, [])
         return waiting.pop(0) if waiting else ""
 
     def hang(self) -> None:
-        """Answer nothing until it is over."""
+        """Answer nothing until the test is over."""
         self.is_stuck.set()
         self.is_over.wait(60)
 
     def drip(self, seconds: float, *, is_first: bool) -> bool:
-        """Take a moment before the next bytes; return whether it is over."""
+        """Wait a moment before the next bytes, and return whether the test is over."""
         if is_first:
             self.is_stuck.set()
         return self.is_over.wait(seconds)
 
 
 class FlakyFileSystem(MemoryFileSystem):
-    """What ``flaky://`` leads to: a file system that blocks, in memory."""
+    """The file system behind ``flaky://``: it blocks, and is in memory."""
 
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
@@ -159,7 +159,7 @@ class FlakyFileSystem(MemoryFileSystem):
         return super()._strip_protocol(path.removeprefix("flaky://") if isinstance(path, str) else path)
 
     def get_file(self, rpath: str, lpath: str, callback: Any = None, **options: Any) -> None:
-        """Copy a file, or do what was asked for."""
+        """Copy a file, or cause the requested fault."""
         content = self.cat_file(rpath)
         fault = self.faults.next_of(rpath)
         errors = {
@@ -187,7 +187,7 @@ fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
 
 
 def damaged(content: bytes, fault: str) -> bytes:
-    """Return content as a fault leaves it."""
+    """Return the content as a fault leaves it."""
     if fault == "flip":
         return bytes([content[0] ^ 1]) + content[1:]
     return content[: len(content) // 2] if fault == "short" else b"" if fault == "empty" else content
@@ -195,7 +195,7 @@ def damaged(content: bytes, fault: str) -> bytes:
 
 @contextlib.contextmanager
 def flaky(files: Mapping[str, bytes], faults: Mapping[str, list[str]] | None = None) -> Iterator[tuple[str, Faults]]:
-    """Give the URL of a directory in memory, and what goes wrong there."""
+    """Yield the URL of a directory in memory, and its faults."""
     FlakyFileSystem.store.clear()
     FlakyFileSystem.faults = Faults(by_name={name: list(kinds) for name, kinds in (faults or {}).items()})
     fs = fsspec.filesystem("flaky")
@@ -238,12 +238,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(content[begin : begin + step])
 
     def log_message(self, *args: Any) -> None:
-        """Be quiet."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def web(files: Mapping[str, bytes], faults: Mapping[str, list[str]] | None = None) -> Iterator[tuple[str, Faults]]:
-    """Give the URL of a directory after a web server, and what goes wrong there."""
+    """Yield the URL of a directory behind a web server, and its faults."""
     troubles = Faults(by_name={name: list(kinds) for name, kinds in (faults or {}).items()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, dict(files), troubles))
     server.daemon_threads = True

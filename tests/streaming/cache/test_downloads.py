@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way: what arrives is what the index says, or an error tells what is missing and why."""
+"""Whatever fails on the way, the data that arrive match the index, or an error names what is missing and why."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SHARD = "shard.00001.mds"
 
 
 def downloads() -> list[threading.Thread]:
-    """The threads of all downloads."""
+    """Return the threads of all downloads."""
     return [thread for thread in threading.enumerate() if thread.name == "shard-download"]
 
 
 @pytest.mark.parametrize("scheme", ["path", "file", "memory", "http"])
 def test_shards_come_from_every_kind_of_remote(tmp_path: Path, scheme: str) -> None:
-    """A path, file://, memory:// and http:// give the same index and the same shards, in sub-folders too."""
+    """A path, file://, memory://, and http:// give the same index and the same shards, also in subfolders."""
     data = make_data(folder="part/")
     write(tmp_path / "remote", data.files)
     memory = fsspec.filesystem("memory")
@@ -54,7 +54,7 @@ def test_shards_come_from_every_kind_of_remote(tmp_path: Path, scheme: str) -> N
 
 
 def test_shards_come_from_s3(tmp_path: Path, s3: str) -> None:
-    """An S3 API gives index and shards; what is not there is missing, with its address."""
+    """An S3 API serves the index and the shards, and an object that does not exist is missing, with its address."""
     data = make_data(compression="zstd:3")
     fsspec.filesystem("s3").pipe({f"{s3}/data/{name}": content for name, content in data.files.items()})
     index = fetch_index(local=str(tmp_path), remote=f"{s3}/data")
@@ -70,7 +70,7 @@ def test_shards_come_from_s3(tmp_path: Path, s3: str) -> None:
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 @pytest.mark.parametrize("fault", ["fail", "flip", "short", "empty", "hang", "drip"])
 def test_what_goes_wrong_twice_goes_well_the_third_time(tmp_path: Path, fault: str) -> None:
-    """An attempt that fails, brings other bytes or takes too long is one of the attempts, and the next one is used."""
+    """An attempt that fails, brings other bytes, or takes too long counts as one attempt, and the next one is used."""
     data = make_data()
     with flaky(data.stored, {SHARD: [fault, fault]}) as (remote, faults):
         faults.drip_seconds = 1.0
@@ -82,7 +82,7 @@ def test_what_goes_wrong_twice_goes_well_the_third_time(tmp_path: Path, fault: s
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 @pytest.mark.parametrize("fault", ["500", "flip", "short", "empty", "hang", "drip"])
 def test_what_goes_wrong_on_the_web_is_tried_again(tmp_path: Path, fault: str) -> None:
-    """The same holds for a client that is asynchronous."""
+    """The same holds for an asynchronous client."""
     data = make_data()
     with web(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=0.3)
@@ -94,7 +94,7 @@ def test_what_goes_wrong_on_the_web_is_tried_again(tmp_path: Path, fault: str) -
 @pytest.mark.parametrize("retry", [0, 1])
 @pytest.mark.parametrize("fault", ["fail", "flip", "hang"])
 def test_attempts_come_to_an_end(tmp_path: Path, fault: str, retry: int) -> None:
-    """There are 1 + download_retry attempts; then an error says shard, address, attempts and what was found."""
+    """After 1 + download_retry attempts, an error names the shard, the address, the attempts, and the findings."""
     data = make_data()
     kind = DamagedShardError if fault == "flip" else ShardError
     found = {"fail": "connection was reset", "flip": data.infos[1].files[0].hashes[HASH], "hang": "0.05 s"}[fault]
@@ -110,7 +110,7 @@ def test_attempts_come_to_an_end(tmp_path: Path, fault: str, retry: int) -> None
 
 @pytest.mark.parametrize(("fault", "kind"), [("missing", MissingShardError), ("denied", ShardError)])
 def test_what_is_not_there_is_not_tried_again(tmp_path: Path, fault: str, kind: type[ShardError]) -> None:
-    """A shard that is missing or forbidden is asked for once."""
+    """A shard that is missing or forbidden is requested once."""
     data = make_data()
     with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -122,7 +122,7 @@ def test_what_is_not_there_is_not_tried_again(tmp_path: Path, fault: str, kind: 
 
 @pytest.mark.parametrize(("status", "num_asked"), [("404", 1), ("403", 1), ("429", 3), ("503", 3)])
 def test_what_a_web_server_says_decides_whether_it_is_asked_again(tmp_path: Path, status: str, num_asked: int) -> None:
-    """A client's error is final, a server's or one of haste is not."""
+    """A client error is final, but a server error or a request to slow down is not."""
     data = make_data()
     kind = MissingShardError if status == "404" else ShardError
     with web(data.stored, {SHARD: [status] * 9}) as (remote, faults):
@@ -134,7 +134,7 @@ def test_what_a_web_server_says_decides_whether_it_is_asked_again(tmp_path: Path
 
 
 def test_a_size_is_checked_without_a_hash_too(tmp_path: Path) -> None:
-    """Without validate_hash a file of another size is refused all the same, with both sizes."""
+    """Without validate_hash, a file of another size is still refused, and the error names both sizes."""
     data = make_data(hashes=())
     with flaky(data.stored, {SHARD: ["short"] * 3}) as (remote, _):
         cache = cache_of(data, tmp_path, remote)
@@ -143,7 +143,7 @@ def test_a_size_is_checked_without_a_hash_too(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_the_place_of_a_shard_is_no_shard(tmp_path: Path) -> None:
-    """A directory of a shard's name is an error, and none is made here."""
+    """A directory with a shard's name is an error, and no directory is created in the cache."""
     data = make_data()
     (tmp_path / "remote" / SHARD).mkdir(parents=True)
     cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"))
@@ -153,7 +153,7 @@ def test_a_directory_in_the_place_of_a_shard_is_no_shard(tmp_path: Path) -> None
 
 
 def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
-    """Pauses and names are random, but nothing is drawn from the generators that a training uses."""
+    """Pauses and names are random, but draw nothing from the generators that a training uses."""
     data = make_data()
     random.seed(1)
     np.random.seed(1)
@@ -164,19 +164,19 @@ def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
 
 
 def test_clients_of_remotes_draw_from_generators_of_their_own(tmp_path: Path) -> None:
-    """What asynchronous clients draw in their retries and connections they don't draw from the run's generators."""
+    """Asynchronous clients do not draw from the run's generators for their retries and connections."""
     data = make_data()
     with web(data.stored) as (remote, _):
         cache_of(data, tmp_path, remote).fetch(1)
         http = fsspec.filesystem("http")
     assert sys.modules["aiohttp.connector"].random is not random
-    assert http.client_kwargs == {}  # others' clients stay as they are
+    assert http.client_kwargs == {}  # other clients stay as they are
     assert Remote("s3://bucket").file_system().config_kwargs == {"retries": {"mode": "legacy"}}
     assert Remote("http://localhost").file_system().client_kwargs["timeout"].total is None
 
 
 def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pause is between half and all of twice the one before, up to 30 s, and counts in the longest time."""
+    """Each pause is between half and all of twice the previous one, up to 30 s, and counts toward the longest time."""
     pauses: list[float] = []
 
     def fail() -> None:
@@ -195,11 +195,11 @@ def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 @pytest.mark.parametrize("fault", ["hang", "late"])
 def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
-    """Once the one that was given up moves again its thread ends, and its file goes, or is not even made."""
+    """Once an abandoned attempt moves again, its thread ends, and its file is removed or never created."""
     data = make_data()
     with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache_of(data, tmp_path, remote, download_timeout=0.05).fetch(1)
-        wait_for(lambda: len(downloads()) == 1)  # the thread of the attempt that went well may not be gone yet
+        wait_for(lambda: len(downloads()) == 1)  # the thread of the attempt that succeeded may still be alive
         [thread] = downloads()
         assert thread.daemon
         faults.is_over.set()
@@ -208,7 +208,7 @@ def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str)
 
 
 def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package for a kind of remote that is missing is named when the cache is made."""
+    """The missing package for a kind of remote is named when the cache is created."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ImportError, match="pip install gcsfs"):
         cache_of(make_data(), tmp_path, "gs://bucket/data")
@@ -219,7 +219,7 @@ def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
-    """A signature behind a URL reaches the server, and no error message."""
+    """A signature in a URL reaches the server, and no error message."""
     data = make_data()
     with web({SHARD: data.stored[SHARD]}) as (remote, faults):
         cache = cache_of(data, tmp_path, f"{remote}?sig=secret")
@@ -236,6 +236,6 @@ def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
     [{"download_retry": -1}, {"download_timeout": 0}, {"validate_hash": "md6"}, {"validate_hash": "sha256"}],
 )
 def test_arguments_that_can_not_be_right_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
-    """Numbers out of range, unknown hashes and those that the index lacks are named when the cache is made."""
+    """Numbers out of range, unknown hashes, and hashes that the index lacks are named when the cache is created."""
     with pytest.raises(ValueError, match=next(iter(options))):
         cache_of(make_data(), tmp_path, "memory://x", **options)

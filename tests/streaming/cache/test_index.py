@@ -1,4 +1,4 @@
-"""The index of a data set is always that of its remote, and shards of two indexes never meet in one directory."""
+"""The index of a data set always matches its remote, and shards of two indexes never meet in one directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW = b'{"shards": ["old"]}', b'{"shards": ["new"]}'
 
 
 def test_an_index_is_kept_and_asked_for_again(tmp_path: Path) -> None:
-    """The index goes into the directory, and the same one fetched again stays there."""
+    """The index is stored in the directory, and stays there if the same one is fetched again."""
     for _ in range(2):
         with flaky({"index.json": OLD}) as (remote, _):
             fetched = fetch_index(local=str(tmp_path / "local"), remote=remote)
@@ -30,7 +30,7 @@ def test_an_index_is_kept_and_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_a_changed_index_has_a_directory_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Shards of the index before are not mixed with those of the one now, and the log says where they are."""
+    """Shards of the previous index are not mixed with those of the current one, and the log says where they are."""
     found = []
     for text in (OLD, NEW, NEW, OLD):
         with flaky({"index.json": text}) as (remote, _), caplog.at_level(logging.WARNING):
@@ -45,7 +45,7 @@ def test_a_changed_index_has_a_directory_of_its_own(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("torn", [b"", b'{"shards": ['])
 def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) -> None:
-    """What a power loss has left of an index is none."""
+    """An index that a power loss has torn counts as missing."""
     (tmp_path / "index.json").write_bytes(torn)
     with flaky({"index.json": OLD}) as (remote, _):
         assert fetch_index(local=str(tmp_path), remote=remote).directory == str(tmp_path)
@@ -53,7 +53,7 @@ def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) ->
 
 
 def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
-    """Of two data sets that begin at the same time in one directory one has it, and the other a folder in it."""
+    """Of two data sets that begin at the same time in one directory, one gets it, and the other a folder in it."""
     write_at_once = index._write
 
     def write_late(*args: object) -> None:
@@ -73,7 +73,7 @@ def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_an_index_is_tried_again_too(tmp_path: Path) -> None:
-    """A server that fails, hangs or breaks off is asked again, as for a shard."""
+    """A server that fails, hangs, or breaks off is asked for the index again, as for a shard."""
     faults = {"index.json": ["503", "hang", "short", ""]}
     with web({"index.json": OLD}, faults) as (remote, seen):
         assert fetch_index(local=str(tmp_path), remote=remote, retry=3, timeout=0.2).text == OLD
@@ -81,7 +81,7 @@ def test_an_index_is_tried_again_too(tmp_path: Path) -> None:
 
 
 def test_an_index_that_can_not_be_had_is_an_error(tmp_path: Path) -> None:
-    """A missing index is asked for once, a broken one as often as allowed; the one that is here is not used instead."""
+    """A missing index is requested once, a broken one up to the limit; the local one is not used instead."""
     (tmp_path / "index.json").write_bytes(OLD)
     with web({}) as (remote, faults):
         with pytest.raises(IndexFileError, match=f"{remote}/index.json: 1 attempt.*remote="):
@@ -103,7 +103,7 @@ def test_an_index_without_a_remote_is_only_read(tmp_path: Path) -> None:
 
 
 def test_an_index_that_is_the_same_needs_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full cache in a directory that can't be written serves its data set."""
+    """A full cache in a read-only directory serves its data set."""
     (tmp_path / "index.json").write_bytes(OLD)
     monkeypatch.setattr(os, "makedirs", _refuse)
     monkeypatch.setattr(os, "replace", _refuse)
@@ -116,7 +116,7 @@ def _refuse(*args: object, **options: object) -> None:
 
 
 def test_a_killed_process_leaves_no_lock_on_the_index(tmp_path: Path) -> None:
-    """One that ends while it writes the index keeps nobody from it."""
+    """A process that is killed while it writes the index blocks no other process."""
 
     def killed(*args: object) -> None:
         os._exit(9)

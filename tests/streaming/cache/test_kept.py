@@ -1,4 +1,4 @@
-"""What is found in a cache directory is used if it is what the index says, and fetched again if it is not."""
+"""A file in a cache directory is used if it matches the index, and fetched again if it does not."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MARK = Path(marks.DIRECTORY, SHARD + marks.SUFFIX)
 
 
 def warm(data: Data, local: Path, **options: object) -> None:
-    """Fill a cache, as a run before this one did."""
+    """Fill a cache, as an earlier run does."""
     with flaky(data.files) as (remote, _):
         assert_whole(cache_of(data, local, remote, **options), data)
 
 
 def asked_by_next_run(data: Data, local: Path, **options: object) -> list[str]:
-    """The files that a run in another process asks its remote for, with what the run before it left."""
+    """Return the files that a run in another process requests from its remote, given what the earlier run left."""
     with flaky(data.files) as (remote, faults):
         assert_whole(cache_of(data, local, remote, **options), data)
         return faults.asked
@@ -44,7 +44,7 @@ def asked_by_next_run(data: Data, local: Path, **options: object) -> list[str]:
 
 @pytest.mark.parametrize("validate_hash", [None, HASH])
 def test_a_cache_of_an_earlier_run_is_used(tmp_path: Path, validate_hash: str | None) -> None:
-    """Shards that are here are not fetched again."""
+    """Shards that are already in the cache are not fetched again."""
     data = make_data()
     warm(data, tmp_path, validate_hash=validate_hash)
     assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == []
@@ -62,7 +62,7 @@ def test_shards_that_somebody_else_put_there_are_used(tmp_path: Path) -> None:
 def test_a_shard_that_was_damaged_in_the_cache_is_fetched_again(
     tmp_path: Path, fault: str, validate_hash: str | None
 ) -> None:
-    """A cached file that is not what was fetched is found, without validate_hash too, and replaced."""
+    """A cached file that differs from what was fetched is found, also without validate_hash, and replaced."""
     data = make_data()
     warm(data, tmp_path, validate_hash=validate_hash)
     (tmp_path / SHARD).write_bytes(damaged(data.raw[SHARD], fault))
@@ -70,14 +70,14 @@ def test_a_shard_that_was_damaged_in_the_cache_is_fetched_again(
 
 
 def test_a_wrong_shard_that_somebody_else_put_there_is_found_by_its_hash(tmp_path: Path) -> None:
-    """What was not fetched is compared with the hash of the index if that is asked for."""
+    """A file that was not fetched is compared with the hash in the index if that is requested."""
     data = make_data()
     write(tmp_path, {**data.files, SHARD: damaged(data.raw[SHARD], "flip")})
     assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == [SHARD]
 
 
 def test_no_wrong_sample_after_a_hash_error_was_repaired(tmp_path: Path) -> None:
-    """A shard that failed its hash is not taken from the cache when the remote has been repaired."""
+    """A shard that failed its hash is not taken from the cache once the remote is repaired."""
     data = make_data()
     wrong = {**data.files, SHARD: damaged(data.raw[SHARD], "flip")}
     with flaky(wrong) as (remote, _), pytest.raises(DamagedShardError) as caught:
@@ -87,7 +87,7 @@ def test_no_wrong_sample_after_a_hash_error_was_repaired(tmp_path: Path) -> None
 
 
 def test_a_hash_that_is_asked_for_later_is_checked_then(tmp_path: Path) -> None:
-    """What was kept without a hash is compared with it as soon as validate_hash is given."""
+    """A shard that was kept without a hash is compared with it as soon as validate_hash is given."""
     data = make_data()
     wrong = {**data.files, SHARD: damaged(data.raw[SHARD], "flip")}
     with flaky(wrong) as (remote, _):
@@ -99,7 +99,7 @@ def test_a_hash_that_is_asked_for_later_is_checked_then(tmp_path: Path) -> None:
 def test_a_file_that_lost_its_content_with_the_power_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
-    """After a new start of the machine contents are compared with what was fetched, though size and times are right."""
+    """After a reboot, contents are compared with what was fetched, even if size and times match."""
     data = make_data()
     warm(data, tmp_path)
     if is_lost:
@@ -114,7 +114,7 @@ def test_a_file_that_lost_its_content_with_the_power_is_fetched_again(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"files": [{}]}', b"\xff\x00"])
 def test_a_mark_that_lost_its_content_vouches_for_nothing(tmp_path: Path, content: bytes) -> None:
-    """A shard whose mark can't be read is fetched again: the power loss may have taken both."""
+    """A shard with an unreadable mark is fetched again: the power loss may have taken both."""
     data = make_data()
     warm(data, tmp_path)
     (tmp_path / MARK).write_bytes(content)
@@ -122,7 +122,7 @@ def test_a_mark_that_lost_its_content_vouches_for_nothing(tmp_path: Path, conten
 
 
 def test_files_that_are_unchanged_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first use in a process costs two looks at the directory where nothing has happened to a shard."""
+    """The first use in a process takes two lookups in the directory if nothing has happened to a shard."""
     data = make_data()
     warm(data, tmp_path)
 
@@ -134,7 +134,7 @@ def test_files_that_are_unchanged_are_not_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_shards_of_another_index_are_not_used(tmp_path: Path) -> None:
-    """A shard that was kept for another index is fetched again, though its size is the same."""
+    """A shard that was kept for another index is fetched again, even if its size is the same."""
     old, new = make_data(hashes=(), salt="old"), make_data(hashes=(), salt="new")
     warm(old, tmp_path, index_digest="old")
     assert len(asked_by_next_run(new, tmp_path, index_digest="new")) == 3
@@ -142,7 +142,7 @@ def test_shards_of_another_index_are_not_used(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_vanishes_is_fetched_again(tmp_path: Path) -> None:
-    """A shard that somebody removes while the run continues is fetched again."""
+    """A shard that is removed while the run continues is fetched again."""
     data = make_data()
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -157,10 +157,10 @@ def test_a_shard_that_vanishes_is_fetched_again(tmp_path: Path) -> None:
 def test_a_shard_that_vanishes_while_it_is_checked_is_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate_hash: str | None
 ) -> None:
-    """What another process evicts between the look at its size and the reading of its content is not here: no error."""
+    """A shard that another process evicts between the check of its size and its reading is missing, not an error."""
     data = make_data()
     warm(data, tmp_path, validate_hash=validate_hash)
-    os.utime(tmp_path / SHARD)  # its content is read, to see whether it was changed
+    os.utime(tmp_path / SHARD)  # its content is read, to see whether it has changed
     compute = kept._digest
 
     def evicted(path: str, algorithm: str) -> str:
@@ -173,7 +173,7 @@ def test_a_shard_that_vanishes_while_it_is_checked_is_fetched_again(
 
 
 def test_a_shard_that_vanishes_before_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
-    """``open`` fetches again what another process evicts in between, and gives up with an error in the end."""
+    """``open`` fetches a shard again that another process evicts in between, and finally gives up with an error."""
     data = make_data()
     num_evictions = 0
 
@@ -196,7 +196,7 @@ def test_a_shard_that_vanishes_before_it_is_opened_is_fetched_again(tmp_path: Pa
 
 
 def test_a_shard_that_turns_out_to_be_damaged_when_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
-    """What only the opener can find, in a file that somebody else put there, is repaired once."""
+    """Damage that only the opener can find, in a file that was not fetched, is repaired once."""
     data = make_data()
     write(tmp_path, {SHARD: damaged(data.raw[SHARD], "flip")})
 
@@ -220,7 +220,7 @@ def test_a_shard_that_turns_out_to_be_damaged_when_it_is_opened_is_fetched_again
 @pytest.mark.parametrize("algorithm", ["br", "bz2", "gz", "snappy", "zstd"])
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_compressed_shards_are_decompressed(tmp_path: Path, algorithm: str, num_files: int) -> None:
-    """Each compression is taken apart, of formats with two files too; the compressed file of a true remote goes."""
+    """Each compression is unpacked, also for formats with two files; the compressed file of a true remote goes."""
     data = make_data(compression=algorithm, num_files=num_files)
     warm(data, tmp_path, validate_hash=HASH)
     assert sorted(path.name for path in tmp_path.iterdir()) == [marks.DIRECTORY, *sorted(data.raw)]
@@ -242,7 +242,7 @@ def test_compressed_files_are_kept_as_asked(tmp_path: Path, keep_zip: bool | Non
 
 @pytest.mark.parametrize("fault", ["", "short", "flip"])
 def test_a_compressed_file_that_was_kept_is_used_again(tmp_path: Path, fault: str) -> None:
-    """A shard is made from the compressed file that is here, unless that has been damaged."""
+    """A shard is unpacked from the local compressed file, unless that file is damaged."""
     data = make_data(compression="zstd")
     warm(data, tmp_path, keep_zip=True, validate_hash=HASH)
     (tmp_path / SHARD).unlink()
@@ -264,7 +264,7 @@ def test_a_compressed_file_of_another_index_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_compressed_file_that_is_damaged_far_away_is_an_error(tmp_path: Path) -> None:
-    """What can't be decompressed is a damaged shard, and nothing of it stays."""
+    """A file that can't be decompressed is a damaged shard, and nothing of it stays."""
     data = make_data(compression="zstd", hashes=())
     stored = data.stored[f"{SHARD}.zip"]
     with flaky({f"{SHARD}.zip": b"x" * len(stored)}) as (remote, faults):
@@ -275,7 +275,7 @@ def test_a_compressed_file_that_is_damaged_far_away_is_an_error(tmp_path: Path) 
 
 
 def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> None:
-    """A compressed file that is right may hold a shard that is not: both hashes are checked."""
+    """A valid compressed file may hold an invalid shard, so both hashes are checked."""
     data, other = make_data(compression="snappy", salt="1"), make_data(compression="snappy", salt="2")
     infos = [
         dataclasses.replace(info, files=others.files) for info, others in zip(data.infos, other.infos, strict=True)
@@ -287,7 +287,7 @@ def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> 
 def test_a_package_that_a_compression_needs_is_asked_for_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing package is no fault of the download: it is not tried again, and the error is Python's own."""
+    """A missing package is not a failed download: there is no retry, and the error is Python's own."""
     data = make_data(compression="br")
     monkeypatch.setitem(__import__("sys").modules, "brotli", None)
     with flaky(data.files) as (remote, faults):
@@ -297,7 +297,7 @@ def test_a_package_that_a_compression_needs_is_asked_for_at_once(
 
 
 def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
-    """All files of a directory, with their times."""
+    """Return all files of a directory, with their times."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -305,7 +305,7 @@ def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
 @pytest.mark.parametrize("validate_hash", [None, HASH])
 @pytest.mark.parametrize("is_remote_the_same", [False, True])
 def test_a_local_data_set_is_only_read(tmp_path: Path, validate_hash: str | None, is_remote_the_same: bool) -> None:
-    """Without a remote, or with the directory itself as the remote, nothing is written, whatever is found."""
+    """Without a remote, or with the directory itself as the remote, nothing is written, whatever the files are like."""
     data = make_data()
     write(tmp_path, {**data.files, SHARD: damaged(data.raw[SHARD], "flip")})
     before = tree(tmp_path)
@@ -322,7 +322,7 @@ def test_a_local_data_set_is_only_read(tmp_path: Path, validate_hash: str | None
 
 
 def test_a_shard_that_a_local_data_set_lacks_is_missing(tmp_path: Path) -> None:
-    """Without a remote a shard that is not there is an error that names it, and so is one that is too short."""
+    """Without a remote, a shard that is missing or too short is an error that names it."""
     data = make_data()
     write(tmp_path, {"shard.00000.mds": data.raw["shard.00000.mds"][:10]})
     cache = cache_of(data, tmp_path, None)
@@ -335,7 +335,7 @@ def test_a_shard_that_a_local_data_set_lacks_is_missing(tmp_path: Path) -> None:
 def test_a_compressed_local_data_set_is_decompressed_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a remote the raw files are made beside the compressed ones, to last, and nothing else is touched."""
+    """Without a remote, the raw files are created beside the compressed ones and stay, and nothing else is touched."""
     data = make_data(compression="gz")
     write(tmp_path, data.files)
     before = tree(tmp_path)
@@ -343,7 +343,7 @@ def test_a_compressed_local_data_set_is_decompressed_where_it_is(
     monkeypatch.setattr(os, "fsync", synced.append)
     assert_whole(cache_of(data, tmp_path, None, validate_hash=HASH, keep_zip=False), data)
     assert {path: entry for path, entry in tree(tmp_path).items() if path in before} == before
-    assert len(synced) == 3  # no mark would tell after a power loss
+    assert len(synced) == 3  # no mark would reveal a power loss
     (tmp_path / SHARD).unlink()
     (tmp_path / f"{SHARD}.zip").write_bytes(b"")
     with pytest.raises(DamagedShardError, match=SHARD):
@@ -355,13 +355,13 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     """A shard that can't be written is an error that says where."""
     data = make_data()
     local = tmp_path / "local"
-    local.write_bytes(b"")  # not even root can make a directory there
+    local.write_bytes(b"")  # not even root can create a directory there
     with flaky(data.files) as (remote, _), pytest.raises(ShardError, match=f"can't be written to {local}"):
         cache_of(data, local, remote).fetch(1)
 
 
 def test_a_cache_that_can_not_be_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is used, though nothing can be written down about it."""
+    """The existing shards are used, though nothing can be recorded about them."""
     data = make_data()
     write(tmp_path, data.files)
     monkeypatch.setattr(os, "makedirs", _refuse)
@@ -374,7 +374,7 @@ def _refuse(*args: object, **options: object) -> None:
 
 
 def test_a_full_disk_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room the next attempt finds none either."""
+    """On a full disk, the next attempt would find no space either."""
     attempts = []
 
     def download(*args: object, **options: object) -> None:
@@ -389,7 +389,7 @@ def test_a_full_disk_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_mark_without_its_shard_is_no_shard(tmp_path: Path) -> None:
-    """What was evicted in part is fetched whole."""
+    """A shard that was evicted in part is fetched as a whole."""
     data = make_data(num_files=2)
     warm(data, tmp_path)
     (tmp_path / f"{SHARD}.meta").unlink()

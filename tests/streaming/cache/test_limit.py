@@ -1,4 +1,4 @@
-"""What is cached stays below the limit: what was used least recently goes, never an only copy, nor what is in use."""
+"""The cache stays below its limit: it evicts the least recently used shards, never an only copy or one in use."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, ma
 
 
 def shards_in(directory: Path) -> list[int]:
-    """The numbers of the shards that are in a directory."""
+    """Return the numbers of the shards in a directory."""
     return sorted(int(path.name.split(".")[1]) for path in directory.glob("shard.*.mds"))
 
 
 def fetch(cache: ShardCache, *shards: int) -> None:
-    """Fetch shards one after the other, at times that differ."""
+    """Fetch shards one after the other, at different times."""
     for shard in shards:
         cache.fetch(shard)
         time.sleep(0.002)
 
 
 def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
-    """Only as many shards stay as fit, and it is the last use that counts, not the download."""
+    """Only as many shards stay as fit, ordered by their last use, not by their download."""
     data = make_data(6)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3500))
@@ -60,7 +60,7 @@ def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
 
 
 def test_what_is_held_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard in use stays until it is released as often as it was held; if nothing else can go it is said at once."""
+    """A shard in use stays until it is released as often as it was held; if no other can go, an error comes at once."""
     monkeypatch.setattr(limit, "_STILL_SECONDS", 1000)
     data = make_data(6)
     with flaky(data.files) as (remote, _):
@@ -82,7 +82,7 @@ def test_what_is_held_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
-    """A stream without a remote does not count, and what somebody put into a cache stays there."""
+    """A stream without a remote does not count, and files that others put into a cache stay there."""
     local, data = make_data(3, salt="local"), make_data(4)
     write(tmp_path / "local", local.files)
     write(tmp_path / "cache", {"shard.00000.mds": data.raw["shard.00000.mds"]})
@@ -97,7 +97,7 @@ def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
 
 
 def test_only_copies_that_leave_no_room_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all that is there may not be evicted it is said soon, however long downloads may take."""
+    """If no existing file may be evicted, an error comes soon, however long downloads may take."""
     monkeypatch.setattr(limit, "_STILL_SECONDS", 0.1)
     data = make_data(4)
     write(tmp_path, {name: data.raw[name] for name in list(data.raw)[:2]})
@@ -108,7 +108,7 @@ def test_only_copies_that_leave_no_room_are_an_error(tmp_path: Path, monkeypatch
 
 
 def test_what_another_run_left_counts_and_is_evicted(tmp_path: Path) -> None:
-    """A limit holds for what is there already, whoever fetched it."""
+    """A limit includes the files that already exist, no matter which process fetched them."""
     data = make_data(6)
     with flaky(data.files) as (remote, _):
         fetch(cache_of(data, tmp_path, remote), *range(5))
@@ -117,7 +117,7 @@ def test_what_another_run_left_counts_and_is_evicted(tmp_path: Path) -> None:
 
 
 def test_compressed_files_count(tmp_path: Path) -> None:
-    """A compressed file that is kept counts, and goes with its shard."""
+    """A compressed file that is kept counts toward the limit, and is evicted with its shard."""
     data = make_data(4, compression="zstd")
     num_bytes = sum(map(len, (*data.raw.values(), *data.stored.values()))) // 2
     with flaky(data.files) as (remote, _):
@@ -127,14 +127,14 @@ def test_compressed_files_count(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_can_not_work_is_refused(tmp_path: Path) -> None:
-    """A limit below the largest shard is an error at once, with both numbers."""
+    """A limit below the largest shard is an immediate error with both numbers."""
     with pytest.raises(ValueError, match=r"cache_limit is 999 bytes.*takes 1000"):
         cache_of(make_data(), tmp_path, "memory://x", limit=CacheLimit(999))
 
 
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
-    """What another process has announced is waited for, not counted as free, unless that process is dead."""
+    """Space that another process has reserved is waited for, not counted as free, unless that process is dead."""
     data = make_data(4)
     (tmp_path / marks.DIRECTORY).mkdir()
     path = str(tmp_path / marks.DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
@@ -168,7 +168,7 @@ def read_all(data: Data, directory: Path, remote: str, seed: int) -> None:
 
 
 def test_many_processes_evict_from_each_other(tmp_path: Path) -> None:
-    """Four processes that need ten shards where four fit in all read what they asked for, and never keep more."""
+    """Four processes that need ten shards where four fit read all their shards, and never exceed the limit."""
     data = make_data(10)
     write(tmp_path / "remote", data.files)
     remote = str(tmp_path / "remote")
@@ -178,7 +178,7 @@ def test_many_processes_evict_from_each_other(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_another_process_has_just_used_is_kept(tmp_path: Path) -> None:
-    """What was used between the look and the eviction is not evicted."""
+    """A shard that was used between the check and the eviction is not evicted."""
     data = make_data()
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(10_000))
@@ -190,7 +190,7 @@ def test_a_shard_that_another_process_has_just_used_is_kept(tmp_path: Path) -> N
 
 
 def test_nothing_is_evicted_before_it_is_asked_for_in_vain(tmp_path: Path) -> None:
-    """A shard that the remote does not have costs at most the room that it would have taken."""
+    """A shard that the remote does not have costs at most the space that it would have taken."""
     data = make_data(4)
     with web(data.stored, {"shard.00003.mds": ["404"] * 5}) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3000))
@@ -206,12 +206,12 @@ def test_nothing_is_evicted_before_it_is_asked_for_in_vain(tmp_path: Path) -> No
     [(7, 7), ("7", 7), ("2kb", 2048), ("2 KB", 2048), ("1.5m", 3 << 19), ("10gb", 10 << 30), ("1tb", 1 << 40)],
 )
 def test_sizes_may_be_written_as_texts(size: int | str, num_bytes: int) -> None:
-    """A size is a number of bytes, or a text with a unit of powers of 1,024."""
+    """A size is a number of bytes, or a string with a unit in powers of 1,024."""
     assert parse_bytes(size) == num_bytes
 
 
 @pytest.mark.parametrize("size", [0, -1, "", "gb", "-1gb", "1xb", "0", True])
 def test_what_is_no_size_is_refused(size: int | str) -> None:
-    """Anything else is an error that shows it."""
+    """Anything else is an error that shows the value."""
     with pytest.raises(ValueError, match="is no size"):
         CacheLimit(size)

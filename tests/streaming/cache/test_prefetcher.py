@@ -1,4 +1,4 @@
-"""Shards are there before they are needed; what goes wrong is raised where they are; and nothing is left running."""
+"""Shards arrive before they are needed, errors are raised at their shards, and no thread is left running."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, fla
 
 
 def needs(num_shards: int, *, step: int = 10) -> Iterator[Need]:
-    """Shards 0, 1, 2, ... of one stream, every `step` samples one."""
+    """Return shards 0, 1, 2, ... of one stream, one every `step` samples."""
     return (Need(number * step, 0, number) for number in range(num_shards))
 
 
 def threads() -> list[threading.Thread]:
-    """The threads of all prefetchers."""
+    """Return the threads of all prefetchers."""
     return [thread for thread in threading.enumerate() if thread.name == "shard-prefetch"]
 
 
 def here(data: Data, directory: Path) -> list[int]:
-    """The numbers of the shards that are in a directory."""
+    """Return the numbers of the shards in the directory."""
     return [number for number, info in enumerate(data.infos) if (directory / info.files[0].basename).exists()]
 
 
 def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the reader continues, the shards of the next samples come at once, and no others."""
+    """As the reader advances, the shards of the next samples are fetched, and no others."""
     monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 1000.0)
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
@@ -61,7 +61,7 @@ def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_not_there_in_time_is_waited_for(tmp_path: Path) -> None:
-    """A reader that is faster than the downloads gets each shard whole, and none is downloaded twice."""
+    """A reader that is faster than the downloads gets each shard complete, and none is downloaded twice."""
     data = make_data(6)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -74,7 +74,7 @@ def test_what_is_not_there_in_time_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_is_not_in_the_plan_is_fetched_too(tmp_path: Path) -> None:
-    """Who asks for something else gets it, and so does who asks after the end."""
+    """A reader that requests a shard outside the plan, or after its end, gets it."""
     data = make_data(3)
     with flaky(data.files) as (remote, _):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(0), predownload=10)
@@ -86,7 +86,7 @@ def test_a_shard_that_is_not_in_the_plan_is_fetched_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fault", "kind"), [("missing", MissingShardError), ("flip", DamagedShardError)])
 def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, kind: type[Exception]) -> None:
-    """What went wrong in the background is raised where that shard is needed, after all shards before it; no end."""
+    """An error in the background is raised where its shard is needed, after all earlier shards, and is not an end."""
     data = make_data(6)
     num_attempts = 1 if fault == "missing" else 3
     with flaky(data.files, {"shard.00003.mds": [fault] * num_attempts}) as (remote, faults):
@@ -99,12 +99,12 @@ def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, kind: type[
             with pytest.raises(kind, match=r"Shard 3 "):
                 ahead.wait(0, 3)
             assert faults.asked.count("shard.00003.mds") == num_attempts
-            ahead.wait(0, 3)  # it is there now
+            ahead.wait(0, 3)  # it exists now
             ahead.wait(0, 5)
 
 
 def test_an_error_to_come_is_waited_for(tmp_path: Path) -> None:
-    """Who needs a shard that is being fetched gets the error of that, and does not begin all the attempts again."""
+    """A reader that needs a shard being fetched gets the error of that fetch, and does not repeat all attempts."""
     data = make_data(3)
     with flaky(data.files, {"shard.00000.mds": ["hang"] * 9}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0)
@@ -116,7 +116,7 @@ def test_an_error_to_come_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_plan_is_raised(tmp_path: Path) -> None:
-    """A plan that can't be made is no end of the epoch."""
+    """A plan that fails is not the end of the epoch."""
 
     def broken() -> Iterator[Need]:
         yield Need(0, 0, 0)
@@ -141,7 +141,7 @@ def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
 
 
 def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
-    """A download that hangs, or the pause before the next attempt, keeps no one from the end."""
+    """Neither a download that hangs nor the pause before the next attempt delays the closing."""
     data = make_data(4)
     kinds = {name: ["hang"] * 9 for name in data.stored}
     with web(data.stored, kinds) as (remote, faults):
@@ -153,7 +153,7 @@ def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
 
 
 def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
-    """When its owner is garbage its threads end, also those that wait for their turn."""
+    """When its owner is garbage collected, its threads end, also those that wait for their turn."""
     data = make_data(4)
     with flaky(data.files) as (remote, _):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
@@ -165,7 +165,7 @@ def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
-    """A prefetcher that comes with a fork has no threads, and blocks nobody: not when used, nor when closed."""
+    """A prefetcher inherited through a fork has no threads, and neither its use nor its closing blocks."""
     data = make_data(4)
     with web(data.stored, {"shard.00000.mds": ["hang"]}) as (remote, faults):
         ahead = Prefetcher([cache_of(data, tmp_path, remote, download_timeout=9)], needs(4), predownload=0)
@@ -183,7 +183,7 @@ def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_parent_is_gone_stops_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a worker end when the process that started it does not live any more."""
+    """The threads of a worker end when the process that started it is dead."""
     monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 0.01)
     data = make_data(4)
     with flaky(data.files) as (remote, _):
@@ -195,7 +195,7 @@ def test_a_worker_whose_parent_is_gone_stops_fetching(tmp_path: Path, monkeypatc
 
 
 def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
-    """A thread that is stuck in a client keeps no process from its end."""
+    """A thread that is stuck in a client does not keep a process from ending."""
     data = make_data(3)
 
     def main() -> None:
@@ -204,7 +204,7 @@ def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
             ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(3), predownload=100)
             wait_for(lambda: faults.asked)
             del ahead
-            threading._shutdown()  # what Python waits for at its end
+            threading._shutdown()  # Python waits for this at exit
 
     process_id = fork_and_run(main, output=tmp_path / "output.txt", seed=1)
     assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
@@ -214,7 +214,7 @@ def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
 def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
     tmp_path: Path, num_readers: int, num_ahead: int
 ) -> None:
-    """Half the limit, divided among the readers, is fetched ahead; the rest comes as the reader resumes, once each."""
+    """Half the limit, divided among the readers, is fetched ahead; the rest follows as the reader advances, once."""
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(6000))
@@ -224,16 +224,16 @@ def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
             assert here(data, tmp_path) == list(range(num_ahead))
             for number in range(8):
                 ahead.advance(10 * number)
-                wait_for(lambda number=number: number in here(data, tmp_path))  # else this thread may be the first
+                wait_for(lambda number=number: number in here(data, tmp_path))  # otherwise this thread may be the first
                 ahead.wait(0, number)
-                # One may go and another come between two looks at the directory, so that both are seen.
+                # One shard may go and another arrive between two looks at the directory, so both may be seen.
                 wait_for(lambda: len(here(data, tmp_path)) <= 6)
                 assert number in here(data, tmp_path)
         assert sorted(faults.asked) == sorted(data.stored)
 
 
 def test_what_is_needed_next_is_not_evicted_for_what_is_needed_later(tmp_path: Path) -> None:
-    """Shards that were fetched ahead stay until the reader has them, though others were used after them."""
+    """Shards that were fetched ahead stay until the reader has them, even if others were used after them."""
     data = make_data(8)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
@@ -245,7 +245,7 @@ def test_what_is_needed_next_is_not_evicted_for_what_is_needed_later(tmp_path: P
 
 
 def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Path) -> None:
-    """What the reader passes without waiting for it makes room for what comes next."""
+    """Shards that the reader passes without waiting make room for the next ones."""
     data = make_data(8)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
@@ -256,7 +256,7 @@ def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Pat
 
 
 def test_what_was_passed_is_not_fetched_any_more(tmp_path: Path) -> None:
-    """Threads that fall after a reader that fetches for itself take up the plan where the reader is."""
+    """Threads that fall behind a reader that fetches for itself continue the plan where the reader is."""
     data = make_data(8)
     is_asked = threading.Event()
 
@@ -275,7 +275,7 @@ def test_what_was_passed_is_not_fetched_any_more(tmp_path: Path) -> None:
 
 
 def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
-    """A shard outside the plan finds room although what was fetched ahead fills the cache."""
+    """A shard outside the plan finds room even if shards that were fetched ahead fill the cache."""
     data = make_data(8)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
@@ -288,7 +288,7 @@ def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> None:
-    """A reader that holds all that fits learns it at the next shard, and does not wait for ever."""
+    """A reader that holds all that fits gets an error at the next shard, and does not wait forever."""
     data = make_data(8)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
@@ -296,14 +296,14 @@ def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> Non
             for number in (0, 1):
                 ahead.wait(0, number)
                 cache.hold(number)
-                ahead.advance(10 * number + 1)  # else shard 0, found by a thread that comes late, counts as to come
-            wait_for(lambda: cache.is_held(2))  # it is being tried
+                ahead.advance(10 * number + 1)  # otherwise shard 0, found by a late thread, counts as still to come
+            wait_for(lambda: cache.is_held(2))  # an attempt is running
             with pytest.raises(CacheLimitError, match="2000"):
                 ahead.wait(0, 2)
 
 
 def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -> None:
-    """A process that is killed while it fetches ahead keeps nobody from continuing."""
+    """A process that is killed while it fetches ahead does not block the next one."""
     data = make_data(6)
 
     def read() -> None:
@@ -324,7 +324,7 @@ def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -
 
 
 def test_what_is_needed_first_is_not_delayed(tmp_path: Path) -> None:
-    """Until the reader is after its first samples, nothing else is fetched; then as far ahead as told."""
+    """Until the reader is past its first samples, nothing else is fetched; then as far ahead as configured."""
     data = make_data(6)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote)

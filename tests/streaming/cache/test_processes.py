@@ -1,4 +1,4 @@
-"""Ranks, workers and runs share a cache directory, and each of them may be killed at any moment."""
+"""Ranks, workers, and runs share a cache directory, and each of them may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARD = "shard.00001.mds"
 
 
 def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
-    """Four processes that want the same shards at the same time ask the remote once for each."""
+    """Four processes that want the same shards at the same time request each one from the remote once."""
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
         assert run_all([lambda: assert_fetched(cache_of(data, tmp_path, remote), data)] * 4) == [0] * 4
@@ -43,7 +43,7 @@ def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
 
 
 def test_threads_of_one_process_download_a_shard_once(tmp_path: Path) -> None:
-    """The locks of the operating system know no threads; ours do."""
+    """Threads share a download, although the locks of the operating system do not distinguish threads."""
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
         caches = [cache_of(data, tmp_path, remote) for _ in range(4)]
@@ -57,7 +57,7 @@ def test_threads_of_one_process_download_a_shard_once(tmp_path: Path) -> None:
 
 
 def fetch_slowly(data: Data, local: Path) -> None:
-    """Fetch all shards over and over from a remote that takes its time."""
+    """Fetch all shards over and over from a slow remote."""
     kinds = ["drip"] * 1000
     with flaky(data.files, dict.fromkeys(data.stored, kinds)) as (remote, _):
         while True:
@@ -69,7 +69,7 @@ def fetch_slowly(data: Data, local: Path) -> None:
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str | None) -> None:
-    """Killed at any moment, one leaves at most files that the next one sweeps; and that one gets every shard whole."""
+    """A killed process leaves at most files that the next one sweeps, and the next one gets every shard complete."""
     draws = random.Random(1)
     data = make_data(num_bytes=500, compression=compression)
     num_left = 0
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
         num_left += sum(1 for _ in tmp_path.rglob("*.tmp"))
         with flaky(data.files) as (remote, _):
             cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=1)
-            (tmp_path / SHARD).unlink(missing_ok=True)  # so that there is something to fetch
+            (tmp_path / SHARD).unlink(missing_ok=True)  # to have something to fetch
             assert_whole(cache, data)
         for path in tmp_path.glob("shard*"):
             path.unlink()
@@ -88,7 +88,7 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
 
 
 def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
-    """Who waits for a download continues at once when its process is killed."""
+    """A process that waits for a download continues promptly when the downloading process is killed."""
     data = make_data()
     with (
         web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
@@ -105,7 +105,7 @@ def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    """A holder of the lock that does not move is passed by once its time must be over."""
+    """A lock holder that does not move is bypassed once its time must be over."""
     data = make_data()
     with (
         web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
@@ -119,7 +119,7 @@ def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> Non
 
 
 def test_a_child_of_a_process_that_holds_a_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """A data-loading worker that outlives a killed rank keeps nobody from fetching what the rank was fetching."""
+    """A worker that outlives a killed rank does not keep others from fetching what the rank was fetching."""
     path = str(tmp_path / "shard.lock")
     reading, writing = os.pipe()
 
@@ -142,7 +142,7 @@ def test_a_child_of_a_process_that_holds_a_lock_does_not_hold_it(tmp_path: Path)
 
 
 def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
-    """A child neither has a lock that its parent holds, nor ends it by what it closes; and it may wait for it."""
+    """A child neither holds a lock of its parent nor releases it by closing files, and it may wait for it."""
     path = str(tmp_path / "shard.lock")
     lock = FileLock(path)
     assert lock.acquire(0)
@@ -159,7 +159,7 @@ def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
-    """A worker that is forked in the middle of a download by another thread of its parent fetches like any other."""
+    """A worker that is forked while another thread of its parent downloads fetches like any other."""
     data = make_data()
 
     def work() -> None:
@@ -183,7 +183,7 @@ def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
 
 
 def test_a_cache_goes_to_another_process(tmp_path: Path) -> None:
-    """A cache is pickled with what it needs, and what one process has checked is checked by the next."""
+    """A cache is pickled with all it needs, and the next process checks again what an earlier one has checked."""
     data = make_data()
     write(tmp_path / "remote", data.files)
     cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"), limit=CacheLimit(3000))
@@ -198,7 +198,7 @@ def test_a_cache_goes_to_another_process(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path) -> None:
-    """A temporary file goes if its process is dead, had this one's number, or has been silent for long elsewhere."""
+    """A temporary file goes if its process is dead, had this process's number, or was silent for long elsewhere."""
     data = make_data()
     host = socket.gethostname().replace(".", "-")
     dead = Child(lambda: None)
@@ -232,7 +232,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
 
 
 def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a process was taken for dead that is not, its shard is no missing one."""
+    """If a live process is taken for dead, its shard does not count as missing."""
     data = make_data()
     replaced = []
 
@@ -248,7 +248,7 @@ def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypat
 
 
 def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
-    """What a dead process announced does not count for ever; what a living one announced does."""
+    """A reservation by a dead process does not count forever; one by a live process does."""
     path = str(tmp_path / "shard.lock")
 
     def hold() -> None:
@@ -271,7 +271,7 @@ def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
-    """A shard whose process ended as it got its name is used, and evicted, like others; unless its content is lost."""
+    """A shard is used and evicted as usual if its process died as it renamed the file, unless the content is lost."""
     data = make_data()
     replace = os.replace
 
@@ -297,7 +297,7 @@ def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who opened the file of a lock that was released then does not believe to have it."""
+    """A process that opened a lock's file before it was released and removed does not think it holds the lock."""
     path = str(tmp_path / "shard.lock")
     lock_file = locks._lock
 
@@ -313,7 +313,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, m
 
 
 def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system that can't lock each process fetches for itself, and all is as it should be."""
+    """On a file system without locks, each process fetches for itself, and all shards are right."""
     import fcntl
 
     def refuse(*args: object) -> None:

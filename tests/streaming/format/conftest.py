@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data sets of these tests have many small shards, each of which is synced; one test says that they are."""
+    """Skip the syncs: the data sets of these tests have many small shards; one test checks that each is synced."""
     monkeypatch.setattr(os, "fsync", lambda file: None)

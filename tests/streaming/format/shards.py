@@ -1,4 +1,4 @@
-"""Data sets for the tests of the format: written by either library, read by ours."""
+"""Data sets for the tests of the format, written by either library and read by ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = Iterable[Mapping[str, Any]]
 
 
 def write(writer_class: Any, out: Path, columns: Mapping[str, str], samples: Samples, **options: Any) -> Path:
-    """Write samples with a writer; return its directory."""
+    """Write samples with a writer and return its directory."""
     with writer_class(columns=dict(columns), out=str(out), **options) as writer:
         for sample in samples:
             writer.write(sample)
@@ -26,12 +26,12 @@ def write(writer_class: Any, out: Path, columns: Mapping[str, str], samples: Sam
 
 
 def infos(directory: Path) -> tuple[ShardInfo, ...]:
-    """The shards of a data set."""
+    """Return the shards of a data set."""
     return parse_index((directory / "index.json").read_bytes(), source=str(directory))
 
 
 def opened(directory: Path, shard: int = 0, **options: Any) -> ShardReader:
-    """One shard of a data set, decompressed where it must be."""
+    """Return one shard of a data set, decompressed if necessary."""
     info = infos(directory)[shard]
     for raw, zipped in zip(info.files, info.zip_files, strict=False):
         source, target = str(directory / zipped.basename), str(directory / raw.basename)
@@ -40,7 +40,7 @@ def opened(directory: Path, shard: int = 0, **options: Any) -> ShardReader:
 
 
 def read(directory: Path, **options: Any) -> list[dict[str, Any]]:
-    """All samples of a data set, in order."""
+    """Return all samples of a data set, in order."""
     samples: list[dict[str, Any]] = []
     for shard, info in enumerate(infos(directory)):
         reader = opened(directory, shard, **options)
@@ -51,12 +51,12 @@ def read(directory: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """What is in the files below a directory, by their names."""
+    """Return the contents of the files below a directory, by their names."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether two values are equal and of one type: arrays element by element, images pixel by pixel."""
+    """Return whether two values are equal and of one type: arrays by element, images by pixel."""
     if isinstance(expected, dict):
         return sorted(found) == sorted(expected) and all(same(found[name], expected[name]) for name in expected)
     if isinstance(expected, list):

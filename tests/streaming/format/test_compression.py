@@ -15,21 +15,21 @@ from lightning_faulttolerant.streaming.format.decompression import decompress_fi
 from tests.foreign import mosaic
 
 FAMILIES = ("br", "bz2", "gz", "snappy", "zstd")
-# Half of it is noise, so that no block can be stored as a run.
+# Half of it is noise, so no block can be stored as a run.
 CONTENT = np.random.default_rng(0).integers(0, 256, 3000, np.uint8).tobytes() + b"text " * 600
-# Levels are slow on much data, and the part size of a megabyte is passed with little of it compressed.
+# Levels are slow on much data, and little compressed data already exceeds the part size of one megabyte.
 LONG = bytes(3 << 20)
 
 
 def decompressed(data: bytes, algorithm: str, directory: Path, *, num_bytes: int) -> bytes:
-    """What `decompress_file` makes of bytes."""
+    """Return the output of `decompress_file` for bytes."""
     (directory / "zipped").write_bytes(data)
     decompress_file(str(directory / "zipped"), str(directory / "raw"), algorithm, num_bytes=num_bytes)
     return (directory / "raw").read_bytes()
 
 
 def test_the_algorithms_are_those_of_the_original() -> None:
-    """Every algorithm, level and extension of the original is known, and no other."""
+    """Every algorithm, level, and extension of the original is known, and no other."""
     original = mosaic("streaming.base.compression")
     assert set(COMPRESSIONS) == original.get_compressions()
     assert all(extension(name) == original.get_compression_extension(name) for name in COMPRESSIONS)
@@ -40,7 +40,7 @@ def test_the_algorithms_are_those_of_the_original() -> None:
 
 @pytest.mark.parametrize("algorithm", COMPRESSIONS)
 def test_each_library_reads_what_the_other_wrote(algorithm: str, tmp_path: Path) -> None:
-    """Bytes compressed by us are decompressed by the original, and the other way round, at each level."""
+    """Bytes compressed by us are decompressed by the original, and the reverse, at each level."""
     original = mosaic("streaming.base.compression")
     assert original.decompress(algorithm, compress(CONTENT, algorithm)) == CONTENT
     theirs = original.compress(algorithm, CONTENT)
@@ -49,7 +49,7 @@ def test_each_library_reads_what_the_other_wrote(algorithm: str, tmp_path: Path)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_content_of_many_parts_comes_back(family: str, tmp_path: Path) -> None:
-    """Content that is taken apart in several parts comes back whole; so does an empty one."""
+    """Content that is split into several parts comes back complete, and so does empty content."""
     assert decompressed(compress(LONG, family), family, tmp_path, num_bytes=len(LONG)) == LONG
     noise = np.random.default_rng(1).integers(0, 256, 2 << 20, np.uint8).tobytes()
     fast = family if family == "snappy" else f"{family}:1"
@@ -59,7 +59,7 @@ def test_content_of_many_parts_comes_back(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bytes_become_the_same_bytes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the time of writing is in the compressed bytes."""
+    """The compressed bytes do not depend on the time of writing."""
     before = compress(CONTENT, family)
     monkeypatch.setattr("time.time", lambda: 1e9)
     assert compress(CONTENT, family) == before
@@ -67,7 +67,7 @@ def test_the_same_bytes_become_the_same_bytes(family: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("family", ["gz", "bz2", "zstd"])
 def test_files_of_several_frames_come_back(family: str, tmp_path: Path) -> None:
-    """What several compressions wrote one after the other is one content."""
+    """Several compressed frames, one after the other, are one content."""
     both = compress(CONTENT, family) + compress(LONG, family)
     assert decompressed(both, family, tmp_path, num_bytes=len(CONTENT + LONG)) == CONTENT + LONG
 
@@ -75,7 +75,7 @@ def test_files_of_several_frames_come_back(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_content_of_another_size_is_refused(family: str, difference: int, tmp_path: Path) -> None:
-    """A content shorter or longer than the index says is an error, and no file is left."""
+    """Content shorter or longer than the index says is an error, and no file is left."""
     with pytest.raises(DamagedShardError, match="the index says"):
         decompressed(compress(CONTENT, family), family, tmp_path, num_bytes=len(CONTENT) + difference)
     assert not (tmp_path / "raw").exists()
@@ -83,7 +83,7 @@ def test_content_of_another_size_is_refused(family: str, difference: int, tmp_pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_truncated_and_foreign_bytes_are_refused(family: str, tmp_path: Path) -> None:
-    """A compressed file that was cut anywhere, is empty or is something else is an error of its own kind."""
+    """A compressed file that is cut, empty, or of another kind is an error of its own kind."""
     data = compress(CONTENT, family)
     with pytest.raises(DamagedShardError):
         decompressed(b"", family, tmp_path, num_bytes=0)
@@ -97,7 +97,7 @@ def test_truncated_and_foreign_bytes_are_refused(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_flipped_byte_gives_content_of_another_size(family: str, tmp_path: Path) -> None:
-    """A damaged file is refused or gives as many bytes as expected (a hash finds those); nothing else is raised."""
+    """A damaged file is refused or gives the expected size (a hash finds those); no other error is raised."""
     data = bytearray(compress(CONTENT, family))
     for at in range(0, len(data), 61):
         data[at] ^= 0x55
@@ -110,7 +110,7 @@ def test_no_flipped_byte_gives_content_of_another_size(family: str, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bomb_is_not_decompressed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small file that stands for much more than the index says takes neither memory nor disk."""
+    """A small file that expands to much more than the index says takes neither memory nor disk."""
     bomb = compress(bytes(32 << 20), family if family == "snappy" else f"{family}:1")
     left: list[int] = []
     monkeypatch.setattr("os.unlink", lambda path: left.append(Path(path).stat().st_size))
@@ -125,7 +125,7 @@ def test_a_bomb_is_not_decompressed(family: str, tmp_path: Path, monkeypatch: py
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an optional package is absent, the error says which, what for, and how to install it."""
+    """The error for a missing optional package names it, its purpose, and how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "zstd", None)
     with pytest.raises(ImportError, match=r"zstd is needed .* pip install lightning-faulttolerant\[streaming\]"):
         compress(CONTENT, "zstd:3")

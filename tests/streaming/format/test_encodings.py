@@ -25,25 +25,25 @@ SHAPES = ((1,), (3,), (255,), (256,), (2, 3), (1, 300, 2), (1,) * 12)
 
 
 def image(mode: str = "RGB", size: tuple[int, int] = (5, 7)) -> Image.Image:
-    """A picture with different pixels."""
+    """Return a picture with different pixels."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], channels), np.uint8)
     return Image.frombytes(mode, size, pixels.tobytes()) if mode != "1" else Image.new("1", size, 1)
 
 
 def jpeg_bytes(size: tuple[int, int] = (5, 7)) -> bytes:
-    """A picture as a file."""
+    """Return a picture as a file."""
     file = io.BytesIO()
     image(size=size).save(file, format="JPEG")
     return file.getvalue()
 
 
 def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """An array with different values."""
+    """Return an array with different values."""
     return np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
 
 
-# What each encoding may be asked to hold, and what comes back where that is something else.
+# The values that each encoding may hold, and the value that comes back if it differs.
 CASES: list[tuple[str, Any]] = [
     *(("bytes", value) for value in (b"", b"\x00\xff" * 9)),
     *(("str", value) for value in ("", "grün 猫 \x00")),
@@ -67,7 +67,7 @@ CASES: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}, key=str))
 def test_bytes_are_those_of_the_original_and_values_come_back(name: str) -> None:
-    """Each value has the same bytes as in the original, is decoded from them, alone and among others."""
+    """Each value has the same bytes as in the original, and is decoded from them, alone and among others."""
     original = mosaic("streaming.base.format.mds.encodings")
     encoding = encoding_of(name)
     assert encoding.size == original.get_mds_encoded_size(name)
@@ -80,13 +80,13 @@ def test_bytes_are_those_of_the_original_and_values_come_back(name: str) -> None
 
 
 def test_the_names_are_those_of_the_original() -> None:
-    """Every encoding of the original is there, and no other."""
+    """Every encoding of the original exists, and no other."""
     assert set(ENCODINGS) == mosaic("streaming.base.format.mds.encodings").get_mds_encodings()
 
 
 @pytest.mark.parametrize("name", ["list[pil]", "list[jpeg]", "list[png]", "jpeg", "jpegarray", "jpeg_array"])
 def test_images_are_those_that_the_original_decodes(name: str) -> None:
-    """Pictures that lose something when they are encoded have the original's bytes and its pixels."""
+    """Pictures with lossy encodings have the original's bytes and its pixels."""
     original = mosaic("streaming.base.format.mds.encodings")
     one = jpeg_bytes() if name.startswith("jpeg_") or name == "jpegarray" else image()
     value = one if name == "jpeg" else [one, one]
@@ -96,7 +96,7 @@ def test_images_are_those_that_the_original_decodes(name: str) -> None:
 
 
 def test_a_jpeg_that_was_opened_from_a_file_is_stored_as_that_file(tmp_path: Path) -> None:
-    """It loses nothing by being encoded twice; made smaller in place, or its file gone, it is encoded as it is."""
+    """No second encoding loses anything; a picture resized in place, or without its file, is encoded as it is."""
     path = tmp_path / "x.jpg"
     path.write_bytes(jpeg_bytes((64, 64)))
     encode = encoding_of("jpeg").encode
@@ -129,7 +129,7 @@ def test_a_jpeg_that_was_opened_from_a_file_is_stored_as_that_file(tmp_path: Pat
     ],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
-    """A column holds what its encoding says, and the error names both types."""
+    """A column holds the type of its encoding, and the error names both types."""
     with pytest.raises(TypeError, match=r"holds .*, got ") as raised:
         encoding_of(name).encode(value)
     assert isinstance(raised.value, AttributeError)  # what the original raises
@@ -155,14 +155,14 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
     ],
 )
 def test_a_value_that_would_change_is_refused(name: str, value: Any) -> None:
-    """What can't be held unchanged is an error, not another value."""
+    """A value that can't be stored unchanged is an error, not another value."""
     with pytest.raises(ValueError, match=r".+"):
         encoding_of(name).encode(value)
 
 
 @pytest.mark.parametrize("name", ["no", "", "int:3", "str:", "ndarray:bool", "ndarray:int32:", "ndarray:int32:2:3"])
 def test_an_unknown_encoding_is_refused_by_reader_and_writer(name: str, tmp_path: Path) -> None:
-    """There is no encoding of that name, and the writer says so before anything is written."""
+    """An unknown encoding is refused, by the writer before anything is written."""
     with pytest.raises(ValueError, match=r".+"):
         encoding_of(name)
     with pytest.raises(TypeError, match="MDSWriter can't write columns"):
@@ -174,7 +174,7 @@ def test_an_unknown_encoding_is_refused_by_reader_and_writer(name: str, tmp_path
 @given(data=st.binary(max_size=40))
 @settings(deadline=None, max_examples=40)
 def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
-    """Bytes that are not those of a value are a ValueError or the like, or happen to be those of one."""
+    """Bytes that do not encode a value are a ValueError or the like, or happen to encode another one."""
     with contextlib.suppress(ValueError, LookupError, OSError, ArithmeticError):
         encoding_of(name).decode(data, 0, len(data))
 
@@ -189,14 +189,14 @@ def test_an_array_does_not_take_bytes_behind_it() -> None:
 
 
 def test_a_picture_of_more_pixels_than_bytes_is_not_made_room_for() -> None:
-    """A head that speaks of a large picture is refused before any memory is asked for."""
+    """A header that claims a large picture is refused before any memory is allocated."""
     data = np.array([5000, 6000, 3], "<u4").tobytes() + b"RGB" + bytes(1000)
     with pytest.raises(ValueError, match="5000 x 6000 pixels in 1015 bytes"):
         encoding_of("pil").decode(data, 0, len(data))
 
 
 def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
-    """In a column of any encoding, bytes are taken for encoded already; a fixed size is checked."""
+    """In a column of any encoding, bytes count as already encoded; a fixed size is checked."""
     data = jpeg_bytes()
     sample = {"j": data, "i": (7).to_bytes(8, "little"), "s": b"\xc3\xbc"}
     out = write(MDSWriter, tmp_path / "out", {"j": "jpeg", "i": "int", "s": "str"}, [sample])
@@ -211,7 +211,7 @@ def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ndarray", "ndarray:float64", "ndarray:float64:3,2", "ndarray:float64:3,400"])
 def test_decoded_arrays_belong_to_the_caller(name: str, tmp_path: Path) -> None:
-    """They can be written to, are aligned, outlive the reader, share nothing with each other, and collate silently."""
+    """Decoded arrays are writable and aligned, outlive the reader, share no memory, and collate silently."""
     shape = (3, 400) if name.endswith("400") else (3, 2)
     samples = [{"a": b"x" * i, "n": np.full(shape, i, np.float64)} for i in range(20)]
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "n": name}, samples)
@@ -230,7 +230,7 @@ def test_decoded_arrays_belong_to_the_caller(name: str, tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,7 +240,7 @@ class Malicious:
 
 
 def test_a_pickled_column_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
-    """Opening a shard with a pickled column raises and names it; nothing of it is run. Allowed, it is read."""
+    """Opening a shard with a pickled column raises, names it, and runs nothing of it; if allowed, it is read."""
     sample = {"fine": 1, "evil": Malicious(tmp_path / "ran")}
     out = write(MDSWriter, tmp_path / "out", {"fine": "int", "evil": "pkl"}, [sample])
     with pytest.raises(UnsafeDataError, match=r"Column 'evil' .* allow_unsafe_types=True"):

@@ -13,13 +13,13 @@ COLUMNS = {"i": "int", "x": "ndarray:int32:3", "t": "str"}
 
 
 def sample(number: int) -> dict[str, object]:
-    """One of a data set."""
+    """Return one sample of a data set."""
     return {"i": number, "x": np.full(3, number, np.int32), "t": f"{number}"}
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
 def test_the_original_streams_what_we_write(compression: str | None, tmp_path: Path) -> None:
-    """Its data set reads ours from a remote, merged of two, with checked hashes: each sample once, in order."""
+    """The original streams our data from a remote, merged of two, with checked hashes: each sample once, in order."""
     for part, first in (("a", 0), ("b", 60)):
         samples = [sample(first + number) for number in range(60)]
         write(
@@ -46,7 +46,7 @@ def test_the_original_streams_what_we_write(compression: str | None, tmp_path: P
         found = [[found["i"], found["x"].tolist(), found["t"]] for found in data]
         (tmp_path / "found.json").write_text(json.dumps(found))
 
-    # Run as a script: what it has in shared memory is taken away when its process ends.
+    # Run as a script: its shared memory is released when its process ends.
     ended = run(stream)
     assert ended.exit_code == 0, ended.output
     found = json.loads((tmp_path / "found.json").read_text())

@@ -11,7 +11,7 @@ NAMES = sorted(mosaic("streaming.base.hashing").get_hashes())
 
 @pytest.mark.parametrize("name", NAMES)
 def test_digests_are_those_of_the_original(name: str, tmp_path: Path) -> None:
-    """Of bytes and of a file read in parts, for each algorithm of the original."""
+    """The digests of bytes and of a file read in parts are the original's, for each of its algorithms."""
     data = bytes(range(256)) * 5000
     (tmp_path / "file").write_bytes(data)
     expected = mosaic("streaming.base.hashing").get_hash(name, data)
@@ -20,7 +20,7 @@ def test_digests_are_those_of_the_original(name: str, tmp_path: Path) -> None:
 
 
 def test_the_algorithms_are_those_of_the_original() -> None:
-    """No other is known, in particular none whose digest has no length of its own."""
+    """No other algorithm is known, in particular none with a digest of variable length."""
     others = {"shake_128", "crc32", "", *hashlib.algorithms_available, None} - set(NAMES)
     assert len(NAMES) > 15
     assert not any(map(is_known_hash, others))
@@ -29,7 +29,7 @@ def test_the_algorithms_are_those_of_the_original() -> None:
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without xxhash its algorithms say what to install; those of Python work."""
+    """Without xxhash, its algorithms say what to install; those of Python work."""
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"xxhash is needed for the hash xxh64 .*pip install"):
         digest_of(b"", "xxh64")

@@ -43,12 +43,12 @@ TEXT_SHARD = {
 
 
 def text(*shards: Any, **top: Any) -> str:
-    """An index of some entries."""
+    """Return an index of some entries."""
     return json.dumps({"version": 2, "shards": shards, **top})
 
 
 def changed(shard: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """An entry with one value changed; its path has dots between keys."""
+    """Return an entry with one value changed; its path has dots between keys."""
     shard = copy.deepcopy(shard)
     *above, last = path.split(".")
     inner: Any = shard
@@ -59,7 +59,7 @@ def changed(shard: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def test_all_that_an_entry_says_is_there() -> None:
-    """Names, sizes, hashes, columns in the order of the index; keys that nobody knows are passed over."""
+    """All names, sizes, and hashes are read, columns keep the order of the index, and unknown keys are ignored."""
     mds, xsv = parse_index(text({**SHARD, "mine": 1}, TEXT_SHARD, fingerprint="x").encode(), source="s")
     assert (mds.format, mds.num_samples, mds.compression) == ("mds", 3, "zstd:7")
     assert (mds.files[0].basename, mds.files[0].num_bytes, mds.files[0].hashes) == (
@@ -75,7 +75,7 @@ def test_all_that_an_entry_says_is_there() -> None:
 
 
 def test_shards_share_equal_columns_and_keep_different_ones() -> None:
-    """Columns are one object where they are equal; shards of one index may have different ones."""
+    """Equal columns are one object; shards of one index may have different ones."""
     other = changed(changed(SHARD, "column_names", ["b", "c"]), "raw_data.basename", "x")
     first, second, third = parse_index(text(SHARD, SHARD, other), source="s")
     assert first.columns is second.columns
@@ -102,14 +102,14 @@ def test_shards_share_equal_columns_and_keep_different_ones() -> None:
     ids=range(13),
 )
 def test_what_is_no_index_is_refused(broken: str | bytes) -> None:
-    """An index that is empty, cut, no JSON, or JSON of something else is an error that names where it is from."""
+    """An index that is empty, cut, not JSON, or JSON of something else is an error that names its source."""
     with pytest.raises(IndexFileError, match="s3://bucket/index"):
         parse_index(broken, source="s3://bucket/index.json")
 
 
 @pytest.mark.parametrize("key", sorted({*SHARD} - {"hashes", "size_limit", "zip_data"}))
 def test_a_key_that_is_absent_is_named(key: str) -> None:
-    """An entry without something that is needed to read the shard is an error that names shard and key."""
+    """An entry without a key that is needed to read the shard is an error that names shard and key."""
     with pytest.raises(IndexFileError, match=f"shard 1 has no '{key}'"):
         parse_index(text(SHARD, {k: v for k, v in SHARD.items() if k != key}), source="s")
 
@@ -147,7 +147,7 @@ def test_a_key_that_is_absent_is_named(key: str) -> None:
     ],
 )
 def test_an_entry_that_makes_no_sense_is_refused(path: str, value: Any) -> None:
-    """Nothing is read by an entry whose values are not of their kind or contradict each other."""
+    """An entry with values that are of the wrong kind or contradict each other is refused."""
     with pytest.raises(IndexFileError, match="shard 0"):
         parse_index(text(changed(SHARD, path, value)), source="s")
 
@@ -157,7 +157,7 @@ def test_an_entry_that_makes_no_sense_is_refused(path: str, value: Any) -> None:
     [("newline", ""), ("separator", ""), ("separator", None), ("column_encodings", ["bytes"]), ("raw_meta", None)],
 )
 def test_an_entry_of_lines_that_makes_no_sense_is_refused(path: str, value: Any) -> None:
-    """The same for the formats whose shards are lines."""
+    """The same holds for the formats with lines as samples."""
     with pytest.raises(IndexFileError, match="shard 0"):
         parse_index(text(changed(TEXT_SHARD, path, value)), source="s")
 
@@ -190,7 +190,7 @@ LEAVING = [
 @pytest.mark.parametrize("key", ["raw_data", "zip_data"])
 @pytest.mark.parametrize("basename", LEAVING)
 def test_a_name_that_leaves_the_directory_is_refused(basename: Any, key: str) -> None:
-    """No index can make us read or write outside of the directory of its data set, or over the index itself."""
+    """An index can't make us read or write outside the directory of its data set, or over the index itself."""
     with pytest.raises(IndexFileError, match="shard 0"):
         parse_index(text(changed(SHARD, f"{key}.basename", basename)), source="s")
 
@@ -198,7 +198,7 @@ def test_a_name_that_leaves_the_directory_is_refused(basename: Any, key: str) ->
 @given(st.lists(st.sampled_from(["..", ".", "", "a", "b.mds", "...", "\\", "~", "C:"]), max_size=6).map("/".join))
 @settings(deadline=None, max_examples=300)
 def test_a_name_that_is_accepted_stays_in_the_directory(basename: str) -> None:
-    """Whatever the name, joined to a directory it is below that directory, or it is refused."""
+    """A name is refused, or, joined to a directory, is below that directory."""
     try:
         (info,) = parse_index(text(changed(SHARD, "raw_data.basename", basename)), source="s")
     except IndexFileError:
@@ -210,13 +210,13 @@ def test_a_name_that_is_accepted_stays_in_the_directory(basename: str) -> None:
 
 @pytest.mark.parametrize("basename", ["shard.00000.mds", "a/b/c.mds", "...", "a..b", "..a/x..", "ü", "a b", "shard:1"])
 def test_a_plain_name_is_accepted(basename: str) -> None:
-    """Names that only look odd, and names in sub-folders, are kept as they are."""
+    """Names that only look odd, and names in subfolders, are kept as they are."""
     (info,) = parse_index(text(changed(SHARD, "raw_data.basename", basename)), source="s")
     assert info.files[0].basename == basename
 
 
 def test_one_name_for_two_different_files_is_refused() -> None:
-    """Two shards may be the same file, but not two files of one name: one would be read for the other."""
+    """Two shards may be the same file, but two files of one name are refused: one would be read for the other."""
     assert len(parse_index(text(SHARD, SHARD), source="s")) == 2
     with pytest.raises(IndexFileError, match="two different files"):
         parse_index(text(SHARD, changed(SHARD, "raw_data.bytes", 101)), source="s")

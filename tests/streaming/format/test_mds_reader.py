@@ -18,7 +18,7 @@ VARIABLE = {"i": "int", "s": "str", "y": "ndarray", "b": "bytes"}
 
 
 def fixed(number: int) -> dict[str, Any]:
-    """A sample of `FIXED`."""
+    """Return a sample of `FIXED`."""
     return {
         "i": -number,
         "x": np.arange(4, dtype=np.int32) + number,
@@ -28,7 +28,7 @@ def fixed(number: int) -> dict[str, Any]:
 
 
 def variable(number: int) -> dict[str, Any]:
-    """A sample of `VARIABLE`."""
+    """Return a sample of `VARIABLE`."""
     return {"i": number, "s": "ü" * (number % 7), "y": np.full((2, number % 5 + 1), number), "b": b"b" * (number % 3)}
 
 
@@ -36,7 +36,7 @@ SHAPED = {"same": "ndarray", "turned": "ndarray:int16", "typed": "ndarray", "lar
 
 
 def shaped(number: int) -> dict[str, Any]:
-    """A sample of `SHAPED`: arrays of as many bytes in each, but of other shapes or types, and one that is large."""
+    """Return a sample of `SHAPED`: arrays of equal byte size but other shapes or types, and one that is large."""
     return {
         "same": np.full((2, 3), number, np.float64),
         "turned": np.full((2, 3) if number % 7 else (3, 2), number, np.int16),
@@ -56,7 +56,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ids", [0, 1, 15, 16, 256, 257, 700])
 def test_many_at_once_are_the_same_as_one_by_one(kind: str, num_ids: int, tmp_path: Path) -> None:
-    """Samples asked for by many ids, in any order and repeated, and their columns, are those of one by one."""
+    """Samples by many ids, in any order and repeated, and their columns, equal those read one by one."""
     columns, make = KINDS[kind]
     reader = opened(write(MDSWriter, tmp_path / "out", columns, [make(i) for i in range(50)]))
     ids = np.random.default_rng(0).integers(0, 50, num_ids)
@@ -70,7 +70,7 @@ def test_many_at_once_are_the_same_as_one_by_one(kind: str, num_ids: int, tmp_pa
 
 
 def test_ids_outside_of_the_shard_are_index_errors(tmp_path: Path) -> None:
-    """A sample is asked for from the front or, alone, from the end; none other is given than the one asked for."""
+    """An id counts from the front or, alone, from the end, and no other sample is returned than the requested one."""
     reader = opened(write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(5)]))
     assert same(reader[-1], variable(4))
     assert same(reader[-5], variable(0))
@@ -84,7 +84,7 @@ def test_ids_outside_of_the_shard_are_index_errors(tmp_path: Path) -> None:
 
 
 def test_samples_read_so_far_stay_and_no_more_are_read_after_close(tmp_path: Path) -> None:
-    """Closing while somebody iterates takes nothing from him that he has; a closed reader says that it is closed."""
+    """Closing while a caller iterates takes no sample away that it has, and a closed reader says that it is closed."""
     reader = opened(write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(600)]))
     iterator = reader.samples(range(600))
     samples = [next(iterator) for _ in range(10)]
@@ -99,7 +99,7 @@ def test_samples_read_so_far_stay_and_no_more_are_read_after_close(tmp_path: Pat
 
 
 def test_a_reader_outlives_its_file(tmp_path: Path) -> None:
-    """A file deleted while it is open, by an eviction in another process, can still be read to its end."""
+    """A file that another process evicts while it is open can still be read to its end."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(5)])
     reader = opened(out)
     (out / "shard.00000.mds").unlink()
@@ -123,7 +123,7 @@ def test_a_shard_that_is_not_used_any_more_gives_its_file_back(tmp_path: Path) -
 
 
 def test_equal_columns_are_worked_out_once(tmp_path: Path) -> None:
-    """Shards of equal columns share their layout, those of other columns have their own."""
+    """Shards with equal columns share their layout, and those with other columns have their own."""
     first, second = (write(MDSWriter, tmp_path / name, FIXED, [fixed(0)]) for name in "ab")
     third = write(MDSWriter, tmp_path / "c", VARIABLE, [variable(0)])
     layouts = [layout_of(infos(out)[0].columns) for out in (first, second, third)]
@@ -132,7 +132,7 @@ def test_equal_columns_are_worked_out_once(tmp_path: Path) -> None:
 
 
 def test_shards_without_samples_are_read(tmp_path: Path) -> None:
-    """A first sample larger than the limit leaves a shard of none before it; all samples are there."""
+    """A first sample larger than the limit leaves an empty shard before it, and all samples exist."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(4)], size_limit=10)
     assert [info.num_samples for info in infos(out)] == [0, 1, 1, 1, 1]
     assert same(read(out), [variable(i) for i in range(4)])
@@ -147,7 +147,7 @@ NUM_SAMPLES = 20
 
 
 def offset(data: bytearray, number: int) -> int:
-    """Where a sample begins."""
+    """Return where a sample begins."""
     return int(struct.unpack_from("<I", data, 4 * (1 + number))[0])
 
 
@@ -180,7 +180,7 @@ DAMAGED_HEADS: dict[str, Callable[[bytearray], None]] = {
 @pytest.mark.parametrize("kind", ["fixed", "variable"])
 @pytest.mark.parametrize("damage", DAMAGED_HEADS)
 def test_a_damaged_head_is_found_when_the_shard_is_opened(kind: str, damage: str, tmp_path: Path) -> None:
-    """A shard whose number or offsets can't be is refused before a sample of it is read; the error names the file."""
+    """A shard with an impossible number or impossible offsets is refused before a sample is read, naming the file."""
     columns, make = KINDS[kind]
     out = write(MDSWriter, tmp_path / "out", columns, [make(i) for i in range(NUM_SAMPLES)])
     data = bytearray((out / "shard.00000.mds").read_bytes())
@@ -192,7 +192,7 @@ def test_a_damaged_head_is_found_when_the_shard_is_opened(kind: str, damage: str
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 7, 8, 50, 87, 88, 200, -1])
 def test_a_shard_of_another_size_is_refused(num_bytes: int, tmp_path: Path) -> None:
-    """A file cut anywhere, or with bytes after its end, is damaged; also where the index was made to agree."""
+    """A file that is cut, or has bytes after its end, is damaged, also if the index was adapted to it."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(NUM_SAMPLES)])
     data = (out / "shard.00000.mds").read_bytes()
     index = (out / "index.json").read_text()
@@ -229,7 +229,7 @@ def test_an_index_of_other_columns_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", range(3))
 @pytest.mark.parametrize("length", [0, 3, 1000, 2**31, 2**32 - 1])
 def test_a_damaged_length_is_found_with_its_sample(column: int, length: int, tmp_path: Path) -> None:
-    """A column's length that does not fit its sample raises for that sample, alone or among others, and no other."""
+    """A column length that does not fit its sample raises for that sample, alone or among others, and for no other."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(NUM_SAMPLES)])
     data = bytearray((out / "shard.00000.mds").read_bytes())
     put(data, offset(data, 13) + 4 * column, length)
@@ -247,7 +247,7 @@ def test_a_damaged_length_is_found_with_its_sample(column: int, length: int, tmp
 @pytest.mark.parametrize("difference", [-1, 1])
 @pytest.mark.parametrize("column", [0, 1])
 def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tmp_path: Path) -> None:
-    """Where any bytes would be a value, a length off by one is found: the columns do not fill the sample."""
+    """If any bytes would be a value, a length off by one is found: the columns do not fill the sample."""
     samples = [{"a": b"aaaa", "b": b"bbbb"}] * 20
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "bytes"}, samples)
     data = bytearray((out / "shard.00000.mds").read_bytes())
@@ -262,7 +262,7 @@ def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tm
 
 
 def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
-    """A column that would end after its sample is named, before anything is made of bytes that are not its own."""
+    """A column that would end after its sample is named before a value is built from bytes outside the sample."""
     samples = [{"a": {"k": 1}, "b": b"b"}] * 3
     out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)
     data = bytearray((out / "shard.00000.mds").read_bytes())
@@ -275,7 +275,7 @@ def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
 
 
 def test_a_value_that_can_not_be_decoded_names_its_sample(tmp_path: Path) -> None:
-    """Bytes that are no text of UTF-8 are a damaged shard, not a decoding error from nowhere."""
+    """Bytes that are not UTF-8 text are a damaged shard, not a decoding error without context."""
     out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": b"\xff"}] * 2 + [{"s": "x"}] * 18)
     reader = opened(out)
     with pytest.raises(DamagedShardError, match=r"sample 0 can't be decoded \(.*utf-8"):
@@ -287,7 +287,7 @@ def test_a_value_that_can_not_be_decoded_names_its_sample(tmp_path: Path) -> Non
 
 
 def test_any_flipped_byte_gives_samples_or_the_right_error(tmp_path: Path) -> None:
-    """Whatever byte is damaged, what is raised says so; no other error, and no other number of samples."""
+    """Whatever byte is damaged, the error names the damage; there is no other error and no other number of samples."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(3)])
     data = bytearray((out / "shard.00000.mds").read_bytes())
     (info,) = infos(out)
@@ -308,7 +308,7 @@ def test_any_flipped_byte_gives_samples_or_the_right_error(tmp_path: Path) -> No
 
 
 def test_a_fixed_column_whose_index_has_no_size_is_read_by_its_length(tmp_path: Path) -> None:
-    """A size of null or 0 in an index means that each sample says it, whatever the encoding."""
+    """A size of null or 0 in an index means that each sample states it, whatever the encoding."""
     samples = [{"a": struct.pack("<q", i), "b": "x"} for i in range(20)]
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "str"}, samples)
     index = (out / "index.json").read_text().replace('["bytes", "str"]', '["int", "str"]')

@@ -15,17 +15,17 @@ from tests.streaming.format.shards import files, infos, read, write
 
 
 def part(out: Path, first: int, *, writer_class: Any = MDSWriter, **options: Any) -> Path:
-    """A data set of four samples in several shards."""
+    """Write a data set of four samples in several shards."""
     return write(writer_class, out, {"i": "int"}, [{"i": first + i} for i in range(4)], size_limit=280, **options)
 
 
 def numbers(directory: Path) -> list[int]:
-    """The samples of a data set, in order."""
+    """Return the samples of a data set, in order."""
     return [sample["i"] for sample in read(directory)]
 
 
 def test_all_below_a_directory_are_one_in_the_order_of_their_names(tmp_path: Path) -> None:
-    """The merged index is that of the original, and its samples are all samples, once."""
+    """The merged index is that of the original, and it yields all samples, once."""
     for root in ("ours", "theirs"):
         for first, name in enumerate(("b", "10", "9", "a")):
             part(tmp_path / root / name, 10 * first, compression="gz" if name == "a" else None, hashes=["md5"])
@@ -39,7 +39,7 @@ def test_all_below_a_directory_are_one_in_the_order_of_their_names(tmp_path: Pat
 
 
 def test_listed_indexes_are_merged_in_their_order_each_once(tmp_path: Path) -> None:
-    """By path or by the directory they are in; what is not listed stays out."""
+    """Indexes are named by path or by their directory, and those that are not listed stay out."""
     for first, name in enumerate("abc"):
         part(tmp_path / name, 10 * first)
     listed = [str(tmp_path / "c" / "index.json"), str(tmp_path / "a/"), str(tmp_path / "c" / "index.json")]
@@ -50,7 +50,7 @@ def test_listed_indexes_are_merged_in_their_order_each_once(tmp_path: Path) -> N
 
 
 def test_folders_in_folders_keep_their_whole_path_and_merged_ones_count_once(tmp_path: Path) -> None:
-    """A data set two levels below is found by its path, and one that was merged already is not taken twice."""
+    """A data set two levels below is found by its path, and one that was merged before is not counted twice."""
     for first, name in enumerate(("x/1", "x/2", "y/1", "z")):
         part(tmp_path / name, 10 * first)
     merge_index(str(tmp_path / "x"))
@@ -61,7 +61,7 @@ def test_folders_in_folders_keep_their_whole_path_and_merged_ones_count_once(tmp
 
 
 def test_below_an_address_and_in_a_pair(tmp_path: Path) -> None:
-    """Indexes are read from an address and the merged one is written there; of a pair, to both or to the address."""
+    """Indexes are read from an address, and the merged one is written there; for a pair, to both or to the address."""
     remote = fsspec.filesystem("memory")
     for first, name in enumerate("ab"):
         part(tmp_path / name, 10 * first)
@@ -81,7 +81,7 @@ def test_below_an_address_and_in_a_pair(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_merged_is_refused(tmp_path: Path) -> None:
-    """No index, one elsewhere, one that is damaged: an error, and no merged index is written or changed."""
+    """An index that is missing, elsewhere, or damaged is an error, and no merged index is written or changed."""
     with pytest.raises(FileNotFoundError, match="nothing to merge"):
         merge_index(str(tmp_path / "empty"))
     part(tmp_path / "elsewhere", 0)

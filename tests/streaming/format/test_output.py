@@ -19,7 +19,7 @@ ADDRESS = "memory://out"
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A remote that is empty before and after, and retries that do not wait."""
+    """Yield a remote that is empty before and after, with retries that do not wait."""
     monkeypatch.setattr(output.time, "sleep", lambda seconds: None)
     file_system = fsspec.filesystem("memory")
     MemoryFileSystem.store.clear()
@@ -28,12 +28,12 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def expected(tmp_path: Path, **options: Any) -> dict[str, bytes]:
-    """The files of the data set of these tests, written to a directory."""
+    """Return the files of the data set of these tests, written to a directory."""
     return files(write(MDSWriter, tmp_path / "expected", COLUMNS, SAMPLES, size_limit=300, **options))
 
 
 def uploaded() -> dict[str, bytes]:
-    """What is on the remote."""
+    """Return the files on the remote."""
     return {name.removeprefix("/out/"): file.getvalue() for name, file in MemoryFileSystem.store.items()}
 
 
@@ -51,7 +51,7 @@ def test_an_address_gets_all_files(tmp_path: Path, remote: Any, max_workers: int
 
 @pytest.mark.parametrize("keep_local", [True, False])
 def test_a_pair_gets_all_files_here_and_there(tmp_path: Path, remote: Any, keep_local: bool) -> None:
-    """Both have all; without `keep_local` those written here are deleted afterwards, and nothing else that is here."""
+    """Both places have all files; without `keep_local`, the written local files are deleted afterwards, no others."""
     local = tmp_path / "local"
     whole = expected(tmp_path)
     with MDSWriter(columns=COLUMNS, out=(str(local), ADDRESS), keep_local=keep_local, size_limit=300) as writer:
@@ -63,7 +63,7 @@ def test_a_pair_gets_all_files_here_and_there(tmp_path: Path, remote: Any, keep_
 
 
 def test_a_directory_that_was_only_on_the_way_is_gone(tmp_path: Path, remote: Any) -> None:
-    """Of a pair without `keep_local` no empty directory stays."""
+    """For a pair without `keep_local`, no empty directory stays."""
     with JSONWriter(columns=COLUMNS, out=(str(tmp_path / "local"), ADDRESS)) as writer:
         writer.write(SAMPLES[0])
     assert sorted(uploaded()) == ["index.json", "shard.00000.json", "shard.00000.json.meta"]
@@ -72,7 +72,7 @@ def test_a_directory_that_was_only_on_the_way_is_gone(tmp_path: Path, remote: An
 
 @pytest.mark.parametrize("form", ["file://{}", "{}"])
 def test_a_directory_may_be_the_remote(form: str, tmp_path: Path) -> None:
-    """An address of this machine, alone or in a pair, is a directory that is made when it is written to."""
+    """An address on this machine, alone or in a pair, is a directory that is created when it is written to."""
     whole = expected(tmp_path)
     alone, second = tmp_path / "a" / "alone", tmp_path / "b" / "second"
     for out in (form.format(alone), (str(tmp_path / "first"), form.format(second))):
@@ -84,7 +84,7 @@ def test_a_directory_may_be_the_remote(form: str, tmp_path: Path) -> None:
 
 
 def test_a_remote_that_is_not_empty_is_an_error_unless_it_may_be(tmp_path: Path, remote: Any) -> None:
-    """The same rule as for a directory: the data set there goes, nothing else does."""
+    """The rule for a directory holds: the existing data set goes, nothing else does."""
     remote.pipe(
         {"/out/index.json": b"old", "/out/shard.00099.mds": b"old", "/out/notes": b"", "/out/x/index.json": b""}
     )
@@ -98,7 +98,7 @@ def test_a_remote_that_is_not_empty_is_an_error_unless_it_may_be(tmp_path: Path,
 
 
 class Failing:
-    """Lets uploads of some names fail, a number of times each."""
+    """Lets uploads of some names fail, each a number of times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, num_times: int, error: Exception) -> None:
         self.attempts: list[str] = []
@@ -117,7 +117,7 @@ class Failing:
 def test_an_upload_that_fails_is_tried_again(
     name: str, tmp_path: Path, remote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`retry` times more; then all is there as if nothing had happened."""
+    """An upload is tried `retry` times more, and then all files exist as if nothing had happened."""
     failing = Failing(monkeypatch, name, 2, ConnectionError("cut"))
     write(MDSWriter, ADDRESS, COLUMNS, SAMPLES, size_limit=300, retry=2)
     assert failing.attempts.count(name) == 3
@@ -129,7 +129,7 @@ def test_an_upload_that_fails_is_tried_again(
 def test_an_upload_that_keeps_failing_publishes_nothing(
     name: str, error: Exception, remote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer raises, naming file and attempts; there is no index and no thread; what stays is not tried again."""
+    """The writer raises, naming file and attempts; no index or thread remains, and the rest is not tried again."""
     failing = Failing(monkeypatch, name, 99, error)
     num_attempts = 3 if isinstance(error, ConnectionError) else 1
     with pytest.raises(OSError, match=rf"{name} could not be uploaded to {ADDRESS} \(attempt {num_attempts} of 3\)"):
@@ -148,7 +148,7 @@ def test_an_exception_in_the_block_publishes_nothing_remotely(remote: Any) -> No
 
 
 def test_the_index_is_uploaded_after_all_shards(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a shard takes."""
+    """The index is uploaded last, however long a shard takes."""
     order: list[str] = []
     upload = MemoryFileSystem.pipe_file
     last_begun = threading.Event()

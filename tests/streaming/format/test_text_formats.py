@@ -17,7 +17,7 @@ FORMATS: dict[str, dict[str, Any]] = {"JSON": {}, "CSV": {}, "TSV": {}, "XSV": {
 
 
 def writers(name: str) -> tuple[Any, Any]:
-    """Ours and the original's."""
+    """Return our writers and the original's."""
     module = mosaic("streaming.base.format.xsv") if name == "XSV" else mosaic()
     return getattr(streaming, f"{name}Writer"), getattr(module, f"{name}Writer")
 
@@ -28,7 +28,7 @@ def writers(name: str) -> tuple[Any, Any]:
 def test_files_are_those_of_the_original_and_samples_come_back(
     name: str, newline: str, compression: str | None, tmp_path: Path
 ) -> None:
-    """All files are byte for byte the original's, and what was written is read."""
+    """All files are byte for byte the original's, and the samples read are those written."""
     options = {**FORMATS[name], "newline": newline, "size_limit": 300, "hashes": ["sha1"], "compression": compression}
     ours, theirs = (
         write(writer, tmp_path / str(i), COLUMNS, SAMPLES, **options) for i, writer in enumerate(writers(name))
@@ -40,7 +40,7 @@ def test_files_are_those_of_the_original_and_samples_come_back(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_original_reads_what_we_write(name: str, tmp_path: Path) -> None:
-    """Each shard of ours, read by the original's reader, has the samples that were written."""
+    """Each shard of ours, read by the original's reader, has the written samples."""
     out = write(writers(name)[0], tmp_path / "out", COLUMNS, SAMPLES, size_limit=300, **FORMATS[name])
     reader_of = mosaic("streaming.base.format").reader_from_json
     entries = json.loads((out / "index.json").read_text())["shards"]
@@ -50,7 +50,7 @@ def test_the_original_reads_what_we_write(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_first_sample_larger_than_the_limit_comes_back(name: str, tmp_path: Path) -> None:
-    """The shard of no samples before it is read too; for JSON its file has no byte."""
+    """The empty shard before a large first sample is read too; its JSON file has no byte."""
     out = write(writers(name)[0], tmp_path / "out", COLUMNS, SAMPLES[:3], size_limit=1, **FORMATS[name])
     assert [info.num_samples for info in infos(out)] == [0, 1, 1, 1]
     assert read(out) == SAMPLES[:3]
@@ -58,7 +58,7 @@ def test_a_first_sample_larger_than_the_limit_comes_back(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_a_column_does_not_hold_is_refused(name: str, tmp_path: Path) -> None:
-    """A value of another type, an unknown encoding and an empty newline are errors."""
+    """A value of another type, an unknown encoding, and an empty newline are errors."""
     writer_class, options = writers(name)[0], FORMATS[name]
     with writer_class(columns={"a": "int"}, out=str(tmp_path / "out"), **options) as writer:
         with pytest.raises(TypeError, match="holds int, got str"):
@@ -75,7 +75,7 @@ def test_what_a_column_does_not_hold_is_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("writer_class", "separator"), [(CSVWriter, ","), (TSVWriter, "\t")])
 def test_a_value_with_a_separator_is_refused(writer_class: Any, separator: str, tmp_path: Path) -> None:
-    """Nothing is quoted, so neither values nor names may hold what stands between them."""
+    """Nothing is quoted, so neither values nor names may contain a separator."""
     with writer_class(columns={"a": "str"}, out=str(tmp_path / "out")) as writer:
         for value in (f"x{separator}", "x\n"):
             with pytest.raises(ValueError, match="holds the separator"):
@@ -87,13 +87,13 @@ def test_a_value_with_a_separator_is_refused(writer_class: Any, separator: str, 
 
 
 def test_a_line_may_hold_anything_that_json_can_quote(tmp_path: Path) -> None:
-    """Newlines inside of values come back."""
+    """Newlines inside values come back."""
     samples = [{"a": "1\n2\r\n3"}, {"a": "\x00,\t"}]
     assert read(write(JSONWriter, tmp_path / "out", {"a": "str"}, samples)) == samples
 
 
 def edited(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Change what is in a file, and say its new size in the index."""
+    """Change the content of a file, and write its new size into the index."""
 
     def change(out: Path) -> None:
         path, index = out / name, out / "index.json"
@@ -127,7 +127,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_found(damage: str, tmp_path: Path) -> None:
-    """A shard whose data and offsets do not belong together is an error when it is opened or its sample is read."""
+    """A shard with data and offsets that do not match is an error when it is opened or its sample is read."""
     out = write(CSVWriter, tmp_path / "out", COLUMNS, SAMPLES[:5])
     DAMAGES[damage](out)
     with pytest.raises(DamagedShardError, match=r"shard\.00000\.csv is damaged"):
@@ -135,7 +135,7 @@ def test_a_damaged_shard_is_found(damage: str, tmp_path: Path) -> None:
 
 
 def test_offsets_that_do_not_ascend_are_found_when_the_shard_is_opened(tmp_path: Path) -> None:
-    """Two lines are not one, though they may be read as one value."""
+    """Two lines do not count as one, though they could be read as one value."""
     out = write(CSVWriter, tmp_path / "out", {"a": "str"}, [{"a": "x"}] * 4)
     meta = bytearray((out / "shard.00000.csv.meta").read_bytes())
     meta[8:12], meta[12:16] = meta[12:16], meta[8:12]
@@ -153,7 +153,7 @@ def test_a_line_of_too_few_values_says_so(tmp_path: Path) -> None:
 
 
 def test_lines_that_are_no_samples_are_found(tmp_path: Path) -> None:
-    """JSON that is no object, or lacks a column, is a damaged shard."""
+    """JSON that is not an object, or lacks a column, is a damaged shard."""
     for data in (b"[1, 2, 345]\n", b'{"b": 1234}\n', b'{"a": 1234;\n'):
         out = write(JSONWriter, tmp_path / str(len(data)) / data[:5].hex(), {"a": "int"}, [{"a": 1234}])
         (out / "shard.00000.json").write_bytes(data)

@@ -18,7 +18,7 @@ SAMPLES = [{"i": i, "t": b"t" * (i % 13)} for i in range(100)]
 
 
 def test_it_is_public() -> None:
-    """The writer is a name of the package."""
+    """The writer is a public name of the package."""
     assert lightning_faulttolerant.MDSWriter is MDSWriter
 
 
@@ -33,7 +33,7 @@ def test_shards_are_cut_where_the_original_cuts(size_limit: Any, tmp_path: Path)
 
 
 def test_no_shard_is_larger_than_the_limit_but_those_of_one_sample(tmp_path: Path) -> None:
-    """The limit holds for the file, its head included."""
+    """The limit holds for the file, including its header."""
     out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES, size_limit=600)
     assert all(info.files[0].num_bytes <= 600 for info in infos(out))
     assert len(infos(out)) > 5
@@ -41,14 +41,14 @@ def test_no_shard_is_larger_than_the_limit_but_those_of_one_sample(tmp_path: Pat
 
 @pytest.mark.parametrize("size_limit", [-1, 2**32, "4gb", "5tb", "x", "10 apples", "-1kb", "1e9"])
 def test_a_limit_that_can_not_be_is_refused(size_limit: Any, tmp_path: Path) -> None:
-    """Offsets have 32 bits, and a limit is a number of bytes; nothing is made when it is not."""
+    """Offsets have 32 bits, and a limit is a number of bytes; otherwise nothing is created."""
     with pytest.raises(ValueError, match="size_limit="):
         MDSWriter(columns=COLUMNS, out=str(tmp_path / "out"), size_limit=size_limit)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_shard_that_its_offsets_can_not_describe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit, a shard past 4 GiB is an error and no data set of wrong offsets."""
+    """Without a limit, a shard past 4 GiB is an error, not a data set with wrong offsets."""
     monkeypatch.setattr(writer_module, "_MAX_SHARD_BYTES", 1000)
     with pytest.raises(ValueError, match="offsets have 32 bits"):
         write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES, size_limit=None)
@@ -68,21 +68,21 @@ def test_a_shard_that_its_offsets_can_not_describe_is_refused(tmp_path: Path, mo
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    """Before anything is written."""
+    """Bad arguments are refused before anything is written."""
     with pytest.raises(ValueError, match=r".+"):
         MDSWriter(columns=COLUMNS, out=str(tmp_path / "out"), **options)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
-    """A misspelt option is not passed over."""
+    """A misspelled option is not ignored."""
     with pytest.raises(TypeError, match="compresion"):
         MDSWriter(columns=COLUMNS, out=str(tmp_path / "out"), compresion="zstd")
 
 
 @pytest.mark.parametrize("writer_name", ["MDSWriter", "JSONWriter", "CSVWriter"])
 def test_the_description_is_that_of_the_original(writer_name: str, tmp_path: Path) -> None:
-    """`get_config` gives what is written into each shard."""
+    """`get_config` returns the description that is written into each shard."""
     columns = {"b": "int", "a": "str"}
     ours, theirs = (
         getattr(module, writer_name)(columns=columns, out=str(tmp_path / name), hashes=["md5"], compression="gz:1")
@@ -119,7 +119,7 @@ ALL_COLUMNS = {
 
 
 def equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
-    """Whether samples are equal, arrays too."""
+    """Return whether samples are equal, including arrays."""
     return len(found) == len(expected) and all(
         np.array_equal(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in b
     )
@@ -130,7 +130,7 @@ def equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
 def test_each_library_reads_the_other_in_every_compression_with_hashes(
     compression: str | None, hashes: list[str], tmp_path: Path
 ) -> None:
-    """Files are equal but for the time in gzip's head; what one wrote the other reads, and the digests are right."""
+    """Files are equal except for the time in gzip's header; each library reads the other's, and the digests match."""
     options = {"compression": compression, "hashes": hashes, "size_limit": 2000}
     ours = write(MDSWriter, tmp_path / "ours", ALL_COLUMNS, ALL_SAMPLES, **options)
     theirs = write(mosaic().MDSWriter, tmp_path / "theirs", ALL_COLUMNS, ALL_SAMPLES, **options)
@@ -144,7 +144,7 @@ def test_each_library_reads_the_other_in_every_compression_with_hashes(
 
 
 def read_by_the_original(out: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Decompress, check digests and decode with the original's functions."""
+    """Decompress, check digests, and decode with the original's functions."""
     decompress = mosaic("streaming.base.compression").decompress
     get_hash = mosaic("streaming.base.hashing").get_hash
     samples = []
@@ -171,7 +171,7 @@ def test_the_same_samples_are_the_same_files(compression: str, tmp_path: Path, m
 
 
 def test_nothing_is_published_if_the_block_is_left_by_an_exception(tmp_path: Path) -> None:
-    """Half a data set has no index: nobody takes it for whole. The exception is the caller's own."""
+    """Half a data set has no index, so it does not pass for a complete one; the exception is the caller's own."""
     writer = MDSWriter(columns=COLUMNS, out=str(tmp_path / "out"), size_limit=500)
 
     def write_half() -> None:
@@ -201,7 +201,7 @@ def test_a_sample_that_is_refused_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_writer_without_a_block_is_finished_by_hand_and_once(tmp_path: Path) -> None:
-    """`finish` may be called again; nothing can be written after it."""
+    """`finish` may be called again, and nothing can be written after it."""
     writer = MDSWriter(columns=COLUMNS, out=tmp_path / "out")
     writer.write(SAMPLES[0])
     writer.finish()
@@ -214,7 +214,7 @@ def test_a_writer_without_a_block_is_finished_by_hand_and_once(tmp_path: Path) -
 
 
 def test_a_killed_writer_leaves_no_index(tmp_path: Path) -> None:
-    """However far it was: killed at its last moment, while the index gets its name, there is none, old or new."""
+    """A writer killed at any point, even while the index gets its name, leaves no index, old or new."""
     out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES[:1])
     child = os.fork()
     if not child:
@@ -230,7 +230,7 @@ def test_a_killed_writer_leaves_no_index(tmp_path: Path) -> None:
 
 
 def test_shards_are_on_the_disk_before_the_index_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power loss leaves no index whose shards are not there: each file is synced, then the index is renamed."""
+    """A power loss leaves no index without its shards: each file is synced, then the index is renamed."""
     events: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
     rename = os.replace
@@ -242,7 +242,7 @@ def test_shards_are_on_the_disk_before_the_index_has_its_name(tmp_path: Path, mo
 
 
 def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> None:
-    """A directory with anything in it is an error; with `exist_ok` the data set in it goes, and nothing else."""
+    """A directory with any content is an error; with `exist_ok`, the data set in it goes, and nothing else."""
     out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES, size_limit=500)
     before = files(out)
     with pytest.raises(FileExistsError, match="exist_ok=True"):
@@ -261,13 +261,13 @@ def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> No
 
 
 def test_an_empty_data_set_has_an_index(tmp_path: Path) -> None:
-    """No sample is no shard; an existing empty directory may be written to."""
+    """Without samples there is no shard, and an existing empty directory may be written to."""
     (tmp_path / "out").mkdir()
     assert infos(write(MDSWriter, tmp_path / "out", COLUMNS, [])) == ()
 
 
 @pytest.mark.parametrize(("writer_class", "encoding"), [(JSONWriter, "str"), (CSVWriter, "str"), (MDSWriter, "str")])
 def test_columns_beyond_those_named_are_not_written(writer_class: Any, encoding: str, tmp_path: Path) -> None:
-    """As in the original, a sample may have more than is stored of it."""
+    """As in the original, a sample may have more columns than are stored."""
     out = write(writer_class, tmp_path / "out", {"a": encoding}, [{"a": "x", "b": object()}])
     assert read(out) == [{"a": "x"}]

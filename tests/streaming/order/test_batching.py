@@ -22,7 +22,7 @@ METHODS = ["stratified", "per_stream"]
 def batches_of(
     method: str, world: tuple[int, int, int], batch_size: int, *, start: int = 0, weights: list[Weight], **asked: Any
 ) -> tuple[EpochOrder, np.ndarray]:
-    """The order, and the samples of each step of each rank from a position on: (ranks, steps, batch)."""
+    """Return the order, and the samples of each step of each rank from a position on: (ranks, steps, batch)."""
     nodes, ranks, _ = world
     shares = shares_of_streams(weights, NUM_SAMPLES, seed=asked.get("seed", 9176))
     of_ranks = []
@@ -64,7 +64,7 @@ def test_batches_are_those_of_the_original(
     repeats: tuple[float, float, float],
     done: int,
 ) -> None:
-    """Sample by sample, on each rank, from the beginning and after a resume between two global batches."""
+    """Samples match one by one, on each rank, from the beginning and after a resume between two global batches."""
     weights = [Weight(repeat=repeat) for repeat in repeats]
     streams, _ = their_streams(weights, SIZES, None, 7)
     of_step = world[0] * world[1] * batch_size
@@ -105,7 +105,7 @@ def test_batches_are_those_of_the_original(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_global_batch_is_the_same_for_every_world(method: str, shuffle: bool) -> None:
-    """Of the default order all depends on the global batch size alone; every sample comes once, or is left out."""
+    """The default order depends on the global batch size alone, and every sample comes once or is left out."""
     weights = [Weight()] * 3
     of_worlds = [
         np.sort(batches_of(method, world, 24 // (world[0] * world[1]), weights=weights, epoch=1, shuffle=shuffle)[1]
@@ -118,7 +118,7 @@ def test_each_global_batch_is_the_same_for_every_world(method: str, shuffle: boo
 
 
 def test_a_stratified_batch_has_the_share_of_each_stream() -> None:
-    """In each global batch; and by the default order in each rank's batch nearly so."""
+    """Each global batch has the share of each stream and, in the default order, nearly so has each rank's batch."""
     _, found = batches_of("stratified", (1, 4, 1), 10, weights=[Weight()] * 3, epoch=0, shuffle=True)
     streams = np.searchsorted(np.cumsum(NUM_SAMPLES), found, side="right")
     shares = np.array(NUM_SAMPLES) / sum(NUM_SAMPLES)
@@ -129,7 +129,7 @@ def test_a_stratified_batch_has_the_share_of_each_stream() -> None:
 
 
 def test_a_batch_per_stream_is_of_one_stream_in_an_order_that_is_drawn() -> None:
-    """One stream in each global batch, others in the next ones, and another order in another epoch."""
+    """Each global batch has one stream, the next ones have others, and another epoch has another order."""
     of_epochs = []
     for epoch in (0, 1):
         _, found = batches_of("per_stream", (1, 2, 1), 8, weights=[Weight()] * 3, epoch=epoch, shuffle=True)
@@ -142,7 +142,7 @@ def test_a_batch_per_stream_is_of_one_stream_in_an_order_that_is_drawn() -> None
 
 
 def test_what_can_not_be_batched_is_refused() -> None:
-    """An unknown method, a position inside a batch, a share without a sample, a stream without a batch."""
+    """An unknown method, a position in a batch, a share without a sample, and a stream without a batch are refused."""
     weights = [Weight()] * 3
     with pytest.raises(ValueError, match="batching_method must be one of random, stratified, per_stream"):
         batches_of("device_per_stream", (1, 1, 1), 8, weights=weights, epoch=0)

@@ -19,7 +19,7 @@ some_sizes = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=12).filt
 
 
 def ids_of(order: EpochOrder) -> list[int]:
-    """The samples of the whole epoch."""
+    """Return the samples of the whole epoch."""
     return order.sample_ids(np.arange(order.num_positions)).tolist()
 
 
@@ -33,7 +33,7 @@ def ids_of(order: EpochOrder) -> list[int]:
 def test_every_sample_comes_once_in_every_epoch(
     sizes: list[list[int]], shuffle: bool, rows: int, block_size: int | None, epoch: int
 ) -> None:
-    """Whatever the shards, the canonical nodes and the blocks, an epoch is a permutation of the data set."""
+    """Whatever the shards, the canonical nodes, and the blocks, an epoch is a permutation of the data set."""
     order = epoch_order(sizes, epoch=epoch, shuffle=shuffle, num_canonical_nodes=rows, block_size=block_size)
     assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
 
@@ -51,7 +51,7 @@ def test_what_stands_at_a_position_does_not_depend_on_what_was_asked_before(
 
 
 def test_an_order_is_that_of_its_seed_and_epoch() -> None:
-    """Another epoch or another seed is another order; the same ones are the same."""
+    """Another epoch or another seed is another order; the same ones give the same order."""
     orders = [
         ids_of(epoch_order([[50] * 20], epoch=epoch, seed=seed, shuffle=True))
         for epoch, seed in ((0, 1), (1, 1), (0, 2), (1, 0), (0, 1))
@@ -70,7 +70,7 @@ FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
 
 
 def test_the_default_order_of_parts_and_slices_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for samples that are drawn from a shard, and where blocks are read in slices."""
+    """The same holds for samples that are drawn from a shard, and for blocks that are read in slices."""
     monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 6)
     order = epoch_order([[9, 5], [7]], epoch=1, seed=3, shuffle=True, chosen=[8, 10])
     assert ids_of(order) == FIXED_PARTS
@@ -80,14 +80,14 @@ FIXED_PARTS = [19, 18, 9, 15, 20, 7, 8, 15, 17, 14, 11, 1, 20, 17, 16, 12, 6, 2]
 
 
 def test_samples_drawn_from_a_shard_come_in_its_order_without_shuffle() -> None:
-    """As all samples do."""
+    """Without shuffle, drawn samples come in order, as all samples do."""
     ids = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
     assert ids == sorted(ids)
 
 
 @pytest.mark.parametrize("position", [0, 900_000_000, 999_999_744])
 def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> None:
-    """Making the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
+    """Building the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
     tracemalloc.start()
     try:
         order = epoch_order(MANY, epoch=3, shuffle=True)
@@ -100,7 +100,7 @@ def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> N
 
 
 def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sample comes once, from the same few shards as without, and each slice has its share of each of them."""
+    """Every sample comes once, from the same few shards as without slices, and each slice has a share of each shard."""
     monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 100)
     order = epoch_order([[50] * 40], epoch=0, shuffle=True)
     ids = ids_of(order)
@@ -117,14 +117,14 @@ def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.M
 def test_every_sample_comes_once_in_slices_too(
     sizes: list[list[int]], rows: int, block_size: int | None, most: int
 ) -> None:
-    """However small the slices are."""
+    """Every sample comes once, however small the slices are."""
     with mock.patch.object(blocks, "MAX_BLOCK_SAMPLES", most):
         order = epoch_order(sizes, epoch=0, shuffle=True, num_canonical_nodes=rows, block_size=block_size)
         assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
 
 
 def test_an_order_is_freed_at_once_with_its_blocks() -> None:
-    """No cycle of references keeps the blocks of past epochs until somebody collects garbage."""
+    """No reference cycle keeps the blocks of past epochs until the next garbage collection."""
     order = epoch_order([[100] * 40, [50]], epoch=0, shuffle=True, chosen=[4000, 20])
     ids_of(order)
     alive = weakref.ref(order)
@@ -137,7 +137,7 @@ def test_an_order_is_freed_at_once_with_its_blocks() -> None:
 
 
 def test_reading_on_makes_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the rows of many canonical nodes are read side by side, and a thread looks ahead."""
+    """Each block is built once, also if many canonical nodes are read side by side and a thread looks ahead."""
     made: list[int] = []
     drawn = blocks.permutation
     monkeypatch.setattr(blocks, "permutation", lambda key, count: made.append(key) or drawn(key, count))
@@ -165,7 +165,7 @@ def test_shards_are_read_block_by_block() -> None:
 
 
 def test_a_canonical_node_has_the_same_samples_in_every_epoch() -> None:
-    """The rows share the data set the same way in each epoch, at most one shard cut at each bound."""
+    """The rows share the data set the same way in each epoch, with at most one shard cut at each bound."""
     sizes = np.random.default_rng(0).integers(1, 60, 40)
     num_samples = int(sizes.sum())
     of_epochs = []

@@ -1,4 +1,4 @@
-"""Each global step has the same samples for every world; nothing is lost, or read twice but for a few at the end."""
+"""Each global step has the same samples for every world, no sample is lost, and only a few at the end repeat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ worlds = st.builds(
 
 
 def deals(num_positions: int, start: int, world: tuple[int, int, int], batch_size: int) -> list[list[Deal]]:
-    """The deal of each worker of each rank."""
+    """Return the deal of each worker of each rank."""
     nodes, ranks, workers = world
     return [
         [
@@ -37,7 +37,7 @@ def deals(num_positions: int, start: int, world: tuple[int, int, int], batch_siz
 
 
 def steps(num_positions: int, start: int, world: tuple[int, int, int], batch_size: int) -> list[list[list[int]]]:
-    """What each rank reads in each step, asked of the worker whose turn it is."""
+    """Return the samples each rank reads in each step, from the worker whose turn it is."""
     of_ranks = []
     for of_workers in deals(num_positions, start, world, batch_size):
         read = [deal.positions_of_worker(0, 10**6) for deal in of_workers]
@@ -53,7 +53,7 @@ def steps(num_positions: int, start: int, world: tuple[int, int, int], batch_siz
 def test_every_position_comes_in_its_step_and_the_last_step_is_filled_by_repeats(
     num_positions: int, cut: float, world: tuple[int, int, int], batch_size: int, data: st.DataObject
 ) -> None:
-    """From any cut on, step t has the next positions, every rank equally many, and repeats are fewer than the ranks."""
+    """From any cut on, step t has the next positions, equally many for every rank, and fewer repeats than ranks."""
     start = int(cut * num_positions)
     num_ranks = world[0] * world[1]
     read = steps(num_positions, start, world, batch_size)
@@ -84,7 +84,7 @@ def test_each_global_step_is_the_same_after_two_changes_of_the_world(
     third: tuple[int, int, int],
     cuts: tuple[int, int],
 ) -> None:
-    """At an equal global batch, whoever reads it, a full step has the same samples as in the uninterrupted epoch."""
+    """At an equal global batch, in any world, a full step has the same samples as in the uninterrupted epoch."""
     of_step = 144  # a multiple of each number of ranks here
     whole = [
         set(np.ravel(of_ranks)) for of_ranks in steps(num_positions * 10, 0, first, of_step // (first[0] * first[1]))
@@ -104,7 +104,7 @@ def test_each_global_step_is_the_same_after_two_changes_of_the_world(
 def test_a_node_reads_the_rows_that_are_its_own_after_any_cut(
     nodes: int, ranks: int, steps_done: int, batch_size: int
 ) -> None:
-    """Whatever was consumed before, a node gets the positions that leave its own number as a remainder."""
+    """After any number of consumed samples, a node gets the positions with its own number as the remainder."""
     start = steps_done * 7
     for rank in range(nodes * ranks):
         world = World(rank=rank, num_ranks=nodes * ranks, ranks_per_node=ranks)
@@ -113,7 +113,7 @@ def test_a_node_reads_the_rows_that_are_its_own_after_any_cut(
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
-    """A state at or after the last position means the next epoch, its repeats counted or not."""
+    """A state at or after the last position means the next epoch, with or without its repeats counted."""
     assert normalised(3, 9, num_positions=10) == (3, 9)
     assert normalised(3, 10, num_positions=10) == (4, 0)
     assert normalised(3, 12, num_positions=10) == (4, 0)

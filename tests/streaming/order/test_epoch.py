@@ -1,4 +1,4 @@
-"""Order and deal together: what the ranks of changing worlds read of an epoch."""
+"""Order and deal together: the samples of an epoch that the ranks of changing worlds read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ worlds = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 
 
 def read(order: EpochOrder, start: int, world: tuple[int, int, int], batch_size: int) -> list[list[list[int]]]:
-    """The samples of each rank in each step from a position on."""
+    """Return the samples of each rank in each step from a position on."""
     nodes, ranks, workers = world
     steps: list[list[list[int]]] = []
     for rank in range(nodes * ranks):
@@ -43,7 +43,7 @@ def read(order: EpochOrder, start: int, world: tuple[int, int, int], batch_size:
 def test_nothing_is_lost_however_often_world_and_batch_size_change_in_an_epoch(
     algorithm: str | None, shuffle: bool, rows: int, parts: list[tuple[tuple[int, int, int], int, int]]
 ) -> None:
-    """Every sample is read once; only the canonical nodes of the original and the last step read some once more."""
+    """Every sample is read once; only the canonical nodes of the original and the last step repeat some."""
     order = epoch_order(SIZES, epoch=2, shuffle=shuffle, algorithm=algorithm, num_canonical_nodes=rows)
     found: Counter[int] = Counter()
     start = 0

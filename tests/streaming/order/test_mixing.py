@@ -1,4 +1,4 @@
-"""Streams in proportion, repeated or chosen: as many samples of each as the original takes, and the same ones there."""
+"""Streams in proportion, repeated, or chosen: as many samples of each, and the same ones, as in the original."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ shards = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
 
 def weights_of(kind: str, numbers: list[float]) -> list[Weight]:
-    """One weight of a kind for each number."""
+    """Return one weight of a kind for each number."""
     if kind == "choose":
         return [Weight(choose=int(number * 10) + 1) for number in numbers]
     if kind == "mixed":
@@ -49,7 +49,7 @@ def test_a_mix_has_the_samples_of_the_original_in_its_order(
     epoch: int,
     data: st.DataObject,
 ) -> None:
-    """Counts of each stream and every id of the epoch are the original's, with and without shuffle."""
+    """The counts of each stream and every id of the epoch are the original's, with and without shuffle."""
     weights = weights_of(kind, data.draw(st.lists(st.floats(0, 3), min_size=len(sizes), max_size=len(sizes))))
     assume(any(int((weight.repeat or 1) * sum(of_stream)) for weight, of_stream in zip(weights, sizes, strict=True)))
     epoch_size = data.draw(st.none() | st.integers(20, 99)) if kind == "proportion" else None
@@ -84,7 +84,7 @@ def test_a_mix_has_the_samples_of_the_original_in_its_order(
 @example(sizes=[0, 7, 5], chosen=11, granularity=3)
 @example(sizes=[7, 0, 5], chosen=11, granularity=3)
 def test_samples_of_shards_are_those_of_the_original(sizes: list[int], chosen: int, granularity: int) -> None:
-    """Empty shards and all, whatever is taken at a time."""
+    """The samples are the original's, including empty shards, and for any granularity."""
     wanted = mosaic("streaming.base.sampling").get_sampling(np.array(sizes), chosen, granularity, 3, 1, True)
     assert samples_of_shards(np.array(sizes), chosen, granularity=granularity, seed=4).tolist() == wanted.tolist()
 
@@ -98,7 +98,7 @@ def test_samples_of_shards_are_those_of_the_original(sizes: list[int], chosen: i
 def test_the_default_order_takes_of_each_shard_its_share(
     sizes: list[int], chosen: int, granularity: int, epoch: int
 ) -> None:
-    """The whole as often as it goes, then in proportion to the size, up or down to the next grain of the samples."""
+    """Each shard comes whole as often as possible, then in proportion to its size, rounded to the grain of samples."""
     found = chosen_of_shards(np.array(sizes), chosen, granularity=granularity, draw=(1, epoch), stream=0)
     times, rest = divmod(chosen, sum(sizes))
     assert found.sum() == chosen
@@ -119,7 +119,7 @@ def test_the_default_order_takes_of_each_shard_its_share(
 def test_the_default_order_reads_what_was_chosen(
     sizes: list[list[int]], shuffle: bool, method: str, rows: int, data: st.DataObject
 ) -> None:
-    """Each stream as often as it should be; each of its samples as often as every other one, or once more."""
+    """Each stream comes as often as chosen, and each of its samples as often as any other, or once more."""
     chosen = data.draw(st.lists(st.integers(0, 150), min_size=len(sizes), max_size=len(sizes)).filter(any))
     order = epoch_order(
         sizes, epoch=1, shuffle=shuffle, chosen=chosen, sampling_method=method, num_canonical_nodes=rows
@@ -135,13 +135,13 @@ def test_the_default_order_reads_what_was_chosen(
 
 
 def read(epoch: int, *, shuffle: bool, method: str) -> set[int]:
-    """Half of a stream."""
+    """Return half of a stream."""
     order = epoch_order([[40, 40]], epoch=epoch, shuffle=shuffle, chosen=[40], sampling_method=method)
     return set(order.sample_ids(np.arange(40)).tolist())
 
 
 def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
-    """Other samples in each epoch with "balanced", with and without shuffle; the same ones with "fixed"."""
+    """Samples that are "balanced" differ in each epoch, with and without shuffle; "fixed" ones are the same."""
     for shuffle in (False, True):
         assert read(0, shuffle=shuffle, method="balanced") != read(1, shuffle=shuffle, method="balanced")
         assert read(0, shuffle=shuffle, method="fixed") == read(1, shuffle=shuffle, method="fixed")
@@ -152,7 +152,7 @@ def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
 def test_every_sample_of_a_stream_that_is_read_in_part_comes(
     batching_method: str, batch_size: int, algorithm: str | None
 ) -> None:
-    """Without shuffle, too: over the epochs each sample is read. No batch is left out here."""
+    """Over the epochs each sample is read, also without shuffle; no batch is left out here."""
     sizes, weights = [[20, 20], [30]], [Weight(choose=16), Weight(choose=12)]
     shares = shares_of_streams(weights, [40, 30], seed=1)
     settings = {"algorithm": algorithm, "seed": 1, "shuffle": False}
@@ -173,7 +173,7 @@ def test_every_sample_of_a_stream_that_is_read_in_part_comes(
 
 
 def test_which_shards_have_a_sample_more_is_drawn() -> None:
-    """Over the epochs each of them has, as often as the others; and for an epoch it never changes."""
+    """Over the epochs each shard gets the extra sample as often as the others, and an epoch's draw never changes."""
     found = [chosen_of_shards(np.full(5, 10), 2, granularity=1, draw=(1, epoch), stream=0) for epoch in range(200)]
     assert found[7].tolist() == SHARES
     times = np.sum(found, axis=0)
@@ -186,7 +186,7 @@ SHARES = [1, 0, 1, 0, 0]
 
 
 def test_a_grain_keeps_the_number_of_shards_small() -> None:
-    """A hundredth of the stream, a hundred samples at a time, comes of a hundred shards and not of all."""
+    """A hundredth of the stream, a hundred samples at a time, comes from a hundred shards, not from all."""
     sizes = np.full(1000, 1000)
     fine = chosen_of_shards(sizes, 10_000, granularity=1, draw=(0,), stream=0)
     coarse = chosen_of_shards(sizes, 10_000, granularity=100, draw=(0,), stream=0)
@@ -213,7 +213,7 @@ def test_weights_that_do_not_go_together_are_refused(
 
 
 def test_a_weight_is_one_of_three() -> None:
-    """Two at once contradict each other, and none is negative; a stream has samples."""
+    """Two weights at once contradict each other, none is negative, and a stream has samples."""
     with pytest.raises(ValueError, match="at most one"):
         Weight(proportion=1, repeat=1)
     with pytest.raises(ValueError, match="choose of a stream must be at least 0"):
@@ -223,7 +223,7 @@ def test_a_weight_is_one_of_three() -> None:
 
 
 def test_an_epoch_size_without_weights_takes_of_each_stream_in_proportion_to_its_size() -> None:
-    """As the original does, remainders included."""
+    """The number of samples of each stream is the original's, remainders included."""
     streams, num_samples = their_streams([Weight()] * 3, [[3], [5], [9]], 100, 4)
     shares = shares_of_streams([Weight()] * 3, [3, 5, 9], epoch_size=100, seed=4)
     assert (shares.chosen, shares.epoch_size) == (tuple(stream.choose for stream in streams), num_samples)

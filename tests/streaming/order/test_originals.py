@@ -1,4 +1,4 @@
-"""The orders of the original library are those of the original library, which is asked."""
+"""The orders of the original library match those that the original library itself computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sizes_of_shards = st.lists(st.integers(1, 30), min_size=1, max_size=25)
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """The original warns of few samples and of small blocks; that is not the matter here."""
+    """Silence the original's warnings of few samples and small blocks, which are not the subject here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -36,7 +36,7 @@ def silent() -> Iterator[None]:
 def theirs(
     num_samples: int, rows: int, world: tuple[int, int, int], batch_size: int, drop: int, **more: int
 ) -> np.ndarray:
-    """The original's plan: (nodes, ranks, workers, batches, batch), -1 where it is padded."""
+    """Return the original's plan: (nodes, ranks, workers, batches, batch), -1 where it is padded."""
     with silent():
         plan: np.ndarray = mosaic("streaming.base.partition").get_partitions(
             "relaxed" if more else "orig", num_samples, rows, *world, batch_size, drop, **more
@@ -47,7 +47,7 @@ def theirs(
 def ours(
     num_samples: int, rows: int, world: tuple[int, int, int], batch_size: int, drop: int, initial: int | None = None
 ) -> np.ndarray:
-    """Our plan in the same shape."""
+    """Return our plan in the same shape."""
     nodes, ranks, workers = world
     layout = PaddedRows(num_samples=num_samples, num_rows=rows, num_nodes=initial or nodes)
     of_readers = []
@@ -81,7 +81,7 @@ def ours(
 def test_a_plan_is_that_of_the_original_with_its_repeats_and_padding(
     num_samples: int, rows: int, world: tuple[int, int, int], batch_size: int, cut: float
 ) -> None:
-    """Each batch of each worker of each rank is the original's, from any position that it can resume at."""
+    """Each batch of each worker of each rank is the original's, from any position where it can resume."""
     nodes = world[0]
     assume(rows % nodes == 0 or nodes % rows == 0)
     drop = int(cut * num_samples) // nodes * nodes
@@ -99,7 +99,7 @@ def test_a_plan_is_that_of_the_original_with_its_repeats_and_padding(
 def test_too_few_samples_are_repeated_as_by_the_original(
     num_samples: int, rows: int, world: tuple[int, int, int]
 ) -> None:
-    """As many samples as canonical nodes or fewer, or fewer than ranks: each rank has the samples it has there."""
+    """With no more samples than canonical nodes, or fewer than ranks, each rank has the original's samples."""
     assert (ours(num_samples, rows, world, 2, 0) == theirs(num_samples, rows, world, 2, 0)).all()
 
 
@@ -110,7 +110,7 @@ def test_too_few_samples_are_repeated_as_by_the_original(
 def test_another_number_of_nodes_keeps_the_order_inside_a_global_batch_as_the_original_does(
     rows: int, initial: int, world: tuple[int, int, int], batch_size: int
 ) -> None:
-    """A run of the original's that continues with other nodes reads every full step as there, sample by sample."""
+    """A run of the original that continues with other nodes reads every full step as there, sample by sample."""
     num_samples, num_ranks = 397, world[0] * world[1]
     of_step = num_ranks * batch_size
     for drop in (0, 3 * of_step, 5 * of_step):
@@ -130,7 +130,7 @@ def test_another_number_of_nodes_keeps_the_order_inside_a_global_batch_as_the_or
 def test_nodes_are_kept_only_where_they_do_not_divide(
     rows: int, nodes: int, initial: int | None, kept: int | None
 ) -> None:
-    """Where the canonical nodes divide over the nodes, or the other way round, the closed form holds."""
+    """If the canonical nodes divide over the nodes, or the reverse, the closed form holds."""
     assert kept_nodes(num_canonical_nodes=rows, num_nodes=nodes, initial_nodes=initial) == kept
 
 
@@ -146,7 +146,7 @@ def test_nodes_are_kept_only_where_they_do_not_divide(
 def test_a_shuffle_is_that_of_the_original(
     algorithm: str, sizes: list[int], rows: int, seed: int, epoch: int, block_size: int
 ) -> None:
-    """Bit for bit, for any shards, canonical nodes, seed, epoch and block size."""
+    """A shuffle matches bit for bit, for any shards, canonical nodes, seed, epoch, and block size."""
     assume(algorithm != "py1e" or sum(sizes) >= rows)
     asked = {"num_canonical_nodes": rows, "seed": seed, "epoch": epoch, "block_size": block_size}
     with silent():
@@ -155,7 +155,7 @@ def test_a_shuffle_is_that_of_the_original(
 
 
 def test_py1e_refuses_more_canonical_nodes_than_samples_as_the_original_does() -> None:
-    """It moves samples inside each canonical node, and one has none."""
+    """py1e moves samples inside each canonical node, so a node without a sample is an error."""
     with pytest.raises(ValueError, match="samples assigned to a canonical node is 0"):
         mosaic("streaming.base.shuffle").get_shuffle("py1e", np.array([2]), 3, 0, 0)
     with pytest.raises(ValueError, match="smaller num_canonical_nodes"):
@@ -165,7 +165,7 @@ def test_py1e_refuses_more_canonical_nodes_than_samples_as_the_original_does() -
 @pytest.mark.parametrize("algorithm", sorted(SHUFFLES))
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_epoch_is_the_shuffle_laid_out_in_rows(algorithm: str, rows: int) -> None:
-    """Without a block size it is the original's own, from the number of canonical nodes."""
+    """Without a block size, the original's own is used, computed from the number of canonical nodes."""
     sizes = np.array([7, 5, 9, 1, 8])
     order = epoch_order([sizes[:2], sizes[2:]], epoch=2, shuffle=True, algorithm=algorithm, num_canonical_nodes=rows)
     shuffle = mosaic("streaming.base.shuffle").get_shuffle(
@@ -176,7 +176,7 @@ def test_an_epoch_is_the_shuffle_laid_out_in_rows(algorithm: str, rows: int) -> 
 
 
 def test_without_shuffle_the_name_of_an_algorithm_asks_for_the_repeats_of_the_original() -> None:
-    """Rows of 4 and 3 samples: the original reads the last of the shorter one twice; the default reads it once."""
+    """In rows of 4 and 3 samples, the original reads the last one of the shorter row twice, the default once."""
     repeating = epoch_order([[4, 3]], epoch=0, algorithm="py1e", num_canonical_nodes=2)
     assert repeating.sample_ids(np.arange(repeating.num_positions)).tolist() == [0, 3, 1, 4, 2, 5, 2, 6]
     once = epoch_order([[4, 3]], epoch=0, num_canonical_nodes=2)
@@ -185,7 +185,7 @@ def test_without_shuffle_the_name_of_an_algorithm_asks_for_the_repeats_of_the_or
 
 @given(num_samples=st.integers(1, 200), rows=st.integers(1, 20))
 def test_the_order_without_shuffle_is_that_of_the_original_but_for_its_repeats(num_samples: int, rows: int) -> None:
-    """All columns but the last are the same, so that a state of the original's continues with the same sample."""
+    """All columns but the last are the same, so a state of the original continues with the same sample."""
     even, padded = EvenRows(num_samples=num_samples, num_rows=rows), PaddedRows(num_samples=num_samples, num_rows=rows)
     whole = np.arange(num_samples // rows * rows)
     assert (even.places(whole) == padded.places(whole)).all() or num_samples < rows
@@ -193,6 +193,6 @@ def test_the_order_without_shuffle_is_that_of_the_original_but_for_its_repeats(n
 
 
 def test_defaults_are_those_of_the_original() -> None:
-    """64 canonical nodes a node for py1s and py2s, else one; blocks of 4,000,000 samples over them, or 262,144."""
+    """64 canonical nodes per node for py1s and py2s, else one; blocks of 4,000,000 samples over them, or 262,144."""
     assert [default_canonical_nodes(name, 3) for name in ("py1s", "py2s", "py1e", "naive", None)] == [192, 192, 3, 3, 3]
     assert [default_block_size(rows) for rows in (1, 10, 64)] == [4_000_000, 400_000, 262_144]

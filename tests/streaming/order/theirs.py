@@ -1,4 +1,4 @@
-"""The original library's data set, as much of it as its order is made of."""
+"""The original library's data set, reduced to the parts that determine its order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.foreign import mosaic
 
 
 def their_streams(weights: list[Weight], sizes: list[list[int]], epoch_size: int | None, seed: int) -> tuple[Any, int]:
-    """The original's streams, with the weights that it derives, and its epoch size."""
+    """Return the original's streams, with the weights that it derives, and its epoch size."""
     of_streams = mosaic().Stream
     streams = [
         of_streams(local="/nowhere", proportion=weight.proportion, repeat=weight.repeat, choose=weight.choose)
@@ -23,7 +23,7 @@ def their_streams(weights: list[Weight], sizes: list[list[int]], epoch_size: int
 
 
 class Theirs:
-    """As much of the original's data set as its resampling reads."""
+    """The parts of the original's data set that its resampling reads."""
 
     def __init__(self, sizes: list[list[int]], streams: Any, method: str, granularity: int, seed: int) -> None:
         counts = [len(of_stream) for of_stream in sizes]
@@ -36,17 +36,17 @@ class Theirs:
         self.shuffle = False
 
     def resampled(self, epoch: int, *, shuffle: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of each unit, and all ids."""
+        """Return the samples of each unit, and all ids."""
         self.epoch_seed_change = shuffle and self.sampling_method == "balanced"
         return self.resample_streams(epoch)
 
     def resample_streams(self, epoch: int, stream: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of each unit, and all ids, of one stream or of all."""
+        """Return the samples of each unit, and all ids, of one stream or of all."""
         found: tuple[np.ndarray, np.ndarray] = mosaic().StreamingDataset.resample_streams(self, epoch, stream)
         return found
 
     def plan(self, method: str, *, world: tuple[int, int, int], epoch: int, sample: int, **settings: Any) -> np.ndarray:
-        """The samples of the batches of each worker of each rank of each node."""
+        """Return the samples of the batches of each worker of each rank of each node."""
         vars(self).update(settings, partition_algo="relaxed", initial_physical_nodes=None)
         self.epoch_seed_change = self.shuffle and self.sampling_method == "balanced"
         place = mosaic("streaming.base.world").World(*world, 0)

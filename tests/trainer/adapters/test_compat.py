@@ -1,4 +1,4 @@
-"""The contract with Lightning's callbacks: each private name that an adapter touches is in the installed version."""
+"""The contract with Lightning's callbacks: the installed version has each private name that an adapter uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Plain(Net):
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the owners of the seams: a trainer after a short fit with averages, and its callbacks."""
+    """Return the objects that have the seams: a trainer after a short fit with averages, and its callbacks."""
     average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
     arguments: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
     trainer: Trainer = fit_net([average], tmp_path_factory.mktemp("averages"), module=Plain(), **arguments)
@@ -42,7 +42,7 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, owners: dict[str, Any]) -> None:
-    """The name is there after a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists after a fit; if a new Lightning drops it, the failure names the feature that breaks."""
     owner = path.partition(".")[0]
     if owner in owners:
         found = missing(owners[owner], path, SEAMS)
@@ -52,5 +52,5 @@ def test_each_seam_exists(path: str, owners: dict[str, Any]) -> None:
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source touches is checked by the test above."""
+    """The test above checks each private name that the source uses."""
     assert private_names(compat) - {part for path in SEAMS for part in path.split(".")} == set()

@@ -1,4 +1,4 @@
-"""Weights under the names from before a pruning, and the adapter of ModelPruning on single layers."""
+"""Weights under their names from before a pruning, and the adapter of ModelPruning on single layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_faulttolerant.trainer.adapters.pruning import Pruning, without_ma
 
 
 class Layers(LightningModule):
-    """Two layers, one of which is to be pruned."""
+    """Two layers; one of them is pruned."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def prepared(seed: int, **arguments: Any) -> tuple[Layers, ModelPruning]:
 
 
 def safe(state: dict[str, Any]) -> dict[str, Any]:
-    """Send a state through a file that is loaded safely."""
+    """Save a state to a file and load it safely."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -41,7 +41,7 @@ def safe(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_names_are_those_from_before() -> None:
-    """A mask is dropped, and what it hides has the name of the whole; names that only look alike stay."""
+    """A mask is dropped, and the weight that it hides gets its original name; names that only look alike stay."""
     weights = {"a.weight_orig": 1, "a.weight_mask": 2, "a.bias": 3, "b.attention_mask": 4, "c.weight_orig": 5}
     expected = {"a.weight": 1, "a.bias": 3, "b.attention_mask": 4, "c.weight_orig": 5}
     assert without_masks(weights) == expected
@@ -50,7 +50,7 @@ def test_names_are_those_from_before() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"use_lottery_ticket_hypothesis": False}], ids=["lottery", "plain"])
 @pytest.mark.parametrize("num_prunings", [0, 1, 2])
 def test_masks_and_first_weights_come_back(num_prunings: int, arguments: dict[str, Any]) -> None:
-    """Load, then read, gives the same state; the parameter is the one that an optimizer holds."""
+    """A state that is loaded and read again is the same; the parameter is still the object that an optimizer holds."""
     adapter, trainer = Pruning(), Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     saved, callback = prepared(1, **arguments)
     for _ in range(num_prunings):

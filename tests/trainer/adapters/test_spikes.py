@@ -13,12 +13,12 @@ from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
 
 
 def trainer_with(*callbacks: Any) -> Any:
-    """Return what stands in for a trainer on another device than that on which callbacks are made."""
+    """Return a stand-in for a trainer on a device other than the callbacks' initial device."""
     return SimpleNamespace(callbacks=list(callbacks), strategy=SimpleNamespace(root_device=torch.device("meta")))
 
 
 def test_what_it_has_saved_is_loaded_where_it_goes_on() -> None:
-    """It gets back what it has saved, its metric is on the trainer's device, and nothing of ours stays on it."""
+    """It loads the state that it saved, its metric is on the trainer's device, and no attribute of ours stays on it."""
     saved, fresh = SpikeDetection(), SpikeDetection()
     saved.last_val, saved.bad_batches = 0.5, [3, 4]
     names = vars(fresh).keys() | set()
@@ -30,7 +30,7 @@ def test_what_it_has_saved_is_loaded_where_it_goes_on() -> None:
 
 
 def test_nothing_stays_behind_an_error() -> None:
-    """So it is where the block raises."""
+    """No attribute of ours stays on it when the block raises."""
     fresh = SpikeDetection()
     with pytest.raises(KeyError), spikes_restored(trainer_with(fresh)):
         fresh.load_state_dict({})
@@ -38,7 +38,7 @@ def test_nothing_stays_behind_an_error() -> None:
 
 
 def test_a_name_of_the_user_is_his() -> None:
-    """Who has given it the name that it lacks keeps it."""
+    """An attribute that the user has set under the missing name stays."""
     mended = SpikeDetection()
     mended.running = mended.running_mean  # type: ignore[attr-defined]
     with spikes_restored(trainer_with(mended)):

@@ -1,4 +1,4 @@
-"""What callbacks keep and don't save, read from single callbacks and put back into fresh ones."""
+"""State that callbacks keep but don't save is read from single callbacks and restored in fresh ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load
 
 @pytest.fixture
 def trainer() -> Trainer:
-    """Return a trainer that has trained nothing."""
+    """Return a trainer that has not trained."""
     return Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
 
 
 class Holding(Callback):
-    """Holds a metric, and what is none."""
+    """Holds a metric, and an attribute that is not a metric."""
 
     def __init__(self) -> None:
         self.mean = MeanMetric()
@@ -33,7 +33,7 @@ class Holding(Callback):
 
 
 class Without(Callback):
-    """Holds none."""
+    """Holds no metric."""
 
 
 def test_metrics_of_a_callback_come_back(trainer: Trainer) -> None:
@@ -54,7 +54,7 @@ class HoldingMore(Callback):
 
 
 def test_metrics_in_lists_and_dicts_of_a_callback_come_back(trainer: Trainer) -> None:
-    """So does a metric in a list or in a dict."""
+    """A metric in a list or in a dict continues too."""
     saved, fresh = HoldingMore(), HoldingMore()
     saved.means[0].update(2.0)
     saved.by_name["max"].update(3.0)
@@ -63,19 +63,19 @@ def test_metrics_in_lists_and_dicts_of_a_callback_come_back(trainer: Trainer) ->
 
 
 def test_what_has_nothing_to_go_to_is_named(trainer: Trainer) -> None:
-    """A callback that is gone, and a metric that it has no more, are each named."""
+    """A callback that no longer exists, and a metric that a callback no longer has, are each named."""
     state = callbacks_state(trainer, {"a": Holding(), "b": Holding()})
     assert load_callbacks(trainer, {"b": Without()}, state) == ["a", "b.mean"]
 
 
 def test_callbacks_that_keep_nothing_leave_nothing(trainer: Trainer) -> None:
-    """A checkpoint says nothing of a callback that has nothing to say, so that it may be taken away."""
+    """A callback with nothing to keep adds nothing to a checkpoint, so that it can be removed."""
     assert callbacks_state(trainer, {"a": Without()}) == {}
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.2], [], [1, 2.0]])
 def test_history_of_rates_comes_back(trainer: Trainer, values: list[float]) -> None:
-    """The history is equal in value and in type."""
+    """The history is equal in values and types."""
     saved, fresh = LearningRateMonitor(), LearningRateMonitor()
     saved.lrs, saved.last_momentum_values, saved.last_weight_decay_values = {"lr": values}, {"m": 0.9}, {}
     load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved}))
@@ -85,12 +85,12 @@ def test_history_of_rates_comes_back(trainer: Trainer, values: list[float]) -> N
 
 
 def test_fit_that_ended_as_it_was_trained_can_be_trained_further(trainer: Trainer) -> None:
-    """Without a callback that changes the weights at the end there is no reason to refuse."""
+    """Without a callback that changes the weights at the end, nothing is refused."""
     assert why_ended(trainer) is None
 
 
 def counting(num_batches: int, *, window_size: int = 4, **arguments: Any) -> ThroughputMonitor:
-    """Return a monitor in whose training so many batches of two samples have been seen, counted by NumPy."""
+    """Return a monitor whose training has seen `num_batches` batches of two samples, counted with NumPy numbers."""
     monitor = ThroughputMonitor(len, **arguments)
     throughput = monitor._throughputs[RunningStage.TRAINING] = Throughput(window_size=window_size)
     monitor._t0s[RunningStage.TRAINING] = time.perf_counter() - 2 * num_batches
@@ -104,7 +104,7 @@ def counting(num_batches: int, *, window_size: int = 4, **arguments: Any) -> Thr
 @pytest.mark.parametrize("window_size", [2, 4, 6])
 @pytest.mark.parametrize("arguments", [{}, {"length_fn": len}], ids=["samples", "lengths"])
 def test_throughput_comes_back(trainer: Trainer, arguments: dict[str, Any], window_size: int) -> None:
-    """What was counted comes back from a file that is loaded safely, in a window of any size, and is counted on."""
+    """The counts come back from a file that is loaded safely, into a window of any size, and counting continues."""
     saved, fresh = counting(5, **arguments), counting(0, window_size=window_size, **arguments)
     file = io.BytesIO()
     torch.save(callbacks_state(trainer, {"a": saved}), file)
@@ -123,7 +123,7 @@ def test_throughput_comes_back(trainer: Trainer, arguments: dict[str, Any], wind
 
 @pytest.mark.parametrize("had", [True, False])
 def test_lengths_that_only_one_of_two_runs_counts_are_named(trainer: Trainer, had: bool) -> None:
-    """A monitor that counts other things than it did continues with nothing, which would end the run, and says so."""
+    """A monitor that starts or stops counting lengths would end the run; it restores nothing, and this is reported."""
     lengths = {"length_fn": len}
     saved, fresh = counting(5, **(lengths if had else {})), counting(0, **({} if had else lengths))
     assert load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved})) == ["a.lengths"]
@@ -131,6 +131,6 @@ def test_lengths_that_only_one_of_two_runs_counts_are_named(trainer: Trainer, ha
 
 
 def test_stage_that_a_monitor_does_not_watch_is_named(trainer: Trainer) -> None:
-    """Counters of validation runs have nothing to go to where there are none."""
+    """Counters of a stage that the new monitor does not watch are named."""
     state = callbacks_state(trainer, {"a": counting(5)})
     assert load_callbacks(trainer, {"a": ThroughputMonitor(len)}, state) == ["a.train"]

@@ -1,4 +1,4 @@
-"""The contract with torch's DDP: each private name that we touch is in the installed version."""
+"""The contract with torch's DDP: the installed version has each private name that we use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.ranks import on_ranks
 
 
 class _Owner:
-    """Has a DDP wrapper, as the paths of the seams begin."""
+    """Has a DDP wrapper, where the paths of the seams begin."""
 
     def __init__(self) -> None:
         self.ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
 
 
 def test_private_names_of_ddp_are_there(tmp_path: Path) -> None:
-    """This torch has them all."""
+    """The installed torch has them all."""
 
     def main(rank: int) -> list[Any]:
         owner = _Owner()
@@ -31,6 +31,6 @@ def test_private_names_of_ddp_are_there(tmp_path: Path) -> None:
 
 
 def test_every_private_name_is_listed() -> None:
-    """The module touches no private name that is not in its list."""
+    """The module uses no private name outside its list."""
     names = private_names(compat) - {part for path in compat.SEAMS for part in path.split(".")}
     assert names == {"_register_comm_hook"}  # a function of torch.distributed, not of an object

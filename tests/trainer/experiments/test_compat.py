@@ -1,4 +1,4 @@
-"""The contract with WandbLogger and MLFlowLogger: each private name that is touched is one of Lightning's."""
+"""The contract with WandbLogger and MLFlowLogger: each private name that we use is one of Lightning's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ OWNERS: dict[str, Any] = {"WANDB_SEAMS": WandbLogger, "MLFLOW_SEAMS": MLFlowLogg
 
 @pytest.mark.parametrize(("table", "name"), SEAMS)
 def test_each_seam_exists(table: str, name: str) -> None:
-    """The logger sets the attribute when it is made; without the library it can't be made here."""
+    """The logger sets the attribute when it is created; without the library it can't be created here."""
     feature = getattr(compat, table)[name]
     assert f"self.{name}" in inspect.getsource(OWNERS[table].__init__), f"{name} is gone; what breaks: {feature}"
 
 
 def test_loggers_read_what_is_set() -> None:
-    """The id is read when the run begins, and not before."""
+    """The id is read when the run begins, not before."""
     assert "**self._wandb_init" in inspect.getsource(WandbLogger.experiment.fget)
     assert "self._run_id is not None" in inspect.getsource(MLFlowLogger.experiment.fget)
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source touches is in one of the tables, or is this file's own."""
+    """Each private name that the source uses is in one of the tables, or is this file's own."""
     tree = ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     private = {name for name in touched if name.startswith("_") and not name.startswith("__")}

@@ -1,4 +1,4 @@
-"""The contract with Lightning's loggers and ModelCheckpoint: each private name that is touched exists."""
+"""The contract with Lightning's loggers and ModelCheckpoint: each private name that we use exists."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SEAMS = [(table, name) for table in OWNERS for name in getattr(compat, table)]
 
 @pytest.mark.parametrize(("table", "name"), SEAMS)
 def test_each_seam_exists(table: str, name: str) -> None:
-    """The name is there; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists; if a new Lightning drops it, the failure names the feature that breaks."""
     feature = getattr(compat, table)[name]
     assert hasattr(OWNERS[table](), name), f"{name} is gone; what breaks: {feature}"
 
 
 @pytest.mark.parametrize("name", compat.LOGGER_SEAMS)
 def test_both_loggers_have_the_same_names(name: str) -> None:
-    """What is done to the one is done to the other."""
+    """Both loggers have the same names, so the same code handles both."""
     assert hasattr(TensorBoardLogger("."), name)
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source touches is in one of the tables."""
+    """Each private name that the source uses is in one of the tables."""
     tree = ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     touched |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -52,7 +52,7 @@ def test_no_name_escapes_the_contract() -> None:
 
 
 def test_version_that_somebody_named_is_told(tmp_path: Path) -> None:
-    """A version is taken for the next one only if it is, or will be."""
+    """Only a version that Lightning has chosen, or will choose, counts as the next one."""
     for version in (0, 1):
         (tmp_path / f"lightning_logs/version_{version}").mkdir(parents=True)
     for kind in (CSVLogger, TensorBoardLogger):

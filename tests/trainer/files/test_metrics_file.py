@@ -18,7 +18,7 @@ rows = st.lists(st.dictionaries(st.sampled_from(_NAMES), st.floats(), max_size=4
 
 
 def written(directory: Path, logged: list[dict[str, float]], *, every: int) -> tuple[bytes, list[str]]:
-    """Return what Lightning's own writer makes of rows, flushed after every so many, and the columns it has then."""
+    """Return the file that Lightning's writer makes of the rows, flushed every `every` rows, and its final columns."""
     writer = ExperimentWriter(str(directory))
     for number, row in enumerate(logged):
         writer.log_metrics(row, number)
@@ -34,7 +34,7 @@ def written(directory: Path, logged: list[dict[str, float]], *, every: int) -> t
 def test_cut_file_is_the_one_that_was(
     tmp_path_factory: pytest.TempPathFactory, before: list[Any], behind: list[Any], every: int
 ) -> None:
-    """Rows and columns that came after the cut leave no trace, whatever they were and when they were written."""
+    """Rows and columns that came after the cut leave no trace, whatever they hold and whenever they were written."""
     directory = tmp_path_factory.mktemp("cut")
     expected, columns = written(directory / "one", before, every=every)
     written(directory / "other", before + behind, every=every)
@@ -47,7 +47,7 @@ def test_cut_file_is_the_one_that_was(
 
 
 def test_row_that_was_torn_is_cut(tmp_path: Path) -> None:
-    """A process that was killed while it wrote leaves half a row, which is behind the cut."""
+    """A process that is killed while it writes leaves half a row, which is after the cut."""
     path = tmp_path / "metrics.csv"
     path.write_bytes(b"a,step\r\n1.0,0\r\n2.0,1\r\n3.")
     MetricsFile(str(path)).cut(2, ["a", "step"])
@@ -55,7 +55,7 @@ def test_row_that_was_torn_is_cut(tmp_path: Path) -> None:
 
 
 def test_whole_file_is_not_written(tmp_path: Path) -> None:
-    """Nothing is written where there is nothing to cut."""
+    """A file that needs no cut is not written."""
     path = tmp_path / "metrics.csv"
     path.write_bytes(b"a,step\r\n1.0,0\r\n")
     before = path.stat()
@@ -64,7 +64,7 @@ def test_whole_file_is_not_written(tmp_path: Path) -> None:
 
 
 def test_file_in_a_remote_store() -> None:
-    """A file in a store that Lightning can write to is cut there."""
+    """A file in a remote store that Lightning can write to is cut there."""
     store = fsspec.filesystem("memory")
     store.pipe("/cut/metrics.csv", b"a,b,step\r\n1.0,,0\r\n2.0,3.0,1\r\n")
     file = MetricsFile("memory://cut/metrics.csv")
@@ -73,7 +73,7 @@ def test_file_in_a_remote_store() -> None:
 
 
 def test_rows_are_put_back_in_front_of_those_added_since(tmp_path: Path) -> None:
-    """What `cut` dropped comes back with its columns, and rows that came after the kept ones stay."""
+    """The rows that `cut` dropped come back with their columns, and rows that came after the kept ones stay."""
     path = tmp_path / "metrics.csv"
     path.write_text("a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n", newline="")
     file = MetricsFile(str(path))

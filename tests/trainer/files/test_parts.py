@@ -1,4 +1,4 @@
-"""Our part of a file that may be damaged: it is there, or it is not."""
+"""Our part of a file that may be damaged: it exists, or it does not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from lightning_faulttolerant.trainer.files.parts import KEY, part_of
 
 
-@pytest.mark.filterwarnings("ignore")  # a pickle that is garbled may name what torch has given up
+@pytest.mark.filterwarnings("ignore")  # a garbled pickle may name things that torch has deprecated
 def test_damaged_file_has_no_part(tmp_path: Path) -> None:
-    """Whichever byte of the pickle is another one, reading raises nothing."""
+    """Reading raises nothing, whichever byte of the pickle changes."""
     path = tmp_path / "a.ckpt"
     torch.save({KEY: {"version": 1, "names": ["a", "b"]}, "weight": torch.zeros(2)}, path)
     assert part_of(str(path)) == {"version": 1, "names": ["a", "b"]}

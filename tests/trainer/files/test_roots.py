@@ -1,4 +1,4 @@
-"""Which paths of a start were others at the first one."""
+"""The paths that have changed since the first start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runs import make_trainer
 
 
 def test_roots_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are absolute; the working directory counts only where it is below one of them."""
+    """Roots are absolute; the working directory counts only if it is below one of them."""
     monkeypatch.chdir(tmp_path)
     assert roots_of(make_trainer([], Path("runs"))) == {"default_root_dir": f"{tmp_path}/runs"}
     assert roots_of(make_trainer([], tmp_path)) == {
@@ -22,7 +22,7 @@ def test_roots_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process whose directory was removed has none, which is no error."""
+    """A process whose directory was removed has no working directory, which is not an error."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     trainer = make_trainer([], tmp_path)
@@ -31,7 +31,7 @@ def test_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def moves(tmp_path: Path, saved: str = "one", now: str = "two", **arguments: str) -> Moves:
-    """Return the moves from one directory to another; that of the first start is there."""
+    """Return the moves from one directory to another; the directory of the first start exists."""
     (tmp_path / saved).mkdir(parents=True, exist_ok=True)
     return Moves({"root": f"{tmp_path}/{saved}"}, {"root": f"{tmp_path}/{now}"}, **arguments)
 
@@ -41,12 +41,12 @@ def moves(tmp_path: Path, saved: str = "one", now: str = "two", **arguments: str
     [("two", "one"), ("two/", "one"), ("two/a/b", "one/a/b"), ("two-more/a", None), ("three", None), ("", None)],
 )
 def test_path_below_a_changed_root(path: str, expected: str | None, tmp_path: Path) -> None:
-    """It is the same path below the root of the first start; no other path is touched."""
+    """A path becomes the same path below the root of the first start; no other path changes."""
     assert moves(tmp_path).first(f"{tmp_path}/{path}") == (expected and f"{tmp_path}/{expected}")
 
 
 def test_innermost_root_counts(tmp_path: Path) -> None:
-    """Of two roots that have changed, a path belongs to the one nearest to it; one that has not changed is none."""
+    """With two changed roots, a path belongs to the innermost; an unchanged root is not listed."""
     for name in ("a/x", "b"):
         (tmp_path / name).mkdir(parents=True)
     saved = {"outer": f"{tmp_path}/a", "inner": f"{tmp_path}/b", "same": f"{tmp_path}/c/y"}
@@ -58,7 +58,7 @@ def test_innermost_root_counts(tmp_path: Path) -> None:
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
-    """Lightning follows links in the directory of a ModelCheckpoint, and not in that of the Trainer."""
+    """Lightning follows links in the directory of a ModelCheckpoint, but not in that of the Trainer."""
     (tmp_path / "disk").mkdir()
     os.symlink(tmp_path / "disk", tmp_path / "link")
     (tmp_path / "disk/two").mkdir()
@@ -68,7 +68,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
 
 
 def test_roots_that_are_not_gone_back_to(tmp_path: Path) -> None:
-    """One that is gone, one that was copied or moved with its autosaves, and one that an old checkpoint lacks."""
+    """A root is ignored if it is gone, was copied or moved with its autosaves, or is absent from an old checkpoint."""
     assert moves(tmp_path).roots
     assert moves(tmp_path, autosave=f"{tmp_path}/one/fault_tolerance/a.ckpt").roots
     assert not moves(tmp_path, autosave=f"{tmp_path}/two/fault_tolerance/a.ckpt").roots
@@ -78,7 +78,7 @@ def test_roots_that_are_not_gone_back_to(tmp_path: Path) -> None:
 
 
 def test_urls(tmp_path: Path) -> None:
-    """A root in an object store is one as well."""
+    """A root can be in an object store."""
     import fsspec
 
     fsspec.filesystem("memory").pipe_file("/runs/one/file", b"1")

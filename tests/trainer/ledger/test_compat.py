@@ -1,4 +1,4 @@
-"""The contract with Lightning that a ledger stands on: its private names exist in what is installed."""
+"""The contract with Lightning that a ledger relies on: the installed version has its private names."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name is there after a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists after a fit; if a new Lightning drops it, the failure names the feature that breaks."""
     found = missing(trainer, path, SEAMS)
     assert found is None, found
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source touches is checked by the test above."""
+    """The test above checks each private name that the source uses."""
     checked = {part for path in SEAMS for part in path.split(".")} | OWN_NAMES | {"_DataLoaderIterDataFetcher"}
     assert private_names(compat) - checked == set()
 
 
 def test_steps_and_values_are_those_of_loggers(trainer: Trainer) -> None:
-    """Without a step it is the number of batches that stepped, or a value of that name; the epoch is added."""
+    """Without a step, it is the number of batches that stepped, or a logged value of that name; the epoch is added."""
     assert compat.as_logged(trainer, {"a": 1.0}, None) == (2, {"a": 1.0, "epoch": 1})
     assert compat.as_logged(trainer, {"a": 1.0, "step": 7.0}, None) == (7, {"a": 1.0})
     assert compat.as_logged(trainer, {"a": 1.0}, 5) == (5, {"a": 1.0})

@@ -1,4 +1,4 @@
-"""Digests are equal where values are, bit for bit, and differ where they do not."""
+"""Digests are equal where values are equal bit for bit, and differ where they are not."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Loose:
 
 
 class Slots:
-    """An object that shows where in memory it is."""
+    """An object whose repr shows its memory address."""
 
     __slots__ = ()
 
 
 class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as those of libraries that quantise or mask are."""
+    """A tensor without its own memory, as in libraries that quantize or mask."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
@@ -63,14 +63,14 @@ class Wrapped(torch.Tensor):
 
 
 class Flattened(Wrapped):
-    """One that says what it is made of."""
+    """A tensor that names the tensors it consists of."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["inner"], None
 
 
 class OwnOptimizer(torch.optim.SGD):
-    """Has a state of its own shape, and no learning rate to show."""
+    """Has a state of an unusual shape, and no learning rate to show."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"inner": super().state_dict()}
@@ -109,7 +109,7 @@ PAIRS: dict[str, tuple[Any, Any] | Callable[[], tuple[Any, Any]]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("case", PAIRS)
 def test_other_values_have_other_digests(case: str) -> None:
-    """Two values that differ have different digests, each value always the same."""
+    """Two values that differ have different digests; the same value always has the same digest."""
     pair = PAIRS[case]
     one, other = pair() if callable(pair) else pair
     assert digest(one) != digest(other)
@@ -117,7 +117,7 @@ def test_other_values_have_other_digests(case: str) -> None:
 
 
 def test_layout_in_memory_is_no_difference() -> None:
-    """A view, a transposed copy and a conjugate that is not resolved have the digest of their values."""
+    """A view, a transposed copy, and an unresolved conjugate have the digest of their values."""
     rows = torch.randn(3, 4)
     assert digest(rows.t().contiguous().t()) == digest(rows)
     assert digest(rows[1:]) == digest(rows[1:].clone())
@@ -126,7 +126,7 @@ def test_layout_in_memory_is_no_difference() -> None:
 
 
 def test_an_address_is_no_difference() -> None:
-    """Objects that differ in nothing but their place in memory have one digest."""
+    """Objects that differ only in their memory address have the same digest."""
     assert digest(Loose(1)) == digest(Loose(1))
     assert digest([Slots(), Slots()]) == digest([Slots(), Slots()])
     assert digest(print) == digest(print)
@@ -134,7 +134,7 @@ def test_an_address_is_no_difference() -> None:
 
 
 class Node:
-    """A part of a graph: knows all others."""
+    """A node of a graph that knows all others."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -149,20 +149,20 @@ def _graph(*values: int) -> list[Node]:
 
 
 def test_each_object_of_a_graph_is_taken_once() -> None:
-    """Where objects refer to each other there are more paths between them than could ever be followed."""
+    """Objects that refer to each other are each visited once: there are too many paths between them to follow."""
     values = list(range(40))
     assert digest(_graph(*values)) == digest(_graph(*values))
     assert digest(_graph(*values)) != digest(_graph(*values[:-1], 0))
 
 
 def test_mappings_are_compared_by_content() -> None:
-    """What kind of mapping a batch is makes no difference; the order of its keys does."""
+    """The type of a mapping makes no difference; the order of its keys does."""
     assert digest(OrderedDict(a=1, b=2)) == digest({"a": 1, "b": 2})
     assert digest({"a": 1, "b": 2}) != digest({"b": 2, "a": 1})
 
 
 def test_parts_are_told_apart() -> None:
-    """Several values that are fed have a digest of their own: it matters where one ends."""
+    """Several values that are fed have a different digest from their concatenation: it matters where one ends."""
     digests = set()
     for values in (["ab", "c"], ["a", "bc"], ["abc"]):
         state = Digest()
@@ -173,7 +173,7 @@ def test_parts_are_told_apart() -> None:
 
 
 def test_numbers_lose_no_bit() -> None:
-    """A float is text from which the same float comes back; integers, text and nothing stay."""
+    """A float becomes text from which the same float comes back; integers, text, and None stay."""
     assert float.fromhex(exact(0.1 + 0.2)) == 0.1 + 0.2
     assert exact(torch.tensor(0.1)) == float(torch.tensor(0.1)).hex()
     assert exact(np.float32(0.1)) == float(np.float32(0.1)).hex()
@@ -185,9 +185,9 @@ def test_numbers_lose_no_bit() -> None:
 
 
 def test_metrics_of_any_kind_are_written() -> None:
-    """What somebody gives to a logger by himself never ends a run: several values, odd names, no mapping at all."""
+    """No value that a user gives to a logger ends a run: several values, odd names, no mapping at all."""
     several = np.arange(3)
-    long = np.longdouble(1)  # its item() is no plain number
+    long = np.longdouble(1)  # its item() is not a plain number
     assert exact_metrics({"h": several, 1: 2.0, ("a", 1): long}) == {
         "h": digest(several),
         "1": (2.0).hex(),
@@ -198,7 +198,7 @@ def test_metrics_of_any_kind_are_written() -> None:
 
 
 def test_states_of_optimizers_of_any_kind_are_taken() -> None:
-    """The state of an optimizer need not look like those of torch's own."""
+    """The state of an optimizer need not look like those of torch's own optimizers."""
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     digests = set()
     for momentum in (0.0, 0.9):

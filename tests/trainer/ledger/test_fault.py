@@ -1,4 +1,4 @@
-"""The exception that a drill asks for: where, once, and what a run that meets it continues from."""
+"""The exception that a drill requests: where it is raised, that it is raised once, and where the run continues."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.runs import Net, fit_net
 
 @pytest.fixture(autouse=True)
 def _first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next fit of this process be the first."""
+    """Make the next fit the first one of this process."""
     monkeypatch.setattr(opened, "_num_fits", {})
 
 
 class Noting(Callback):
-    """Notes in which hooks a run comes by."""
+    """Notes the hooks that a run calls."""
 
     def __init__(self) -> None:
         self.noted: list[str] = []
@@ -59,7 +59,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the step, between backward pass and optimizer's step, or after the hooks of the batch's end."""
+    """It is raised before the step, between backward pass and optimizer step, or after the hooks of the batch's end."""
     monkeypatch.setenv(FAULT_VARIABLE, f"1:1:2:{hook}")
     noting, module = Noting(), Net()
     with pytest.raises(DrillFault, match=rf"1:1:2:{hook}.*Nothing is wrong with the script") as raised:
@@ -75,7 +75,7 @@ def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_validation_batch_is_not_the_one_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two batches there may be a validation run, which has batches of its own."""
+    """A validation run between two batches has its own batches, which don't count."""
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:2:end")
     with pytest.raises(DrillFault):
         fit_with(tmp_path, val_check_interval=2, max_epochs=1)
@@ -88,7 +88,7 @@ def test_a_validation_batch_is_not_the_one_that_was_asked_for(tmp_path: Path, mo
 def test_a_place_that_no_fit_comes_by_is_passed_over(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing happens where the fit has another number, or ends before."""
+    """Nothing happens if the fit has another number or ends earlier."""
     monkeypatch.setenv(FAULT_VARIABLE, place)
     fit_with(tmp_path, max_epochs=1)
     assert read_ledger(tmp_path / "ledger.jsonl").fits[0].end is not None
@@ -98,7 +98,7 @@ def test_a_place_that_no_fit_comes_by_is_passed_over(
 def test_a_step_without_a_loss_does_not_meet_the_fault_of_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that is skipped has no backward pass, so that nothing is raised."""
+    """A skipped batch has no backward pass, so nothing is raised."""
 
     class Skips(Net):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
@@ -113,7 +113,7 @@ def test_a_step_without_a_loss_does_not_meet_the_fault_of_the_step_before(
 
 @pytest.mark.parametrize("text", ["", "1:2:3", "1:2:3:middle", "a:2:3:start", "1:2:3:start:4", "-1:2:3:end"])
 def test_a_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows what was given and what may be; an empty variable asks for nothing."""
+    """The error shows the given value and the valid ones; an empty variable requests nothing."""
     monkeypatch.setenv(FAULT_VARIABLE, text)
     if text:
         with pytest.raises(ValueError, match=r"<fit>:<epoch>:<batch>:<hook>.*start, step, end"):
@@ -123,7 +123,7 @@ def test_a_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch
 
 
 def test_a_place_is_read_as_it_is_written() -> None:
-    """What the drill writes into the environment is what the run reads."""
+    """The run reads exactly the place that the drill writes into the environment."""
     place = FaultPlace(fit=2, epoch=3, batch=40, hook="end")
     assert str(place) == "2:3:40:end"
     assert FaultPlace.parse(str(place)) == place
@@ -133,7 +133,7 @@ def test_a_place_is_read_as_it_is_written() -> None:
 def test_each_start_by_a_launcher_has_a_place_of_its_own(
     num_restarts: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that torchrun starts again have the variables of before: of several places each start takes its own."""
+    """Ranks that torchrun restarts keep their variables: each start takes its own place from the list."""
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:1:start,1:0:2:end")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", num_restarts)
     place = read_fault()

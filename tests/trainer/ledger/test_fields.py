@@ -1,4 +1,4 @@
-"""Each field of a ledger differs where what it stands for does, and where only that does, no field before it."""
+"""Each field of a ledger changes exactly when the thing that it stands for changes; no earlier field does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import Fetches, Net, TwoLoaders, fit_net
 
 
 class Rows(Dataset[Tensor]):
-    """Fixed rows, all shifted by as much."""
+    """Fixed rows, all shifted by the same amount."""
 
     def __init__(self, length: int = 16, shift: float = 0.0) -> None:
         self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
@@ -36,7 +36,7 @@ class Rows(Dataset[Tensor]):
 
 
 class Fixed(Sampler[int]):
-    """Gives these indices."""
+    """Yields these indices."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
@@ -49,7 +49,7 @@ class Fixed(Sampler[int]):
 
 
 def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 1, **arguments: Any) -> Fit:
-    """Fit the same net on the same rows, but for what is given, and return its ledger."""
+    """Fit the same net on the same rows, except for the given arguments, and return its ledger."""
     path = directory / f"{len(list(directory.iterdir()))}.jsonl"
     module = arguments.pop("module", None)
     if module is None:
@@ -103,13 +103,13 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Fit:
-    """Return the ledger of a fit in which nothing is changed."""
+    """Return the ledger of an unchanged fit."""
     return ledger_of(tmp_path_factory.mktemp("usual"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_tells_what_was_changed(change: str, usual: Fit, tmp_path: Path) -> None:
-    """In the first batch those fields differ, and those alone, that the change can reach."""
+    """In the first batch, exactly the fields that the change can affect differ."""
     arguments, fields = CHANGES[change]
     fit = ledger_of(tmp_path, **arguments())
     one, other = usual.of("batch")[0], fit.of("batch")[0]
@@ -124,7 +124,7 @@ def test_what_differs_tells_what_was_changed(change: str, usual: Fit, tmp_path: 
 
 
 def test_validation_has_a_content_and_results(usual: Fit, tmp_path: Path) -> None:
-    """Other validation samples differ in ``content``, in what they give, and in nothing that was trained."""
+    """Other validation samples change ``content`` and their results, but nothing that was trained."""
     fit = ledger_of(tmp_path, validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
     [one], [other] = usual.of("validated"), fit.of("validated")
     assert (one["epoch"], one["batch"]) == (0, 4)
@@ -137,7 +137,7 @@ def test_validation_has_a_content_and_results(usual: Fit, tmp_path: Path) -> Non
 
 
 def test_logged_values_are_what_loggers_would_get(usual: Fit) -> None:
-    """Without a logger too: the values of each batch, those of the validation run and those of the epoch."""
+    """Without a logger too, it holds the values of each batch, of the validation run, and of the epoch."""
     logs = usual.of("log")
     names = [sorted(line["metrics"].keys() - {"epoch"}) for line in logs]
     assert names == [*[["loss_step"]] * 4, ["val_loss"], ["loss_epoch"]]
@@ -150,7 +150,7 @@ def test_logged_values_are_what_loggers_would_get(usual: Fit) -> None:
 
 
 def test_the_first_line_says_what_fit_it_is(usual: Fit) -> None:
-    """It has the number of the fit, of its batches and of its ranks, and what the arithmetic depends on."""
+    """It holds the number of the fit, of its batches and of its ranks, and the settings that affect the arithmetic."""
     begun = usual.begun
     assert (begun["fit"], begun["num_batches"], begun["max_epochs"]) == (usual.number, 4, 1)
     assert (begun["rank"], begun["num_ranks"]) == (0, 1)
@@ -159,7 +159,7 @@ def test_the_first_line_says_what_fit_it_is(usual: Fit) -> None:
 
 
 def test_autosaves_are_there_as_they_are_verified(usual: Fit) -> None:
-    """The first one stands in front of the first batch, the last after the last; each names its file."""
+    """The first one comes before the first batch, the last one after the last batch; each names its file."""
     saved = usual.of("autosave")
     assert usual.events[0] == saved[0]
     assert (saved[0]["epoch"], saved[0]["batch"], saved[0]["text"]) == (0, 0, "before batch 0 of epoch 0")
@@ -168,7 +168,7 @@ def test_autosaves_are_there_as_they_are_verified(usual: Fit) -> None:
     assert "fit-1" in saved[0]["path"]
 
 
-# The order of samples, of loaders of each kind.
+# The order of samples, for loaders of each kind.
 
 
 def orders_of(fit: Fit) -> list[str | None]:
@@ -177,7 +177,7 @@ def orders_of(fit: Fit) -> list[str | None]:
 
 
 def dealt(*indices: dict[str, list[int]]) -> list[str]:
-    """Return the order of batches whose loaders gave these indices."""
+    """Return the orders of batches whose loaders yielded these indices."""
     return [digest(parts) for parts in indices]
 
 
@@ -222,21 +222,21 @@ ORDERS: dict[str, tuple[Any, list[str] | None]] = {
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter", "ignore:.*does not have many workers")
 @pytest.mark.parametrize("kind", ORDERS)
 def test_order_is_the_indices_of_the_batch(kind: str, tmp_path: Path) -> None:
-    """It is the digest of the indices that each loader's sampler gave for the batch that was trained."""
+    """It is the digest of the indices that each loader's sampler yielded for the trained batch."""
     arguments, expected = ORDERS[kind]
     assert orders_of(ledger_of(tmp_path, **arguments())) == expected
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
 def test_order_is_of_the_loaders_that_the_batch_is_of(tmp_path: Path) -> None:
-    """A loader that gives nothing to a batch has no part in its order, whatever it gave before."""
+    """A loader that contributes nothing to a batch is not part of its order, whatever it yielded before."""
     loaders = {"a": DataLoader(Rows(4), batch_size=2), "b": DataLoader(Rows(2), batch_size=2)}
     fit = ledger_of(tmp_path, train=CombinedLoader(loaders, "max_size"), module=TwoLoaders())
     assert orders_of(fit) == dealt({"train/0": [0, 1], "train/1": [0, 1]}, {"train/0": [2, 3]})
 
 
 def test_an_iterable_data_set_has_no_order(tmp_path: Path) -> None:
-    """There are no indices; the content is there all the same."""
+    """Without indices there is no order; the content is still written."""
     fit = ledger_of(tmp_path, train=DataLoader(Squares(), batch_size=16))
     assert orders_of(fit) == [None, None]
     assert fit.begun["num_batches"] is None
@@ -244,7 +244,7 @@ def test_an_iterable_data_set_has_no_order(tmp_path: Path) -> None:
 
 
 class Manual(Net):
-    """Steps by itself, and returns nothing."""
+    """Steps the optimizer itself, and returns nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Manual(Net):
 
 
 def test_a_manual_step_may_have_no_loss(tmp_path: Path) -> None:
-    """Where the step returns none there is none; all else is there."""
+    """If the step returns no loss, the ledger has none; all other fields exist."""
     fit = ledger_of(tmp_path, module=Manual())
     assert [line["loss"] for line in fit.of("batch")] == [None] * 4
     assert all(line["order"] and line["content"] and line["rng"] for line in fit.of("batch"))
@@ -274,13 +274,13 @@ class Spoils(Net):
 
 
 def test_content_is_that_of_before_the_step(usual: Fit, tmp_path: Path) -> None:
-    """What a step does to its batch is not in the content."""
+    """Changes that a step makes to its batch are not in the content."""
     contents = [[line["content"] for line in fit.of("batch")] for fit in (usual, ledger_of(tmp_path, module=Spoils()))]
     assert contents[0] == contents[1]
 
 
 def test_several_validation_loaders_are_all_in_the_content(tmp_path: Path) -> None:
-    """Their batches are one content, their values one set of results."""
+    """Their batches are one content, and their values one set of results."""
 
     class Several(Net):
         def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -297,7 +297,7 @@ def test_several_validation_loaders_are_all_in_the_content(tmp_path: Path) -> No
 
 
 def test_noise_of_workers_is_in_the_content_only(tmp_path: Path) -> None:
-    """Another base seed of the workers leaves order as it is, and changes what the samples are."""
+    """Another base seed of the workers leaves the order unchanged, but changes the samples."""
     first, second = (
         ledger_of(tmp_path, train=DataLoader(NoisyDataset(8), batch_size=4, num_workers=2), seed=seed)
         for seed in (1, 2)

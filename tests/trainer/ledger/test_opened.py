@@ -1,4 +1,4 @@
-"""Where a ledger is written, which of the fits has which number, and that nothing of it is left behind."""
+"""Where a ledger is written, how fits are numbered, and that a ledger leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_b
 
 
 def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    """Fit two batches with the callback, unless others are given."""
+    """Fit two batches with the callback, or with the given callbacks."""
     own = callbacks or (FaultTolerance(directory / "saves"),)
     return fit_net(list(own), directory, **{**SHORT, **arguments})
 
 
 def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment names the file, and its directory is made; an argument is nearer and wins."""
+    """The variable names the file, and its directory is created; an argument wins over the variable."""
     path, other = tmp_path / "made" / "ledger.jsonl", tmp_path / "other.jsonl"
     monkeypatch.setenv(LEDGER_VARIABLE, str(path))
     fit_once(tmp_path)
@@ -48,7 +48,7 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without argument and variable, or with an empty one, there is no file beside the autosaves."""
+    """Without argument and variable, or with an empty variable, no ledger is written beside the autosaves."""
     monkeypatch.setenv(LEDGER_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
     fit_once(tmp_path)
@@ -56,7 +56,7 @@ def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that changes its directory after the making of the callback writes where it began."""
+    """A script that changes its directory after the callback is created writes to the original directory."""
     monkeypatch.chdir(tmp_path)
     callback = FaultTolerance(tmp_path / "saves", ledger="ledger.jsonl")
     (tmp_path / "elsewhere").mkdir()
@@ -66,7 +66,7 @@ def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
-    """It names the path and what to do, before anything is trained."""
+    """The error names the path and the remedy before anything is trained."""
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "ledger.jsonl"
     module = Net()
@@ -78,13 +78,13 @@ def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
-    """A ledger never lacks a line silently: a full disk ends the run, and says what to do."""
+    """A ledger never silently lacks a line: a full disk ends the run, and the error gives the remedy."""
     with pytest.raises(LedgerError, match="could not be added to the ledger"):
         fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger="/dev/full"))
 
 
 class FailsOnce(Callback):
-    """Raises in the first fit, and again where that is told: the callbacks after it are not told any more."""
+    """Raises in the first fit, and again in the hook of the exception, so the later callbacks are not called."""
 
     def __init__(self) -> None:
         self.fails = True
@@ -100,10 +100,10 @@ class FailsOnce(Callback):
 
 @pytest.mark.parametrize("switch", ["off", "on"])
 def test_a_fit_whose_end_nobody_told_is_over(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next fit of the same trainer writes each batch once, and leaves nothing of either on the trainer."""
+    """The next fit of the same trainer writes each batch once, and both fits leave nothing on the trainer."""
     if switch == "off":
         monkeypatch.setenv(VARIABLE, "0")
-    # In a process of its own: Lightning leaves its signal handlers behind where an `on_exception` raises.
+    # In a separate process: Lightning leaves its signal handlers installed when an `on_exception` raises.
     ended = run(lambda: (_fail_and_fit_again(tmp_path, switch), os._exit(0)))
     assert ended.exit_code == 0, ended.output
 
@@ -124,7 +124,7 @@ def _fail_and_fit_again(directory: Path, run_id: str) -> None:
 
 
 class Listener(Logger):
-    """A user's own logger, which takes its arguments by name only and has a default of its own."""
+    """A user's logger that takes its arguments by keyword only and has its own default."""
 
     name, version = "listener", 0
 
@@ -140,7 +140,7 @@ class Listener(Logger):
 
 
 class GivesAnything(Callback):
-    """Gives its logger what is no dictionary of numbers."""
+    """Gives its logger a value that is not a dictionary of numbers."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         for metrics in ({"rows": np.arange(3), 1: 2.0}, [("a", 1)], None):
@@ -149,7 +149,7 @@ class GivesAnything(Callback):
 
 
 def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
-    """The arguments arrive as they were given, whatever is in them, and can be told from other ones."""
+    """The arguments arrive unchanged, whatever they contain, and differ from others in the ledger."""
     heard = []
     path = tmp_path / "ledger.jsonl"
     for ledger in (None, path):
@@ -166,7 +166,7 @@ def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["s3://bucket/ledger.jsonl", Path("s3://bucket/ledger.jsonl")])
 def test_a_url_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines can't be added to an object in a store: said when the callback is made, or when the fit begins."""
+    """Lines can't be appended to an object in a store: creating the callback, or beginning the fit, raises an error."""
     with pytest.raises(ValueError, match="local file"):
         FaultTolerance(ledger=path)
     monkeypatch.setenv(LEDGER_VARIABLE, "s3://bucket/ledger.jsonl")
@@ -175,7 +175,7 @@ def test_a_url_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
-    """They are counted in the process, whichever callback and trainer they have; trials don't count."""
+    """Fits are numbered within the process, whichever callback and trainer they have; trials don't count."""
     path = tmp_path / "ledger.jsonl"
 
     def script() -> None:
@@ -199,7 +199,7 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
 
 
 class Noting(Callback):
-    """Notes the attributes of all that a ledger looks at, while a fit runs and after it."""
+    """Notes the attributes of all objects that a ledger reads, during a fit and after it."""
 
     def owners(self, trainer: Trainer) -> list[Any]:
         epoch_loop = trainer.fit_loop.epoch_loop
@@ -213,7 +213,7 @@ class Noting(Callback):
 
 @pytest.mark.parametrize("ends", ["well", "by-an-exception"])
 def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
-    """After the fit all objects have the attributes that they have after one without a ledger."""
+    """After the fit, all objects have the attributes that they have after a fit without a ledger."""
 
     class Fails(Net):
         def on_train_epoch_end(self) -> None:
@@ -257,7 +257,7 @@ def test_checkpoints_are_as_without(tmp_path: Path) -> None:
 
 
 def test_autosaves_written_behind_training_are_there(tmp_path: Path) -> None:
-    """Each has its line when it is written, with the place where it was taken, in front of the fit's end."""
+    """Each autosave has its line when it is written, with the place of its state, before the line of the fit's end."""
     path = tmp_path / "ledger.jsonl"
     callback = FaultTolerance(tmp_path / "saves", ledger=path, async_save=True, every_n_train_steps=2)
     fit_once(tmp_path, callback, train=eight_batches(), limit_train_batches=6)
@@ -269,7 +269,7 @@ def test_autosaves_written_behind_training_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial steps of a LearningRateFinder are no batches of the fit, and meet no fault."""
+    """The trial steps of a LearningRateFinder are not batches of the fit, and trigger no fault."""
     monkeypatch.setenv(VARIABLE, switch)
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:3:start")
     monkeypatch.setattr(opened, "_num_fits", {})
@@ -286,23 +286,23 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
 
 
 def test_the_argument_travels_to_other_processes(tmp_path: Path) -> None:
-    """Where Lightning makes processes for a fit, the callback is pickled, and knows its ledger there."""
+    """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
     callback = pickle.loads(pickle.dumps(FaultTolerance(ledger=tmp_path / "ledger.jsonl")))
     assert opened.path_of(callback._options) == str(tmp_path / "ledger.jsonl")
 
 
-# Where fault tolerance is switched off.
+# With fault tolerance switched off.
 
 
 @pytest.fixture
 def is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch fault tolerance off by the environment."""
+    """Switch fault tolerance off with the environment variable."""
     monkeypatch.setenv(VARIABLE, "0")
 
 
 @pytest.mark.usefixtures("is_off")
 def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
-    """Nothing is saved, and the ledger holds all but the order of samples."""
+    """Nothing is saved, and the ledger holds everything except the order of samples."""
     path = tmp_path / "ledger.jsonl"
     for _ in range(2):
         fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path))
@@ -346,7 +346,7 @@ def test_switched_off_it_is_closed_by_an_exception(tmp_path: Path) -> None:
 def test_a_script_without_the_callback_gets_one(
     switch: str | None, asks: bool, num_callbacks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Switched off, a Trainer gets the callback where the environment asks for a ledger, so that it can be compared."""
+    """With fault tolerance off, a Trainer still gets the callback if the variable requests a ledger, to be compared."""
     if switch is not None:
         monkeypatch.setenv(VARIABLE, switch)
     if asks:
@@ -356,7 +356,7 @@ def test_a_script_without_the_callback_gets_one(
 
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a part of the outer one's hook: its batches are not in the ledger, on or off."""
+    """An inner fit is part of the outer fit's hook: its batches are not in the ledger, with the callback on or off."""
     monkeypatch.setenv(VARIABLE, switch)
     path = tmp_path / "ledger.jsonl"
 
@@ -372,7 +372,7 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 @for_ranks[0]
 @for_ranks[1]
 def test_processes_of_lightning_s_count_the_fits_of_the_script(tmp_path: Path) -> None:
-    """Under ddp_fork each fit has processes of its own; the numbers are the script's, the files the ranks'."""
+    """Under ddp_fork each fit has its own processes; the numbers are per script, the files per rank."""
     path = tmp_path / "ledger.jsonl"
     callback: Callable[[], Callback] = lambda: FaultTolerance(tmp_path / "saves", ledger=path)  # noqa: E731
 

@@ -1,4 +1,4 @@
-"""What a drill asks of a fit: where it saves, and where it waits."""
+"""The places that a drill requests in a fit: where it saves, and where it waits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.runs import fit_net
 
 
 def fit(directory: Path, **options: Any) -> None:
-    """Fit with a ledger, and no autosave of its own after the first."""
+    """Fit with a ledger, and with no regular autosave after the first."""
     own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl", every_n_train_steps=1000, **options)
     fit_net([own], directory)
 
 
 def places(directory: Path, kind: str) -> list[tuple[int, int]]:
-    """Return where there is a line of that kind."""
+    """Return the places of the lines of that kind."""
     return [(line["epoch"], line["batch"]) for line in read_ledger(directory / "ledger.jsonl").fits[0].of(kind)]
 
 
@@ -33,7 +33,7 @@ def places(directory: Path, kind: str) -> list[tuple[int, int]]:
 def test_it_saves_before_the_batches_that_are_named(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There, in the fit that is named, and nowhere else but at the start and at the end."""
+    """It saves there, in the named fit, and otherwise only at the start and at the end."""
     monkeypatch.setenv(SAVE_VARIABLE, "1:0:2,1:1:1,2:0:3")
     ended = run(lambda: fit(tmp_path, async_save=is_async))
     assert ended.exit_code == 0, ended.output
@@ -42,7 +42,7 @@ def test_it_saves_before_the_batches_that_are_named(
 
 
 def test_it_waits_for_a_stop_before_the_batch_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch before it is done, no later one is, and the stop is saved exactly there."""
+    """The batch before it is finished, no later one has begun, and the stop is saved exactly there."""
     monkeypatch.setenv(HOLD_VARIABLE, "1:1:2")
 
     def main() -> None:
@@ -62,7 +62,7 @@ def test_it_waits_for_a_stop_before_the_batch_that_is_named(tmp_path: Path, monk
 
 
 def test_it_does_not_wait_for_a_drill_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while it trains on."""
+    """After a while, training continues."""
     monkeypatch.setenv(HOLD_VARIABLE, "1:0:1")
     monkeypatch.setattr(strike_places, "_HOLD_SECONDS", 0.1)
     ended = run(lambda: fit(tmp_path))
@@ -70,7 +70,7 @@ def test_it_does_not_wait_for_a_drill_that_is_gone(tmp_path: Path, monkeypatch: 
 
 
 def test_places_are_read_as_they_are_written() -> None:
-    """What the drill writes is what the run reads; anything else is an error that shows it."""
+    """The run reads what the drill writes; any other value is an error that shows it."""
     assert places_in(SAVE_VARIABLE, places_text([(1, 0, 2), (12, 3, 40)])) == [(1, 0, 2), (12, 3, 40)]
     for text in ("", "1:2", "1:2:3,", "1:2:x"):
         with pytest.raises(ValueError, match=r"PL_FAULT_TOLERANT_SAVE_AT must be <fit>:<epoch>:<batch>"):

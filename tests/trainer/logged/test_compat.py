@@ -1,4 +1,4 @@
-"""The contract with Lightning's logged values: each private name that is touched exists in the installed version."""
+"""The contract with Lightning's logged values: the installed version has each private name that we use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name is there after a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists after a fit; if a new Lightning drops it, the failure names the feature that breaks."""
     found = missing(trainer, path, SEAMS)
     assert found is None, found
 
 
 def test_names_on_values_exist(trainer: Trainer) -> None:
-    """Names on logged values exist in the installed Lightning."""
+    """The installed Lightning has the names on logged values."""
     items = [item for found in compat.result_collections(trainer).values() for item in found.values()]
     assert items
     for name in (*ON_VALUES, "has_reset", "update_count", "is_tensor"):
@@ -39,6 +39,6 @@ def test_names_on_values_exist(trainer: Trainer) -> None:
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source touches is checked by some test of this file."""
+    """Some test of this file checks each private name that the source uses."""
     checked = {part for path in SEAMS for part in path.split(".")} | ON_VALUES | {"_sync", "_should"}
     assert private_names(compat) - checked == set()

@@ -1,4 +1,4 @@
-"""Ranks agree on one boundary, however far apart they are, and nobody waits for what another one trains."""
+"""Ranks agree on one boundary, however far apart they are, and no rank waits for another one's batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_RANKS = 3
 
 
 class Ranks:
-    """Threads as ranks; one thread speaks for all of them, and messages are heard in the order of `deliver`."""
+    """Threads as ranks; one thread speaks for all of them, and `deliver` determines the order of messages."""
 
     def __init__(self, num_ranks: int = NUM_RANKS) -> None:
         self.members = [Member() for _ in range(num_ranks)]
@@ -29,7 +29,7 @@ class Ranks:
         self._is_over = threading.Event()
 
     def deliver(self) -> None:
-        """Let everybody speak once, and be heard."""
+        """Send and receive the messages of every rank once."""
         for rank, member in enumerate(self.members):
             member.tick()
             while member.outbox:
@@ -45,11 +45,11 @@ class Ranks:
             time.sleep(0.0005)
 
     def boundaries(self) -> Iterator[int]:
-        """Number the boundaries of a rank, as many as come: a slow rank may ask late."""
+        """Number the boundaries of a rank, without an end: a slow rank may ask late."""
         return itertools.takewhile(lambda _: not self._is_over.is_set(), itertools.count())
 
     def run(self, main: Callable[[int, Member], Any], *, seconds: float = 60.0) -> None:
-        """Run `main` for each rank in a thread of its own, and fail if one of them hangs."""
+        """Run `main` for each rank in its own thread, and fail if one of them hangs."""
         speaker = threading.Thread(target=self._speak, daemon=True)
         threads = [threading.Thread(target=self._main, args=(main, rank), daemon=True) for rank in range(NUM_RANKS)]
         for thread in (speaker, *threads):
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def test_nobody_asks_and_nothing_is_said() -> None:
-    """Without a wish all ranks pass all boundaries, and no message is sent."""
+    """Without a request, all ranks pass all boundaries, and no message is sent."""
     ranks = Ranks()
     for _ in range(20):
         assert [member.at_boundary() for member in ranks.members] == [None] * NUM_RANKS
@@ -85,7 +85,7 @@ def test_nobody_asks_and_nothing_is_said() -> None:
     window=st.integers(1, 4),
 )
 def test_all_stop_at_one_boundary(asked: dict[int, int], delays: list[int], window: int) -> None:
-    """Whichever ranks are asked, at whichever boundaries, however fast each is: all stop at the same one.
+    """All ranks stop at the same boundary, whichever are asked, at whichever boundaries, however fast each is.
 
     Ranks meet in a collective at the end of each accumulation window, and drift apart inside it.
     """
@@ -117,9 +117,9 @@ def test_all_stop_at_one_boundary(asked: dict[int, int], delays: list[int], wind
     stop=st.integers(10, 60),
 )
 def test_all_save_at_the_same_boundaries(saves: list[int], delays: list[int], stop: int) -> None:
-    """Rank 0 asks for saves, another one for a stop: each is done by all at one boundary, however they drift.
+    """Rank 0 requests saves, another rank a stop: all ranks do each at one boundary, however they drift.
 
-    No rank comes further ahead than the slowest one can catch up with: the end of a window would hold it.
+    No rank gets further ahead than the slowest one can catch up with: the end of a window would hold it.
     """
     ranks = Ranks()
     places = [0] * NUM_RANKS
@@ -148,7 +148,7 @@ def test_all_save_at_the_same_boundaries(saves: list[int], delays: list[int], st
 
 
 def test_rank_that_is_far_ahead_is_where_all_stop() -> None:
-    """The boundary that is appointed is one that nobody has passed."""
+    """The appointed boundary is one that no rank has passed."""
     ranks = Ranks(2)
     slow, fast = ranks.members
     for _ in range(7):
@@ -162,7 +162,7 @@ def test_rank_that_is_far_ahead_is_where_all_stop() -> None:
 
 
 def test_rank_waits_at_its_promise_until_it_knows() -> None:
-    """Between the promise and the appointment nobody passes the promised boundary."""
+    """Between the promise and the appointment, no rank passes the promised boundary."""
     member = Member()
     member.hear({"round": STOP})
     [promise] = member.outbox
@@ -179,7 +179,7 @@ def test_rank_waits_at_its_promise_until_it_knows() -> None:
 
 
 def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -> None:
-    """What can't happen while all keep their promises is an error, not a save at another place."""
+    """An appointment that a broken promise made possible is an error, not a save at another place."""
     member = Member()
     for _ in range(5):
         member.at_boundary()
@@ -189,7 +189,7 @@ def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -
 
 
 def test_rank_that_waits_for_one_that_is_lost() -> None:
-    """Who waits when another rank dies learns of it, and does not wait for ever."""
+    """A rank that waits for a rank that dies learns of it, and does not wait forever."""
     member = Member()
     member.hear({"round": STOP})
     member.lost = "rank 1 has died"
@@ -198,7 +198,7 @@ def test_rank_that_waits_for_one_that_is_lost() -> None:
 
 
 def test_fast_ranks_hear_of_a_save_before_they_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save by time is promised as many boundaries ahead as half a second has, so that nobody waits for it."""
+    """A save by time is promised half a second's boundaries ahead, so that no rank waits for it."""
     now = [0.0]
     member = Member(clock=lambda: now[0])
     for _ in range(100):
@@ -223,15 +223,15 @@ def test_fast_ranks_hear_of_a_save_before_they_come_there(monkeypatch: pytest.Mo
     ],
 )
 def test_end_of_window(place: int, batch: int, num_batches: int, length: int, expected: int) -> None:
-    """Where gradients need not be gathered: at the end of a window, or of the epoch. Boundary 10 is before batch 10."""
+    """Gradients need not be gathered at the end of a window or of the epoch; boundary 10 is before batch 10."""
     found = end_of_window(place, boundary=10, batch=batch, num_batches=num_batches, length=length)
     assert found == expected
 
 
 def test_save_is_appointed_at_the_end_of_a_window() -> None:
-    """The window that rank 0 tells with its wish counts."""
+    """The window that rank 0 sends with its request counts."""
     ranks = Ranks(2)
-    ranks.deliver()  # by now three boundaries are passed in a moment
+    ranks.deliver()  # by now three boundaries pass in a moment
     for member in ranks.members:
         for _ in range(3):  # boundaries 0, 1, 2, before the same batches
             member.at_boundary()
@@ -242,7 +242,7 @@ def test_save_is_appointed_at_the_end_of_a_window() -> None:
 
 
 def test_stop_does_not_wait_for_the_end_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of slow batches a save is asked for right before the end of the window: a stop meanwhile is at the next batch."""
+    """With slow batches, a save is requested right before the end of the window; a stop still comes at the next one."""
     monkeypatch.setattr(agreement_module, "_AHEAD_SECONDS", 0.0)
     ranks, done = Ranks(2), []
     for boundary in range(20):
@@ -265,7 +265,7 @@ def test_stop_does_not_wait_for_the_end_of_a_long_window(monkeypatch: pytest.Mon
 
 
 def validate(member: Member, num_batches: int, seconds: float) -> bool:
-    """Run a validation run of a rank as Lightning does; return whether it was stopped in it."""
+    """Run a validation run of a rank as Lightning does; return whether it was stopped inside."""
     member.begin_run()
     for _ in range(num_batches):
         if member.at_validation_batch():
@@ -286,7 +286,7 @@ def validate(member: Member, num_batches: int, seconds: float) -> bool:
 def test_validation_run_is_stopped_by_all_or_by_none(
     num_batches: list[int], delays: list[int], asked: int, at: int, meets: bool
 ) -> None:
-    """However many batches each rank has: all stop in the run, or all finish it and stop at the boundary after it."""
+    """However many batches each rank has, all stop in the run, or all finish it and stop at the boundary after it."""
     ranks = Ranks()
     found: dict[int, bool | int] = {}
     collective = threading.Barrier(NUM_RANKS, timeout=60)
@@ -311,7 +311,7 @@ def test_validation_run_is_stopped_by_all_or_by_none(
 
 
 def test_equal_runs_are_stopped_inside() -> None:
-    """With as many batches on each rank, a long run is stopped long before its end."""
+    """With equally many batches on each rank, a long run is stopped long before its end."""
     ranks = Ranks()
     found = []
 
@@ -326,7 +326,7 @@ def test_equal_runs_are_stopped_inside() -> None:
 
 
 def test_step_of_a_run_that_is_stopped_may_hold_a_collective() -> None:
-    """Ranks that meet in each validation step stop in front of the same one: nobody waits in it for one that holds."""
+    """Ranks that meet in each validation step stop before the same step: no rank waits there for a stopped one."""
     ranks = Ranks()
     stopped: dict[int, int] = {}
     collective = threading.Barrier(NUM_RANKS, timeout=60)
@@ -349,7 +349,7 @@ def test_step_of_a_run_that_is_stopped_may_hold_a_collective() -> None:
 
 
 def test_boundary_costs_next_to_nothing() -> None:
-    """While nothing is wanted a boundary takes this thread a microsecond or two, and asks nobody."""
+    """Without a request, a boundary takes this thread a microsecond or two and needs no communication."""
     member = Member()
     began = time.thread_time()
     for _ in range(20_000):

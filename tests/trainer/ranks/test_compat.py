@@ -1,4 +1,4 @@
-"""The contract with Lightning, of what has to do with several ranks."""
+"""The contract with Lightning about several ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name is there; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name exists; if a new Lightning drops it, the failure names the feature that breaks."""
     found = missing(trainer, path, SEAMS)
     assert found is None, found
 
 
 def test_environment_of_one_rank(trainer: Trainer) -> None:
-    """A trainer on one device has an environment, too, or none: asking is no error."""
+    """A trainer on one device may or may not have an environment: asking is not an error."""
     cluster_environment(trainer)
 
 
 def test_observer_that_is_called_off_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of the launcher that has ended with an error is no reason to kill this one any more."""
+    """After it is called off, a launcher's process that has ended with an error no longer kills this one."""
     import threading
 
     from lightning.fabric.strategies.launchers import subprocess_script

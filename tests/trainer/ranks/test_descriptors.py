@@ -10,7 +10,7 @@ from tests.ranks import on_ranks
 
 
 def test_ranks_that_may_not_open_enough_connections_say_so(tmp_path: Path) -> None:
-    """Where the limit of open files is too low for so many ranks, each raises before gloo would end its process."""
+    """If the limit of open files is too low for the number of ranks, each raises before gloo would end its process."""
 
     def main(rank: int) -> Any:
         num_open = len(os.listdir("/proc/self/fd"))

@@ -26,14 +26,14 @@ pytestmark = [
 
 
 def notice() -> None:
-    """Let the notice come while the script is still being imported."""
-    # As an import of the package does; ours was before the environment of the job, and ranks of tests have torchrun's.
+    """Send the notice while the script is still being imported."""
+    # As an import of the package does; ours came before the job's environment, and test ranks have torchrun's.
     EARLY.begin({name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"})
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def assert_queued_again_at_the_start(job: Job) -> None:
-    """Check that ``scontrol`` was called once, when a verified autosave of the first boundary was there."""
+    """Check that ``scontrol`` was called once, after a verified autosave of the first boundary existed."""
     assert job.log.read_text().splitlines() == ["requeue 4711"]
     [autosave] = job.kept.rglob("autosave-*.ckpt")
     assert load_file(str(autosave))["global_step"] == 0
@@ -41,7 +41,7 @@ def assert_queued_again_at_the_start(job: Job) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fit_stops_and_the_job_is_queued_again(num_ranks: int, tmp_path: Path) -> None:
-    """It stops at its first boundary, saved, with the code of a requeue; the next start is the whole training."""
+    """The fit stops at its first boundary, saved, with the code of a requeue; the next start trains to the end."""
     job = Job(tmp_path, num_ranks=num_ranks)
     with job.start(before=notice, num_sanity_val_steps=0) as processes:
         ended = processes.wait(seconds=40)
@@ -56,7 +56,7 @@ def test_fit_stops_and_the_job_is_queued_again(num_ranks: int, tmp_path: Path) -
 
 
 def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
-    """There is nothing to save yet; the job is queued again all the same."""
+    """There is nothing to save yet, but the job is queued again."""
     job = Job(tmp_path)
     with job.start(before=notice) as processes:
         [ended] = processes.wait(seconds=40)
@@ -65,7 +65,7 @@ def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
 
 
 def test_fit_with_the_variable_and_a_callback_of_its_own_stops(tmp_path: Path) -> None:
-    """The callback that the variable adds beside the script's does not take the notice from it."""
+    """The callback that the variable adds does not take the notice from the script's own callback."""
     job = Job(tmp_path)
     with job.start(before=notice, environment={"PL_FAULT_TOLERANT_TRAINING": "1"}) as processes:
         [ended] = processes.wait(seconds=40)
@@ -73,7 +73,7 @@ def test_fit_with_the_variable_and_a_callback_of_its_own_stops(tmp_path: Path) -
 
 
 def test_job_that_is_not_queued_again_ends_by_the_signal(tmp_path: Path) -> None:
-    """Where neither SLURM's plugin nor stop_signals wants it, the signal ends the process as it would have."""
+    """If neither SLURM's plugin nor stop_signals handles the signal, it ends the process as it would have."""
     job = Job(tmp_path)
     with job.start(before=notice, auto_requeue=False) as processes:
         [ended] = processes.wait(seconds=40)
@@ -83,7 +83,7 @@ def test_job_that_is_not_queued_again_ends_by_the_signal(tmp_path: Path) -> None
 
 
 def test_stop_signal_of_the_callback_stops_without_a_requeue(tmp_path: Path) -> None:
-    """A callback that has it among its stop signals stops, saved, with the signal's own code."""
+    """A callback with the signal among its stop signals stops, saved, with the signal's own exit code."""
     job = Job(tmp_path)
     options = {"stop_signals": ("SIGUSR1",)}
     with job.start(before=notice, auto_requeue=False, options=options, num_sanity_val_steps=0) as processes:
@@ -94,7 +94,7 @@ def test_stop_signal_of_the_callback_stops_without_a_requeue(tmp_path: Path) -> 
 
 @pytest.fixture
 def in_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Be a task of a job whose notice has not come."""
+    """Act as a task of a job that has not received its notice."""
     for name, value in {**Job(tmp_path).environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
     before = signal.getsignal(signal.SIGUSR1)
@@ -106,7 +106,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.usefixtures("in_job")
 def test_trainer_without_the_callback_handles_the_signal_itself(tmp_path: Path) -> None:
-    """Lightning registers its own handler, as it does where the package is not imported."""
+    """Lightning registers its own handler, as it does without an import of the package."""
     assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
     trainer = make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
@@ -118,7 +118,7 @@ def test_trainer_without_the_callback_handles_the_signal_itself(tmp_path: Path) 
 
 @pytest.mark.usefixtures("in_job")
 def test_trainer_of_the_variable_handles_the_notice_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable alone the notice is handled from the Trainer's constructor on."""
+    """With the variable alone, the notice is handled from the Trainer's constructor on."""
     EARLY.take()
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
     make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
@@ -127,7 +127,7 @@ def test_trainer_of_the_variable_handles_the_notice_early(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("in_job")
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
-    """The fit takes the signal, also from the callback's own start, and leaves the default."""
+    """The fit takes the signal, also from the callback's own start, and leaves the default handler."""
     assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
     fit_net([FaultTolerance(tmp_path)], tmp_path, plugins=[SLURMEnvironment()], max_epochs=1)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

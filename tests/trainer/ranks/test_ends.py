@@ -1,4 +1,4 @@
-"""However a rank ends, all processes end: in time, with the right code, and with a valid autosave."""
+"""However a rank ends, all processes end in time, with the right exit code, and with a valid autosave."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytestmark = [*for_ranks, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def _short_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the others end in two seconds rather than ten; the processes are forked."""
+    """Let the other ranks end in two seconds rather than ten; the processes are forked."""
     monkeypatch.setattr(watch, "ENDS_WITHIN_SECONDS", BOUND)
 
 
 class Events(Callback):
-    """Says where each rank is, and does something at one place."""
+    """Prints where each rank is, and does something at one place."""
 
     def __init__(self, rank: int = -1, hook: str = "", batch: int = 2, what: Callable[[], None] = lambda: None) -> None:
         self._where = (rank, hook, batch)
@@ -58,7 +58,7 @@ class Events(Callback):
 def fit_main(
     tmp_path: Path, *callbacks: Callback, options: Mapping[str, Any] | None = None, **arguments: Any
 ) -> Callable[[int], Any]:
-    """Return a main function of two ranks that train, saved at each step."""
+    """Return a main function of two ranks that train and save at each step."""
 
     def main(rank: int) -> None:
         ours = FaultTolerance(**{"dirpath": tmp_path / "autosaves", "every_n_train_steps": 1, **(options or {})})
@@ -69,12 +69,12 @@ def fit_main(
 
 
 def raise_error() -> None:
-    """Raise as a user's step may."""
+    """Raise an error, as a user's step may."""
     raise ZeroDivisionError("of the user")
 
 
 def sleep_long() -> None:
-    """Be busy for longer than any test may take."""
+    """Be busy for longer than a test may take."""
     time.sleep(100)
 
 
@@ -85,12 +85,12 @@ def sleep_a_little() -> None:
 
 
 def die() -> None:
-    """End as the kernel ends a process that takes too much memory."""
+    """End as the kernel ends a process that uses too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def assert_goes_on(tmp_path: Path) -> None:
-    """Check that the last autosave is valid, and that two ranks continue from there to their end."""
+    """Check that the last autosave is valid, and that two ranks continue from there to the end."""
     newest = sorted((tmp_path / "autosaves").rglob("autosave-*.ckpt"))[-1]
     load_file(str(newest))
     with RankProcesses(fit_main(tmp_path)) as ranks:
@@ -102,7 +102,7 @@ def assert_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
-    """Its traceback is printed at once, the other one ends though it waits in a collective, and the run continues."""
+    """Its traceback is printed immediately, the other rank leaves its collective and ends, and the run continues."""
     with RankProcesses(fit_main(tmp_path, Events(rank, "train", 3, raise_error))) as ranks:
         ended = ranks.wait(seconds=20)
     assert [each.exit_code for each in ended] == [1, 1]
@@ -114,7 +114,7 @@ def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model:UserWarning")
 @pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint:UserWarning")
 def test_one_rank_raises_and_its_teardown_hangs(tmp_path: Path) -> None:
-    """A callback that saves on an exception waits for the others in a barrier: both end within the bound."""
+    """A callback that saves on an exception waits for the other rank in a barrier: both end within the bound."""
     on_exception = OnExceptionCheckpoint(tmp_path / "on_exception")
     sleeping = Events(0, "train", 3, sleep_long)
     callbacks = [sleeping, Events(1, "train", 3, raise_error), on_exception]
@@ -132,7 +132,7 @@ def test_one_rank_raises_and_its_teardown_hangs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 @pytest.mark.parametrize("other", ["in a collective", "asleep"])
 def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
-    """The death of a rank is known to the other one at once, which ends within the bound, whatever it does."""
+    """The other rank learns immediately that a rank has died, and ends within the bound, whatever it does."""
     what = sleep_long if other == "asleep" else lambda: None
     callbacks = [Events(dead, "train", 3, die), Events(1 - dead, "train", 3, what)]
     with RankProcesses(fit_main(tmp_path, *callbacks)) as ranks:
@@ -146,7 +146,7 @@ def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
 
 
 def test_death_of_a_rank_with_workers_is_noticed(tmp_path: Path) -> None:
-    """Workers that outlive their rank don't keep it alive for the others."""
+    """Workers that outlive their rank don't make it look alive to the others."""
 
     def train() -> DataLoader[Any]:
         return DataLoader(NoisyDataset(64), batch_size=4, shuffle=True, num_workers=2)
@@ -160,7 +160,7 @@ def test_death_of_a_rank_with_workers_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -> None:
-    """A process that stands still longer than the bound is waited for, and the run comes to its end."""
+    """A process that stands still longer than the bound is waited for, and the run finishes."""
     with RankProcesses(fit_main(tmp_path, Events(), max_epochs=1)) as ranks:
         ranks.wait_for("train 3", 0, 1)
         ranks.send(signal.SIGSTOP, rank)
@@ -171,7 +171,7 @@ def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -
 
 
 def test_all_ranks_raise(tmp_path: Path) -> None:
-    """Where all raise, none waits for another: each has the time that its teardown takes, and the user may continue."""
+    """If all ranks raise, none waits for another: each has the time that its teardown takes, and the user may go on."""
 
     def main(rank: int) -> None:
         callbacks = [Events(0, "train", 3, raise_error), Events(1, "train", 3, raise_error)]
@@ -187,7 +187,7 @@ def test_all_ranks_raise(tmp_path: Path) -> None:
 
 
 def stopped_in_time(ended: list[RankEnded], code: int = 143) -> None:
-    """Check that all ranks ended with this code."""
+    """Check that all ranks ended with this exit code."""
     assert [each.exit_code for each in ended] == [code, code], [each.output for each in ended]
 
 
@@ -205,14 +205,14 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
 
 
 class SlowEnd(Callback):
-    """Takes longer for what it does on an exception than a rank has that has lost another one."""
+    """Takes longer on an exception than a rank that has lost another one may take."""
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         time.sleep((BOUND + 1) * trainer.global_rank)
 
 
 def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
-    """Ctrl-C goes to all ranks: one that waits in a collective, and hears of it by the line first, saves too."""
+    """Ctrl-C goes to all ranks: a rank that waits in a collective, and hears of it by the line first, saves too."""
     main = fit_main(tmp_path, Events(0, "train", 3, sleep_a_little), SlowEnd())
     with RankProcesses(main) as ranks:
         ranks.wait_for("train 3", 0, 1)
@@ -221,14 +221,14 @@ def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
         ended = ranks.wait(seconds=20)
     stopped_in_time(ended, 130)
     assert "at once, at the second signal" not in ended[1].output
-    for each in ended:  # nobody has failed: each ends in its own time
+    for each in ended:  # no rank has failed: each ends in its own time
         assert "can't continue without it" not in each.output
         assert "could not end by itself" not in each.output
     assert_goes_on(tmp_path)
 
 
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
-    """One rank sleeps, the other one waits for it in a collective: both end in time, and say why."""
+    """One rank sleeps and the other one waits for it in a collective: both end in time and report why."""
     main = fit_main(tmp_path, Events(1, "train", 3, sleep_long), options={"grace_seconds": 2.0})
     with RankProcesses(main) as ranks:
         ranks.wait_for("train 3", 0, 1)
@@ -252,7 +252,7 @@ def test_validation_batch_that_is_longer_than_the_grace_period(tmp_path: Path) -
 
 
 class SlowSave(Callback):
-    """Makes every save but the first take its time, on rank 0."""
+    """Slows down every save but the first on rank 0."""
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_rank == 0 and trainer.global_step:
@@ -260,14 +260,14 @@ class SlowSave(Callback):
 
 
 class SlowBatches(Callback):
-    """Makes every batch take its time."""
+    """Slows down every batch."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.1)
 
 
 def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
-    """If a save takes longer than what is left of the grace period, the last autosave stays and the job ends."""
+    """If a save takes longer than the rest of the grace period, the last autosave stays and the job ends."""
     options = {"grace_seconds": 1.5, "every_n_train_steps": 6}
     with RankProcesses(fit_main(tmp_path, Events(), SlowBatches(), SlowSave(), options=options)) as ranks:
         ranks.wait_for("train 6", 0, 1)
@@ -280,7 +280,7 @@ def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
 
 
 def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> None:
-    """Slow workers are neither waited for nor left behind: all is saved and over in a fraction of the time."""
+    """Slow workers are neither waited for nor left behind: saving and ending take a fraction of the grace period."""
 
     class Slow(NoisyDataset):
         def __getitem__(self, index: int) -> Tensor:
@@ -304,7 +304,7 @@ def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> No
 
 
 def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
-    """The user's handlers hear the signal on the rank that has it, and are back after the fit, with no thread left."""
+    """The user's handlers hear the signal on the rank that gets it, and are back after the fit; no thread is left."""
 
     def main(rank: int) -> None:
         heard: list[int] = []
@@ -329,7 +329,7 @@ def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", ["train", "sanity"])
 @pytest.mark.parametrize("what", ["raises", "is stopped"])
 def test_process_that_was_made_for_a_fit_ends_its_workers(what: str, hook: str, tmp_path: Path) -> None:
-    """Lightning tells no callback there of an exception; workers, which ignore a termination, are ended."""
+    """Lightning calls no exception hook there; workers that ignore a termination are ended."""
 
     def loader() -> DataLoader[Any]:
         return DataLoader(NoisyDataset(64), batch_size=4, num_workers=2)

@@ -1,4 +1,4 @@
-"""Ranks tell one another what they need, and a rank that is lost is an error on the others, never a hang."""
+"""Ranks exchange values, and a lost rank is an error on the others, never a hang."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.ranks import on_ranks
 
 
 def test_only_rank_tells_itself() -> None:
-    """Nothing is sent where there is one rank."""
+    """A sole rank sends nothing."""
     alone = Alone()
     assert alone.to_first("step", 1) == [1]
     assert alone.from_first("step", 2) == 2
 
 
 def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
-    """Rank 0 gets every value in the ranks' order, and its own comes to all."""
+    """Rank 0 gets every value in the ranks' order, and its own value reaches all ranks."""
 
     def main(rank: int) -> Any:
         ranks = RankGroup()
@@ -55,7 +55,7 @@ def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path, method: s
 
 
 def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
-    """Whoever waits for a rank that was killed raises, at once."""
+    """A rank that waits for a killed rank raises immediately."""
 
     def main(rank: int) -> Any:
         ranks = RankGroup()
@@ -70,7 +70,7 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 
 def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a rank that is alive and does not come raises when the time is over."""
+    """A rank that waits for a silent rank that is alive raises when its time is over."""
     monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=1))
 
     def main(rank: int) -> Any:

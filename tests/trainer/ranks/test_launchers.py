@@ -1,4 +1,4 @@
-"""Stop signals under Lightning's own launcher and under torchrun: to one process, and to all."""
+"""Stop signals under Lightning's own launcher and under torchrun, sent to one process and to all."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Launched:
         self.process = python.Popen(asked, output=self.output, mark=directory / "open")
 
     def process_id(self, rank: int, *, step: int, seconds: float = 60.0) -> int:
-        """Return the process of a rank once it has come to a step."""
+        """Return the process of a rank that has reached a step."""
         events = self.directory / f"events-{rank}"
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ class Launched:
         raise AssertionError(self.output.read_text())
 
     def wait(self, seconds: float = 60.0) -> int:
-        """Return the exit code of the command; all its processes must have ended soon after."""
+        """Return the exit code of the command; all its processes must end soon after."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
@@ -91,7 +91,7 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(directory: Path, *command: str, **environment: str) -> Iterator[Launched]:
-    """Start the script, and kill all its processes in the end."""
+    """Start the script, and kill all its processes at the end."""
     made = Launched(directory, list(command), environment)
     try:
         yield made
@@ -102,7 +102,7 @@ def launched(directory: Path, *command: str, **environment: str) -> Iterator[Lau
 
 
 def saved_step(directory: Path) -> int:
-    """Return the step of the newest autosave, which must be valid and of two ranks."""
+    """Return the step of the newest autosave, which must be valid and from two ranks."""
     newest = sorted((directory / "autosaves").rglob("autosave-*.ckpt"))[-1]
     checkpoint = load_file(str(newest))
     assert len(checkpoint["lightning_faulttolerant"]["ranks"]) == 2
@@ -111,9 +111,9 @@ def saved_step(directory: Path) -> int:
 
 @pytest.mark.parametrize("to", ["rank 1", "all"])
 def test_lightnings_own_launcher(to: str, tmp_path: Path) -> None:
-    """Whoever has the signal: the command ends with its code, saved, and continues from there.
+    """Whichever process gets the signal, the command ends with its exit code, saved, and continues from there.
 
-    It does so even where rank 0 takes longer to end than Lightning's observer waits for it: that one looks every 5
+    This holds even if rank 0 takes longer to end than Lightning's observer waits. The observer checks every 5
     seconds whether another rank has ended with an error, and would kill rank 0.
     """
     with launched(tmp_path, ENDS="slow" if to == "rank 1" else "") as run:
@@ -134,7 +134,7 @@ def test_lightnings_own_launcher(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["rank 1", "torchrun"])
 def test_torchrun(to: str, tmp_path: Path) -> None:
-    """A signal to a rank, or to torchrun, which passes it on: all is saved, and the next start continues from there."""
+    """A signal to a rank, or to torchrun, which forwards it: everything is saved, and the next start continues."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     with launched(tmp_path, *command) as run:
         process_ids = [run.process_id(rank, step=4) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""The line between ranks: what is said arrives in order, and nothing but the end of a process is taken for it."""
+"""The line between ranks: messages arrive in order, and only the end of a process counts as its death."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Told = list[tuple[int, Any]]
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    """Return rank 0's end."""
+    """Return rank 0's end of the line."""
     made = Hub()
     yield made
     made.close()
@@ -33,7 +33,7 @@ def spoke(hub: Hub, rank: int, token: str | None = None) -> Spoke:
 
 
 def until(receive: Callable[[], Told], number: int, seconds: float = 5.0) -> Told:
-    """Return what has come in once there are so many messages."""
+    """Return the received messages once there are `number` of them."""
     told: Told = []
     deadline = time.monotonic() + seconds
     while len(told) < number:
@@ -44,7 +44,7 @@ def until(receive: Callable[[], Told], number: int, seconds: float = 5.0) -> Tol
 
 
 def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
-    """What a rank says comes to rank 0 with its number, what rank 0 says to all others."""
+    """A rank's message reaches rank 0 with the rank's number; rank 0's message reaches all others."""
     spokes = [spoke(hub, rank) for rank in (1, 2)]
     for number in range(3):
         spokes[1].send({"number": number})
@@ -59,7 +59,7 @@ def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
 
 
 def test_many_ranks_connect_at_once(hub: Hub) -> None:
-    """None of hundreds has to wait for a look of rank 0's, and one look is enough for all."""
+    """None of hundreds of ranks has to wait until rank 0 looks, and one look is enough for all."""
     spokes = [spoke(hub, rank) for rank in range(1, 301)]
     for each in spokes:
         each.send({"hello": 1})
@@ -71,7 +71,7 @@ def test_many_ranks_connect_at_once(hub: Hub) -> None:
 
 
 def test_all_are_connected_before_anything_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 begins when it knows every rank, so that each hears all; what they say meanwhile is kept."""
+    """Rank 0 begins when it knows every rank, so that each hears everything; earlier messages of the ranks are kept."""
     spokes = [spoke(hub, rank) for rank in (1, 2)]
     spokes[0].send({"early": 1})
     hub.wait_for(2)
@@ -86,7 +86,7 @@ def test_all_are_connected_before_anything_is_told(hub: Hub, monkeypatch: pytest
 
 
 def test_leave_is_no_death(hub: Hub) -> None:
-    """Who takes leave is not reported, on either end."""
+    """A rank that takes leave is not reported as dead, on either end."""
     one, other = spoke(hub, 1), spoke(hub, 2)
     one.send({"last": 1})
     one.close()
@@ -103,7 +103,7 @@ def test_leave_is_no_death(hub: Hub) -> None:
 
 
 def test_death_of_a_process_is_known_once(hub: Hub) -> None:
-    """A rank that is killed is reported, once, after what it has said; one that stands still is not."""
+    """A killed rank is reported once, after its last message; a rank that stands still is not."""
     process_id = os.fork()
     if not process_id:
         line = spoke(hub, 1)
@@ -123,7 +123,7 @@ def test_death_of_a_process_is_known_once(hub: Hub) -> None:
 
 
 def test_child_of_a_dead_rank_does_not_keep_it_alive(hub: Hub) -> None:
-    """A worker that outlives its rank has closed the connection that it was forked with."""
+    """A worker that outlives its rank has closed the connection that it inherited."""
     read, write = os.pipe()
     process_id = os.fork()
     if not process_id:
@@ -148,7 +148,7 @@ def test_child_of_a_dead_rank_does_not_keep_it_alive(hub: Hub) -> None:
 
 
 def test_death_of_rank_0_is_known() -> None:
-    """The others know of the death of rank 0 too."""
+    """The other ranks learn of the death of rank 0 too."""
     read, write = os.pipe()
     process_id = os.fork()
     if not process_id:
@@ -174,7 +174,7 @@ def test_death_of_rank_0_is_known() -> None:
     "text", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "token": "0"}\n{"ask": "stop"}\n', b"[]\n", b""]
 )
 def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
-    """Who does not know the token is turned away, and is no rank."""
+    """A process that does not know the token is turned away, and is not a rank."""
     with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
         stranger.sendall(text)
         if not text:
@@ -188,7 +188,7 @@ def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
 
 
 def test_rank_that_cannot_reach_rank_0_says_why() -> None:
-    """A port that is closed is told with the address and what to do."""
+    """The error for a closed port names the address and the remedy."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RanksLostError, match=rf"rank 1 can't reach port {port} of rank 0's machine, 127.0.0.1: .*all"):

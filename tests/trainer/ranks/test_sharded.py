@@ -1,4 +1,4 @@
-"""Several ranks write one directory of shards, or none; tensors in shards are saved and put back as they were."""
+"""Several ranks write one directory of shards, or none; sharded tensors are saved and restored as they were."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TORCHS = CheckpointException(
 
 
 class Writes:
-    """Writes as a strategy does, each rank a file of its own; fails on one rank in the saves of some numbers."""
+    """Writes as a strategy does, one file per rank; fails on one rank in the saves with some numbers."""
 
     def __init__(self, rank: int, *, fails: tuple[int, int] | None = None, error: BaseException = FULL) -> None:
         self._rank = rank
@@ -58,14 +58,14 @@ def _save_three(
             path, failure = writer.save({"number": number}, position, raises=raises)
             assert bool(path) != bool(failure)
             outcomes.append(os.path.basename(path) or f"failed: {failure}")
-        except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
+        except Exception as error:  # noqa: BLE001 - an exception of a rank is its answer
             outcomes.append(f"{type(error).__name__}: {error}")
     ranks.close()
     return outcomes
 
 
 def test_all_ranks_write_one_directory(tmp_path: Path) -> None:
-    """Each rank's files must be in the manifest, every rank know the path, and two directories be kept."""
+    """Each rank's files must be in the manifest, every rank must know the path, and two directories must be kept."""
     directory = tmp_path / "fit-1"
     first, second = on_ranks(lambda rank: _save_three(rank, directory, None), tmp_path / "ranks")
     assert first == second
@@ -76,7 +76,7 @@ def test_all_ranks_write_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
-    """If one rank fails, all must raise and name it, nothing be left, and the next save succeed."""
+    """If one rank fails, all must raise and name it, nothing may be left, and the next save must succeed."""
     directory = tmp_path / "fit-1"
     first, second = on_ranks(lambda rank: _save_three(rank, directory, (1, 1)), tmp_path / "ranks")
     assert "rank 1: OSError: [Errno 28] No space left on device" in first[1]
@@ -87,7 +87,7 @@ def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [FULL, TORCHS], ids=["disk", "torch"])
 def test_a_disk_that_is_full_in_mid_run_is_told_on_all(error: BaseException, tmp_path: Path) -> None:
-    """Where that is no error, all ranks must learn the same, nothing be left, and the next save succeed."""
+    """If a full disk is not an error, all ranks must learn of it, nothing may be left, and the next save must work."""
     directory = tmp_path / "fit-1"
     first, second = on_ranks(
         lambda rank: _save_three(rank, directory, (1, 1), raises=False, error=error), tmp_path / "ranks"
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_in_mid_run_is_told_on_all(error: BaseException, tmp
 
 
 def test_another_error_in_mid_run_is_raised_on_all(tmp_path: Path) -> None:
-    """What no room on the disk would mend must be raised as it is."""
+    """An error that more disk space would not fix must be raised as it is."""
     directory = tmp_path / "fit-1"
     error = TypeError("not the disk's")
     first, second = on_ranks(
@@ -131,7 +131,7 @@ def _gradients(rank: int) -> list[Any]:
 
 
 def test_gradients_in_shards_come_back_as_they_were(tmp_path: Path) -> None:
-    """A gradient in shards, and one that is a sum not made yet, must come back with each rank's part, unsummed."""
+    """A sharded gradient, and one that is a pending sum, must come back with each rank's part, unsummed."""
     first, second = on_ranks(_gradients, tmp_path)
     assert first == [True, "(Shard(dim=0),)", [1.0, 1.0], "(Partial(sum),)", True]
     assert second == [True, "(Shard(dim=0),)", [2.0, 2.0], "(Partial(sum),)", True]
@@ -148,12 +148,12 @@ def _marks(rank: int) -> list[bool]:
 
 
 def test_a_change_of_a_shard_is_seen_by_its_rank_alone(tmp_path: Path) -> None:
-    """Whether a tensor in shards has moved must be told by each rank of its own part, without asking the others."""
+    """Each rank must report whether its own part of a sharded tensor has moved, without asking the others."""
     assert on_ranks(_marks, tmp_path) == [[True, True], [True, False]]
 
 
 def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, caplog: Any) -> None:
-    """A user's directory without what Lightning writes last must not be taken in the place of an autosave."""
+    """A user's directory without the file that Lightning writes last must not be preferred to an autosave."""
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt" / "__0_0.distcp").write_bytes(b"1")
     why = choice._why_not(str(tmp_path / "last.ckpt"), {})

@@ -1,4 +1,4 @@
-"""Jobs of SLURM: stopped in front of their end, saved, and queued again by rank 0, never in a signal handler."""
+"""SLURM jobs are stopped before they end, saved, and queued again by rank 0, never in a signal handler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class SlowBatches(Callback):
-    """Says where it is, and takes its time."""
+    """Prints where it is, and takes its time."""
 
     def __init__(self, seconds: float = 0.05) -> None:
         self._seconds = seconds
@@ -46,7 +46,7 @@ class SlowBatches(Callback):
 
 
 class Job:
-    """A SLURM job of one or two ranks, with an ``scontrol`` that notes how it is called, and what is saved then."""
+    """A SLURM job of one or two ranks; its ``scontrol`` notes how it is called, and which autosaves exist then."""
 
     def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0") -> None:
         self.num_ranks = num_ranks
@@ -100,7 +100,7 @@ class Job:
         return RankProcesses(main, num_ranks=self.num_ranks, environment={**self.environment, **environment})
 
     def assert_queued_again(self, number: str = "4711") -> None:
-        """Check that ``scontrol`` was called once, when a verified autosave of the stop was there."""
+        """Check that ``scontrol`` was called once, after a verified autosave of the stop existed."""
         assert self.log.read_text().splitlines() == [f"requeue {number}"]
         newest = sorted(self.kept.rglob("autosave-*.ckpt"))[-1]
         checkpoint = load_file(str(newest))
@@ -109,7 +109,7 @@ class Job:
 
 
 def start_and_signal(job: Job, signum: int, *ranks: int, **arguments: Any) -> list[Any]:
-    """Start a job, send a signal to some of its ranks in batch 3, and return how they ended."""
+    """Start a job, send a signal to some of its ranks in batch 3, and return how the ranks ended."""
     with job.start(**arguments) as processes:
         processes.wait_for("train 3", *range(job.num_ranks))
         processes.send(signum, *ranks)
@@ -121,7 +121,7 @@ def start_and_signal(job: Job, signum: int, *ranks: int, **arguments: Any) -> li
     [(1, (0,)), pytest.param(2, (0, 1), marks=pytest.mark.slow), pytest.param(2, (1,), marks=pytest.mark.slow)],
 )
 def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    """The job is saved at the boundary, then queued again by rank 0, once; started again, it continues there."""
+    """The job is saved at the boundary, then queued again once by rank 0; when it is restarted, it continues there."""
     job = Job(tmp_path, num_ranks=num_ranks)
     ended = start_and_signal(job, signal.SIGUSR1, *ranks)
     assert [each.exit_code for each in ended] == [76] * num_ranks, ended[0].output
@@ -153,7 +153,7 @@ def test_task_of_an_array_is_queued_again_by_itself(tmp_path: Path) -> None:
     ],
 )
 def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path: Path) -> None:
-    """The job is saved, the code is the signal's, and stderr says what to do."""
+    """The job is saved, the exit code is the signal's, and stderr gives the remedy."""
     [ended] = start_and_signal(Job(tmp_path, scontrol=scontrol), signal.SIGUSR1, 0)
     assert ended.exit_code == 128 + signal.SIGUSR1
     assert "THE SLURM JOB IS NOT QUEUED AGAIN" in ended.output
@@ -163,7 +163,7 @@ def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path
 
 @pytest.mark.slow
 def test_termination_is_a_stop_without_a_requeue(tmp_path: Path) -> None:
-    """SIGTERM comes from scancel, or from a preemption after which SLURM queues the job again by itself."""
+    """SIGTERM comes from scancel, or from a preemption after which SLURM itself queues the job again."""
     job = Job(tmp_path)
     [ended] = start_and_signal(job, signal.SIGTERM, 0)
     assert ended.exit_code == 143
@@ -173,7 +173,7 @@ def test_termination_is_a_stop_without_a_requeue(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_handler_of_the_users_own_keeps_the_signal(tmp_path: Path) -> None:
-    """As with Lightning, nobody takes a requeue signal that the script handles itself."""
+    """As with Lightning, a requeue signal that the script handles itself is left to the script."""
     job = Job(tmp_path)
 
     def before() -> None:
@@ -206,7 +206,7 @@ def _short_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "auto_requeue"), [(1, False), (2, True)])
 def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_path: Path) -> None:
-    """Without any signal the job is saved before its time is over, and queued again if it is to be."""
+    """Without any signal, the job is saved before its time is over, and queued again if requeueing is on."""
     job = Job(tmp_path, num_ranks=num_ranks)
     end = int(time.time()) + 8
     arguments = {"auto_requeue": auto_requeue, "max_epochs": 1000, "num_sanity_val_steps": 0}
@@ -224,7 +224,7 @@ def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_reserve")
 def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
-    """A validation run that is longer than the time that is left is stopped inside."""
+    """A validation run that is longer than the remaining time is stopped inside."""
     job = Job(tmp_path, num_ranks=2)
     end = int(time.time()) + 12
 
@@ -243,7 +243,7 @@ def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_end_of_the_job_that_has_passed_is_not_minded(tmp_path: Path) -> None:
-    """A job that runs when its time is over has more, or the variable is of another job: a warning says so."""
+    """A job that runs when its time is over has more time, or another job's variable: a warning reports this."""
     job = Job(tmp_path)
 
     def before() -> None:
@@ -259,9 +259,9 @@ def test_end_of_the_job_that_has_passed_is_not_minded(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("auto_requeue", [False, True])
 def test_deadline_that_has_passed_when_the_fit_begins(auto_requeue: bool, tmp_path: Path) -> None:
-    """Nothing is trained: the run is saved at its first boundary, and ends with the deadline's code.
+    """Nothing is trained: the run is saved at its first boundary, and ends with the deadline's exit code.
 
-    The job is not queued again: it would come to the same end each time.
+    The job is not queued again: it would end in the same way each time.
     """
     job = Job(tmp_path)
     options = {"deadline": datetime(2001, 1, 1)}
@@ -276,7 +276,7 @@ def test_deadline_that_has_passed_when_the_fit_begins(auto_requeue: bool, tmp_pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_reserve")
 def test_deadline_of_the_users_queues_the_job_again(tmp_path: Path) -> None:
-    """One that counts from each start leaves time for batches each time."""
+    """A deadline that counts from each start leaves time for batches each time."""
     job = Job(tmp_path)
     with job.start(options={"deadline": timedelta(seconds=6)}, max_epochs=1000) as processes:
         [ended] = processes.wait(seconds=20)

@@ -1,4 +1,4 @@
-"""The contract with Lightning's strategies: each private name that is touched is in the installed version."""
+"""The contract with Lightning's strategies: the installed version has each private name that we use."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.contract import missing, private_names
 
 @pytest.mark.parametrize("path", STRATEGY_SEAMS)
 def test_name_exists(path: str) -> None:
-    """Each private name must be there, or the message says which feature breaks."""
+    """Each private name must exist, or the message names the feature that breaks."""
     made = {"ModelParallelStrategy": ModelParallelStrategy(), "FSDPStrategy": FSDPStrategy()}
     problem = missing(made[path.partition(".")[0]], path, STRATEGY_SEAMS)
     assert problem is None, problem
 
 
 def test_each_name_is_listed() -> None:
-    """No private name may be touched that the contract does not hold."""
+    """The code must use no private name outside the contract."""
     listed = {name for path in (*SEAMS, *STRATEGY_SEAMS) for name in path.split(".")}
-    # The observer's has a test of its own, beside this file.
+    # The observer's private name is tested in another file of this folder.
     assert private_names(compat) <= listed | {"_METADATA_FILENAME", "_child_processes"}
 
 
 def test_name_of_the_file_beside_the_shards() -> None:
-    """What Lightning calls it must be what autosaves are verified and loaded by."""
+    """Autosaves must be verified and loaded by the file name that Lightning uses."""
     assert compat.METADATA_NAME == METADATA_NAME
 
 

@@ -1,4 +1,4 @@
-"""Each strategy is served or refused with the reason, and the documentation says the same."""
+"""Each strategy is supported or refused with the reason, and the documentation agrees."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ TABLE = Path(__file__).parents[3] / "docs" / "strategies.md"
 
 
 def made(kind: type[Strategy]) -> Strategy:
-    """Return a strategy that was not set up: the packages that some need are not installed."""
+    """Return a strategy that was not set up: the packages that some strategies need are not installed."""
     return object.__new__(kind)
 
 
 class Renamed(DDPStrategy):
-    """A user's own, which saves as its base does."""
+    """A user's subclass that saves as its base does."""
 
     strategy_name = "renamed"
 
 
 class SavesElsewhere(SingleDeviceStrategy):
-    """A user's own, which saves in a way of its own."""
+    """A user's subclass that saves in its own way."""
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         raise AssertionError("nobody may save with it")
 
 
 class OwnDeepSpeed(DeepSpeedStrategy):
-    """A user's own, derived from one that is refused."""
+    """A user's subclass of a refused strategy."""
 
 
 @pytest.mark.parametrize("kind", [*SUPPORTED, Renamed])
 def test_known_strategies_are_served(kind: type[Strategy]) -> None:
-    """What saves in a known way must be taken, a class that derives from it too."""
+    """Strategies that save in a known way must be accepted, and so must classes that derive from them."""
     check_strategy(made(kind))
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, OwnDeepSpeed])
 def test_what_saves_by_itself_is_refused(kind: type[Strategy]) -> None:
-    """DeepSpeed and XLA must be refused with the reason and what to do, although they derive from DDPStrategy."""
+    """DeepSpeed and XLA must be refused with the reason and the remedy, although they derive from DDPStrategy."""
     with pytest.raises(UnsupportedTrainerError, match=rf"does not serve {kind.__name__}.*docs/strategies.md"):
         check_strategy(made(kind))
 
 
 def test_unknown_strategy_is_refused() -> None:
-    """A class that derives from none of the known ones must be refused by its name."""
+    """A class that derives from none of the known strategies must be refused by name."""
     unknown = type("Unknown", (Strategy,), {"__abstractmethods__": frozenset()})
     unknown.__abstractmethods__ = frozenset()
     with pytest.raises(UnsupportedTrainerError, match=r"does not know the strategy .*Unknown, which derives from none"):
@@ -77,7 +77,7 @@ def test_strategy_with_a_format_of_its_own_is_refused_before_anything_is_written
 
 
 def test_trial_with_a_refused_strategy_runs(tmp_path: Path) -> None:
-    """A fast_dev_run, in which nothing is saved, must not be refused for its strategy."""
+    """A fast_dev_run saves nothing, so it must not be refused for its strategy."""
     trainer = fit_net([FaultTolerance()], tmp_path, strategy=SavesElsewhere(device="cpu"), fast_dev_run=True)
     assert trainer.global_step == 1
 
@@ -89,7 +89,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def test_table_says_what_the_code_does() -> None:
-    """Each class that is served must be a row that says exact, each that is refused a row that names the error."""
+    """Each supported class must have a row that says exact; each refused class must have a row that names the error."""
     text = {name: cells for cells in rows() for name in re.findall(r"`(\w+Strategy)", cells[0])}
     assert set(text) == {kind.__name__ for kind in (*SUPPORTED, *REFUSED)}
     for kind in SUPPORTED:
@@ -99,9 +99,9 @@ def test_table_says_what_the_code_does() -> None:
 
 
 def test_each_registered_strategy_is_in_the_table() -> None:
-    """Each name that Trainer(strategy=...) knows must belong to a class of the table."""
+    """Each name that Trainer(strategy=...) knows must belong to a class in the table."""
     found = (StrategyRegistry[name]["strategy"] for name in StrategyRegistry.available_strategies())
-    kinds = {kind for kind in found if "_graveyard" not in kind.__module__}  # those that Lightning has given up
+    kinds = {kind for kind in found if "_graveyard" not in kind.__module__}  # those that Lightning has dropped
     assert {DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy} <= kinds
     assert kinds <= {*SUPPORTED, *REFUSED}
     assert ModelParallelStrategy in SUPPORTED

@@ -1,4 +1,4 @@
-"""The traceback of an exception that ends one rank is printed once, and those of others as Python prints them."""
+"""The traceback of an exception that ends one rank is printed once; other tracebacks are as Python prints them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ raise KeyError("another")
 
 @pytest.mark.parametrize(("again", "num_tracebacks"), [("same", 1), ("another", 2)])
 def test_traceback_is_printed_once(again: str, num_tracebacks: int) -> None:
-    """Where it ends the process Python adds one line; another exception keeps its own traceback."""
+    """If the exception ends the process, Python adds one line; another exception keeps its own traceback."""
     script = SCRIPT.format(again=again)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1

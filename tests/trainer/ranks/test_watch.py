@@ -1,4 +1,4 @@
-"""The thread that looks on: what happens to one rank is known to all, and a process that can't end is ended."""
+"""The watching thread: all ranks learn what happens to one rank, and a process that can't end is ended."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Pair:
     now: float = 1000.0
 
     def look(self, times: int = 5) -> None:
-        """Let both look on."""
+        """Let both watches look."""
         for _ in range(times):
             for watch in self.watches:
                 watch.look()
             time.sleep(0.002)
 
     def look_until(self, condition: Callable[[], object]) -> None:
-        """Let both look on until something is so; pytest's time-out ends what never is."""
+        """Let both watches look until the condition holds; pytest's timeout ends a test in which it never does."""
         while not condition():
             self.look(1)
 
     def monotonic(self) -> float:
-        """Stand in for the clock that says how long ago a rank has failed."""
+        """Stand in for the clock that measures how long ago a rank has failed."""
         return self.now
 
 
@@ -66,7 +66,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_stop_of_one_is_a_stop_of_both(asked: int, pair: Pair) -> None:
-    """Both ranks learn of it, with its reason, and of one boundary."""
+    """Both ranks learn of the stop and its reason, and agree on one boundary."""
     for _ in range(3):
         pair.watches[0].member.at_boundary()
     pair.stops[asked].note(signal_reason(signal.SIGTERM))
@@ -79,7 +79,7 @@ def test_stop_of_one_is_a_stop_of_both(asked: int, pair: Pair) -> None:
 
 @pytest.mark.parametrize("failed", [0, 1])
 def test_failure_is_told_and_the_other_is_ended(failed: int, pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
-    """The traceback is printed at once; the other rank ends when its time is over."""
+    """The traceback is printed immediately; the other rank ends when its time is over."""
     try:
         raise ZeroDivisionError("of the user")
     except ZeroDivisionError as error:
@@ -100,15 +100,15 @@ def test_failure_is_told_and_the_other_is_ended(failed: int, pair: Pair, capfd: 
 
 
 def test_failure_is_told_even_if_the_rank_closes_at_once(pair: Pair) -> None:
-    """A rank that fails and leaves before its thread has looked again has told the other one."""
+    """A rank that fails and leaves before its thread looks again has told the other rank."""
     pair.watches[1].fail(ValueError("x"))
     pair.watches[1].close()
-    while pair.watches[0].failure is None:  # pytest's time-out ends what never is
+    while pair.watches[0].failure is None:  # pytest's timeout ends a test that never gets there
         pair.watches[0].look()
 
 
 def test_rank_that_leaves_has_not_died(pair: Pair) -> None:
-    """The end of a fit is no death."""
+    """The end of a fit is not a death."""
     pair.watches[1].close()
     time.sleep(0.05)
     pair.watches[0].look()
@@ -116,7 +116,7 @@ def test_rank_that_leaves_has_not_died(pair: Pair) -> None:
 
 
 def test_all_failed_and_nobody_is_ended(pair: Pair) -> None:
-    """Where every rank has failed none waits for another: each ends in its own time."""
+    """If every rank has failed, none waits for another: each ends in its own time."""
     for watch in pair.watches:
         watch.fail(ValueError("everywhere"))
     pair.look_until(lambda: all(watch.end_together for watch in pair.watches))
@@ -126,7 +126,7 @@ def test_all_failed_and_nobody_is_ended(pair: Pair) -> None:
 
 
 def test_rank_that_is_lost_for_the_failure_of_another_has_not_failed_itself(pair: Pair) -> None:
-    """Its teardown may wait for what the other one has left undone: the bound holds for both."""
+    """Its teardown may wait for unfinished work of the other rank: the bound holds for both."""
     pair.watches[1].fail(ValueError("x"))
     pair.look_until(lambda: pair.watches[0].failure)
     pair.watches[0].fail(RanksLostError("rank 1 has failed"))
@@ -137,7 +137,7 @@ def test_rank_that_is_lost_for_the_failure_of_another_has_not_failed_itself(pair
 
 
 def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
-    """Ranks that stop together don't mind who is gone first."""
+    """For ranks that stop together, it does not matter which one is gone first."""
     for watch in pair.watches:
         watch.end_together = True
     pair.watches[1].fail(stopped_by(signal_reason(signal.SIGTERM), "here"))
@@ -151,7 +151,7 @@ def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
 
 
 def test_stop_at_once_has_its_own_code(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
-    """After a second Ctrl-C on one rank the other one ends with the code of a Ctrl-C, and no traceback is shown."""
+    """After a second Ctrl-C on one rank, the other one ends with the exit code of a Ctrl-C, without a traceback."""
     pair.watches[1].fail(TrainingStopped(130, "Stopped by SIGINT at once"))
     pair.look_until(lambda: pair.watches[0].failure)
     pair.now += 0.25
@@ -161,14 +161,14 @@ def test_stop_at_once_has_its_own_code(pair: Pair, capfd: pytest.CaptureFixture[
 
 
 def test_rank_that_is_lost_when_the_time_is_over(pair: Pair) -> None:
-    """A collective that breaks when the grace period has ended another rank ends this one, for that reason."""
+    """If a collective breaks because the grace period has ended another rank, this rank ends for the same reason."""
     pair.stops[0].note(signal_reason(signal.SIGTERM), 0.5)
     pair.watches[0].fail(RuntimeError("Connection closed by peer"))
     assert pair.ends[0][0] == 143
 
 
 def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
-    """Who looks on continues looking."""
+    """The watching thread continues after an error."""
     watch = Watch(StopSignals([], grace_seconds=1.0))
     seen: list[int] = []
 
@@ -178,7 +178,7 @@ def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture
 
     watch.looks.append(look)
     watch.start()
-    while len(seen) < 2:  # pytest's time-out ends what never comes
+    while len(seen) < 2:  # pytest's timeout ends a test that never gets there
         time.sleep(0.005)
     watch.close()
     assert "has met an error" in caplog.text

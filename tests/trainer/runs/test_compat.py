@@ -1,4 +1,4 @@
-"""The private names of Lightning and Optuna that tell fits apart are there in the installed versions."""
+"""The contract with Lightning and Optuna: the installed versions have the private names that identify fits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.runs import make_trainer
 
 @pytest.mark.parametrize("path", compat.SEAMS)
 def test_each_name_is_there(path: str) -> None:
-    """Without it something breaks, and the message says what."""
+    """Without the name something breaks, and the message says what."""
     assert missing(make_trainer([], Path("unused")), path, compat.SEAMS) is None
     assert compat.SEAMS[path] in str(missing(object(), path, compat.SEAMS))
 
 
 def test_optuna_has_its_own() -> None:
-    """A study says where it is kept."""
+    """A study gives the place of its storage."""
     optuna = pytest.importorskip("optuna")
     study = optuna.create_study()
     [path] = compat.STUDY_SEAMS
@@ -29,12 +29,12 @@ def test_optuna_has_its_own() -> None:
 
 
 def test_no_other_name_is_touched() -> None:
-    """What is private is in the table."""
+    """Each private name is in the table."""
     paths = [*compat.SEAMS, *compat.STUDY_SEAMS]
     assert private_names(compat) - {part for path in paths for part in path.split(".")} - {"_loaders"} == set()
 
 
 def test_loaders_by_place() -> None:
-    """All that were passed, however they are nested."""
+    """All loaders that were passed are found, however they are nested."""
     found = dict(compat._loaders({"a": [1, CombinedLoader({"b": 2})], "c": None}, "train"))
     assert found == {"train.a.0": 1, "train.a.1.b": 2}

@@ -1,4 +1,4 @@
-"""How a fit starts: what tells it from other ones, and what may be another one at each start."""
+"""The start of a fit: the values that distinguish it from other fits, and the values that may change at each start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(number: int = 8, first: float = 0.0) -> DataLoader[Any]:
 
 
 def started(module: LightningModule, data: Any = None, *, seed: int = 1, **how: Any) -> StartFingerprint:
-    """Return how a fit of a module starts, which has just been made."""
+    """Return the start of a fit of a module that has just been created."""
     found: list[StartFingerprint] = []
 
     def run(trainer: Trainer, *_: Any, **__: Any) -> None:
@@ -53,7 +53,7 @@ def started(module: LightningModule, data: Any = None, *, seed: int = 1, **how: 
 
 
 def test_same_start() -> None:
-    """Two that are made alike are exactly the same; without a seed the weights are others."""
+    """Two fits that are created alike are exactly the same; without a seed the weights differ."""
     one, other, unseeded = started(Given(lr=0.1)), started(Given(lr=0.1)), started(Given(lr=0.1), seed=2)
     assert one.is_exactly(other.state_dict())
     assert one.is_alike(unseeded.state_dict())
@@ -73,7 +73,7 @@ def test_same_start() -> None:
     ],
 )
 def test_numbers_tell_fits_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Those among hyperparameters and attributes."""
+    """Numbers among hyperparameters and attributes distinguish fits."""
     assert not started(Given(**one)).has_core(started(Given(**other)).state_dict())
 
 
@@ -94,7 +94,7 @@ def test_what_may_differ(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_ignored_hyperparameters() -> None:
-    """What the user has named may differ."""
+    """Hyperparameters that the user has named may differ."""
     one, other = ({"hyperparameters": {"start": value, "o": {"at": value}}} for value in (1.5, 2.5))
     how = {"ignored": ("start", "o")}
     assert started(Given(**one), **how).has_core(started(Given(**other), **how).state_dict())
@@ -102,7 +102,7 @@ def test_ignored_hyperparameters() -> None:
 
 
 def test_data() -> None:
-    """Loaders that are passed to `fit` count, nested ones too."""
+    """Loaders that are passed to `fit` count, also nested ones."""
     assert started(Given(), rows()).has_data(started(Given(), rows()).state_dict())
     assert not started(Given(), rows()).has_data(started(Given(), rows(first=1.0)).state_dict())
     nested = started(Given(), {"a": [rows(), rows(4)]})
@@ -121,7 +121,7 @@ class Data(LightningDataModule):
 
 
 def test_data_module() -> None:
-    """Its numbers count; its loaders are not made."""
+    """Its numbers count; its loaders are not created."""
     one = started(Given(), Data(0))
     assert one.data == {}
     assert not one.has_core(started(Given(), Data(1)).state_dict())
@@ -136,7 +136,7 @@ def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draws_nothing() -> None:
-    """The generators are where they were."""
+    """The generators are unchanged."""
     torch.manual_seed(5)
     module = Given()
     before = torch.get_rng_state()

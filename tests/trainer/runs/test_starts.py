@@ -1,4 +1,4 @@
-"""How a process was started: the script, its arguments, and the directory, also where something else runs it."""
+"""How a process was started: the script, its arguments, and the directory, also under a launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_faulttolerant.trainer.runs.starts import Start, start_directory, 
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that lets `__main__` be another file, or none."""
+    """Return a function that makes `__main__` another file, or none."""
 
     def set_file(path: Any) -> None:
         if path is None:
@@ -37,7 +37,7 @@ def test_script(main: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["cProfile", "pdb", "debugpy"])
 def test_launcher_that_runs_a_script(launcher: str, main: Any, tmp_path: Path) -> None:
-    """Under a debugger or a profiler the script is the one that it runs."""
+    """Under a debugger or a profiler, the script is the one that it runs."""
     main(pytest.importorskip(launcher).__file__)
     script = tmp_path / "train.py"
     script.touch()
@@ -47,17 +47,17 @@ def test_launcher_that_runs_a_script(launcher: str, main: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("launcher", ["ray", "submitit"])
 def test_launcher_that_runs_a_function(launcher: str, main: Any) -> None:
-    """What a worker of Ray or submitit trains is told by how it starts."""
+    """A worker of Ray or submitit is one of many, with the script of its function and the launcher's name."""
     main(pytest.importorskip(launcher).__file__)
     start = start_of_process(["worker.py"], {})
     assert start.is_one_of_many
     assert start.command.arguments[0] == launcher
-    assert os.path.isabs(start.command.script)  # that of the function's code
+    assert os.path.isabs(start.command.script)  # the file of the function's code
     assert start.is_killed_at_end is (launcher == "ray")
 
 
 def test_launcher_that_is_a_link(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installers may put links to their cache where packages are."""
+    """Installers may put links to their cache in the packages directory."""
     packages, cache = tmp_path / "packages", tmp_path / "cache"
     packages.mkdir()
     cache.mkdir()
@@ -85,7 +85,7 @@ def test_notebooks(
     main: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A notebook is told from another one by its name, where the kernel knows it."""
+    """Notebooks are distinguished by name, if the kernel knows it."""
     main(None)
     for name, value in names.items():
         monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
@@ -98,7 +98,7 @@ def _in_child(queue: Any) -> None:
 
 
 def test_child_of_multiprocessing() -> None:
-    """Several such processes may train at a time."""
+    """Several processes like this may train at the same time."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(queue,))
@@ -110,13 +110,13 @@ def test_child_of_multiprocessing() -> None:
 
 
 def test_worker_of_a_pool() -> None:
-    """It is killed when the pool is left."""
+    """A pool's worker is killed when the pool is left."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(start_of_process, (["train.py"], {})).is_killed_at_end
 
 
 def test_directory_that_the_script_changes_to(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of the shell where the script's name leads to it from there, or this package was imported there."""
+    """It is the shell's if the script's name leads to it from there, or if this package was imported there."""
     inner, other = tmp_path / "outputs" / "1", tmp_path / "other"
     inner.mkdir(parents=True)
     other.mkdir()
@@ -135,7 +135,7 @@ def test_directory_that_the_script_changes_to(main: Any, tmp_path: Path, monkeyp
 
 
 def test_hydra(main: Any, tmp_path: Path) -> None:
-    """The overrides of the job are the arguments, options of Hydra itself are not; Hydra knows the directory."""
+    """The overrides of the job are the arguments, but options of Hydra itself are not; Hydra knows the directory."""
     hydra = pytest.importorskip("hydra")
     from hydra.core.hydra_config import HydraConfig
 

@@ -1,4 +1,4 @@
-"""Whether a script runs several fits: lines of the user's that lead to one are looked at."""
+"""Whether a script runs several fits: the lines of user code that lead to a fit are checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_faulttolerant.trainer.runs import trials
 
 
 def asked_in(tmp_path: Path, code: str) -> list[bool]:
-    """Return what a script is told that has this code, in which `ask()` stands for `fit`."""
+    """Return the answers that a script with this code gets; `ask()` stands for `fit`."""
     answers: list[bool] = []
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(code))
@@ -43,17 +43,17 @@ def asked_in(tmp_path: Path, code: str) -> list[bool]:
     ],
 )
 def test_loops(code: str, expected: bool, tmp_path: Path) -> None:
-    """A line in the body of a `for` may be run several times; one after it is not, nor is one that is tried again."""
+    """A line in the body of a `for` may run several times; a line after it may not, nor may a line that is retried."""
     assert asked_in(tmp_path, code) == [expected]
 
 
 def test_no_sweep_here() -> None:
-    """Outside of a study there is neither a sweep nor a trial."""
+    """Outside of a study, there is neither a sweep nor a trial."""
     assert (trials.sweep(), trials.trial_of()) == (None, None)
 
 
 def test_study_in_memory() -> None:
-    """Its trials are the same ones at each start, so that they are fits in their order."""
+    """Its trials are the same ones at each start, so they are fits in their order."""
     optuna = pytest.importorskip("optuna")
     found: list[tuple[str | None, str | None]] = []
 
@@ -66,7 +66,7 @@ def test_study_in_memory() -> None:
 
 
 def test_study_in_a_database(tmp_path: Path) -> None:
-    """Its trials continue at each start: each has a name, and one that is tried again has that of the first try."""
+    """Its trials continue at each start: each has a name, and a retried trial has the name of the first try."""
     optuna = pytest.importorskip("optuna")
     found: list[tuple[str | None, str | None]] = []
 

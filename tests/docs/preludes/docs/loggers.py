@@ -9,7 +9,7 @@ model = Net()
 
 
 def _made(**arguments):
-    """Check the arguments: W&B is not installed where tests run."""
+    """Check the arguments, since W&B is not installed where tests run."""
     inspect.signature(loggers.WandbLogger).bind(**arguments)
     return SimpleNamespace(watch=lambda watched: None)
 

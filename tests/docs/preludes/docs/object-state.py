@@ -1,4 +1,4 @@
-"""What docs/object-state.md takes for granted."""
+"""The names that docs/object-state.md assumes."""
 
 from types import SimpleNamespace
 

@@ -6,7 +6,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_faulttolerant import FaultTolerance
 
-# What srun tells the first of eight tasks.
+# The environment that srun sets for the first of eight tasks.
 os.environ.update(
     RUN_DIRECTORY="run",
     SLURM_JOB_ID="1",
