@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.loader.worker_side import WorkerSide
-from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
-from lightning_faulttolerant.trainer.capture import RunState
+from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.save.capture import RunState
 
 _MOST = 100_000
 _WARM_UP = 30

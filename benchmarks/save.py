@@ -33,8 +33,8 @@ from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
+from lightning_faulttolerant.trainer.save.autosave import Autosaver
 
 # Bytes of the state. That is three times the weights, since Adam keeps two numbers for each weight.
 SIZES = {"10 MB": 10e6, "100 MB": 100e6, "1 GB": 1000e6}

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
-    from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
-    from lightning_faulttolerant.trainer.report import ResumeReport
+    from lightning_faulttolerant.trainer.resume.report import ResumeReport
+    from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
     __version__: str
 
@@ -84,7 +84,7 @@ __all__ = [
 
 # These need torch or Lightning, which take seconds to import.
 _LAZY = {
-    "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
+    "AtomicCheckpointIO": "lightning_faulttolerant.trainer.save.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
@@ -94,7 +94,7 @@ _LAZY = {
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
-    "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "ResumeReport": "lightning_faulttolerant.trainer.resume.report",
     "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",

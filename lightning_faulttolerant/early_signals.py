@@ -72,7 +72,7 @@ class EarlySignals:
             self._timer = threading.Timer(_seconds_to_wait(os.environ), os.kill, (os.getpid(), signum))
             self._timer.daemon = True
             self._timer.start()
-            _say("SIGUSR1 has come before fit. The fit that begins next stops at once, and the job is queued again.")
+            _say("SIGUSR1 arrived before fit. The next fit stops at its first boundary, and the job is queued again.")
 
 
 def end_by_notice(reason: str = "") -> None:

@@ -35,7 +35,7 @@ def test_notice_is_noted_and_ends_the_process_if_no_fit_follows() -> None:
     ended = run(IMPORT, SOON, NOTICE, "print('continues', flush=True)", "time.sleep(30)")
     assert ended.returncode == -10
     assert ended.stdout == "continues\n"
-    assert "SIGUSR1 has come before fit" in ended.stderr
+    assert "SIGUSR1 arrived before fit" in ended.stderr
     assert "the job is not queued again. No fit has begun" in ended.stderr
 
 

@@ -240,7 +240,7 @@ def remove_abandoned(directory: Path) -> None:
         with contextlib.suppress(OSError):  # such as another user's file: the save must not fail for it
             if temporary.is_file() and is_unchanged_for_long(temporary):
                 temporary.unlink(missing_ok=True)
-                _logger.info("Removed %s, which a writer that was killed had left behind", temporary)
+                _logger.info("Removed %s, left by a writer that was killed", temporary)
 
 
 def is_of_this_process(name: str) -> bool:

@@ -252,7 +252,7 @@ class DirectorySeries:
                 with contextlib.suppress(OSError):
                     entry.path.rmdir()
             elif state is State.BEGUN and is_abandoned(entry.path):
-                _logger.info("Removing %s, which a writer that is gone never committed", entry.path)
+                _logger.info("Removing %s, which a writer never committed", entry.path)
                 self._delete(entry.path)
         for path, target in find_leftovers(self.output_directory):
             if path.is_dir() and not path.is_symlink() and self._current_name.fullmatch(target):

@@ -330,7 +330,7 @@ class AutosaveSeries:
         surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
         for name, target in (*leftovers(names, other_hosts=True), *own.items()):
             if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
-                _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
+                _logger.info("Removing %s, left by a writer that was killed", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
 

@@ -222,14 +222,14 @@ def _load(file: IO[bytes], verification: Verification, *, map_location: Any, wei
         if verification.has_checksums:
             raise
         raise CheckpointError(
-            f"{verification}, and does not load: {type(error).__name__}: {error}. Whether it was damaged nobody can "
-            "tell. Take another checkpoint."
+            f"{verification}, and does not load: {type(error).__name__}: {error}. We can't tell whether it was "
+            "damaged. Use another checkpoint."
         ) from error
 
 
 @functools.cache
 def _warn_unverified(verification: str) -> None:
-    _logger.warning("%s. It loads, but whether it is what was saved could not be verified.", verification)
+    _logger.warning("%s. It loads, but we could not verify that it is what was saved.", verification)
 
 
 def _walk(value: Any, *, place: str, seen: set[int]) -> Iterator[str]:

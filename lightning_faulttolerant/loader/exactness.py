@@ -59,7 +59,7 @@ def why_not_exact(loader: object) -> str | None:
         return f"its class {type(loader).__name__} is not a torch DataLoader"
     reason = why_not_drawn_again(loader)
     if reason is None and any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
-        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
+        return "it already has its own iterator (made before fit): its workers can't be reached anymore"
     return reason
 
 
@@ -77,7 +77,7 @@ def why_not_drawn_again(loader: DataLoader[Any]) -> str | None:
         if getattr(loader, "state", None) is not None:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
     elif hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
+        return f"a {type(loader).__name__} keeps its own state, and its workers' random states are not in it"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
     return None

@@ -297,7 +297,7 @@ class IterableSide(IterableDataset[Any]):
             return
         kept = ", ".join(differences(expected, record.remembered))
         self._refuse(
-            f"keeps a state of its own from one iteration to the next: {kept}. Started again"
+            f"keeps its own state from one iteration to the next: {kept}. Started again"
             " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
             " load_state_dict, or `set_epoch`; or pass strict=False."
         )

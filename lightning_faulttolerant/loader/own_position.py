@@ -20,7 +20,7 @@ def why_not_followed(loader: DataLoader[Any]) -> str | None:
         if not owner.__module__.startswith("torchdata."):
             return f"{type(loader).__name__} has a {name} of its own, which would not be called"
     if vars(loader).get("_initial_iter_for_state_dict"):
-        return "it already holds an iterator of its own (made by its state_dict before fit)"
+        return "it already has its own iterator (made by its state_dict before fit)"
     dataset = stateful_dataset(loader)
     strange = None if dataset is None else what_is_not_plain(dataset.state_dict())
     return strange and f"the state_dict of its data set has {strange}; give it plain values and tensors only"

@@ -33,13 +33,13 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
     """
     first = states[0]
     if "record" not in first:
-        raise NotExactError("it keeps a position of its own, which is that of one rank")
+        raise NotExactError("it keeps its own position, which is that of one rank")
     if "iterable" in first and not is_dealt_stream(first):
         raise NotExactError("an iterable data set says itself, on each rank, which samples come next")
     if DEAL in first:  # nothing was consumed since another resume
         return dict(first)
     if "dataset" in first:
-        raise NotExactError("its data set keeps a state of its own, which is that of one rank")
+        raise NotExactError("its data set keeps its own state, which is that of one rank")
     record = first["record"]
     if first["consumed"] is None or record is None or record["first"] is None:
         return between(first)

@@ -220,7 +220,7 @@ class _MethodOf:
     def __call__(self, *args: Any) -> Any:
         loader = self._loader()
         if loader is None:
-            raise ReferenceError("the loader whose state is asked for is gone")
+            raise ReferenceError("the loader whose state is requested no longer exists")
         return getattr(type(loader), self._name)(loader, *args)
 
 

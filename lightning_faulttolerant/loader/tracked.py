@@ -116,7 +116,7 @@ class TrackedLoader:
         """The followed copy. The copy refers to this object, not the reverse, so no cycle keeps workers alive."""
         loader = self._loader() if self._loader is not None else None
         if loader is None:
-            raise ReferenceError("the loader that was followed is gone")
+            raise ReferenceError("the loader that was followed no longer exists")
         return loader
 
     @property

@@ -109,7 +109,7 @@ def _merge_cat(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str
 def _merge_unknown(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
     if all(_equal(values[0], value) for value in values) and _equal(values[0], default):
         return values[0], ""
-    return values[min(rank, len(values) - 1)], "has a reduction of its own, which can't be applied to some ranks only"
+    return values[min(rank, len(values) - 1)], "has its own reduction, which can't be applied to some ranks only"
 
 
 def _merge_none(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:

@@ -84,5 +84,5 @@ def mismatch(differing: Sequence[str]) -> FingerprintMismatchError:
     return FingerprintMismatchError(
         "The state was saved with other data or in another order than this data set has, so its position would mean"
         f" other samples. Saved -> now: {'; '.join(differing)}. Use the data set that saved it, or pass"
-        " strict=False to load_state_dict to continue at this position all the same."
+        " strict=False to load_state_dict to continue at this position anyway."
     )

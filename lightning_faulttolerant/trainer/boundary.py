@@ -10,17 +10,17 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
-from lightning_faulttolerant.trainer.autosave import Autosaver
-from lightning_faulttolerant.trainer.capture import Capture, RunState
-from lightning_faulttolerant.trainer.history import History
-from lightning_faulttolerant.trainer.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, Position, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.group import Ranks
-from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
-from lightning_faulttolerant.trainer.stop import stopped_by
-from lightning_faulttolerant.trainer.stopping import Stopping
-from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.save.capture import Capture, RunState
+from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
+from lightning_faulttolerant.trainer.stop.signals import stopped_by
+from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
 
 class Boundary:

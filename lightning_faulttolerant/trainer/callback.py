@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.trainer import under_way
 from lightning_faulttolerant.trainer.bases import AnyCallback, names_of_hooks
-from lightning_faulttolerant.trainer.deadline import checked_deadline
-from lightning_faulttolerant.trainer.environment import is_switched_off, read_trust
-from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
-from lightning_faulttolerant.trainer.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.process import Registered
-from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.serving import is_module, served
+from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
+from lightning_faulttolerant.trainer.settings.options import Options, checked_dirpath, checked_ledger
+from lightning_faulttolerant.trainer.settings.options_variable import option_names, with_options_of_environment
+from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.ledger.opened import OpenLedger
@@ -162,7 +162,7 @@ class FaultTolerance(AnyCallback):
             >>> callback = FaultTolerance().register("seen", lambda: list(seen), seen.extend)
         """
         if name in self._registered:
-            raise ValueError(f"A state is registered as {name!r} already. Give each a name of its own.")
+            raise ValueError(f"A state is registered as {name!r} already. Give each its own name.")
         if not callable(state_dict) or not callable(load_state_dict):
             raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
         self._registered[name] = (state_dict, load_state_dict)

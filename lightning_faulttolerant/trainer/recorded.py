@@ -15,7 +15,6 @@ from lightning_faulttolerant.state.metrics import metrics_state
 from lightning_faulttolerant.state.tensors import flags_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state
-from lightning_faulttolerant.trainer.capture import named_callbacks
 from lightning_faulttolerant.trainer.ledger.digests import (
     digest,
     exact,
@@ -25,6 +24,7 @@ from lightning_faulttolerant.trainer.ledger.digests import (
 )
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.recorder import Recorder
+from lightning_faulttolerant.trainer.save.capture import named_callbacks
 
 
 def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:

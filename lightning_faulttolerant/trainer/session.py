@@ -11,32 +11,32 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.autosave import Autosaver
-from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.boundary import Boundary
-from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
-from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.fingerprint import Fingerprint
-from lightning_faulttolerant.trainer.hook_saves import HookSaves
-from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
-from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
-from lightning_faulttolerant.trainer.objects import RELOADS
-from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
+from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION as VALIDATION_LOADERS
+from lightning_faulttolerant.trainer.loaders.reloads import Reloads
+from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Patches, then
 from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
-from lightning_faulttolerant.trainer.reloads import Reloads
-from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.restoring import Method, Restoring
-from lightning_faulttolerant.trainer.resume import Resume
-from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.stopping import Stopping
-from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
-from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
-from lightning_faulttolerant.trainer.surroundings import surroundings
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.resume.restoring import Method, Restoring
+from lightning_faulttolerant.trainer.resume.resume import Resume
+from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
+from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.save.capture import RunState
+from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
+from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.settings.environment import is_manual
+from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.stop.stopping import Stopping
+from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
 
 
 class Session:

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
-from lightning_faulttolerant.trainer.early_stop import follow_trainer
-from lightning_faulttolerant.trainer.environment import read_switch
+from lightning_faulttolerant.trainer.settings.environment import read_switch
+from lightning_faulttolerant.trainer.stop.early_stop import follow_trainer
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.callback import FaultTolerance

@@ -220,7 +220,7 @@ def test_legacy_file_is_said_to_be_without_checksums(tmp_path, caplog):
         assert not verification.has_checksums
         assert "before 1.6" in verification.reason
     assert load_file(tmp_path / "a.ckpt")["nested"] == CONTENT["nested"]
-    assert "could not be verified" in caplog.text
+    assert "could not verify" in caplog.text
 
 
 @needs_the_switch
@@ -232,7 +232,7 @@ def test_loading_without_checksums_warns_once(tmp_path, caplog):
         load_file(tmp_path / name)
     warned = [record.getMessage() for record in caplog.records]
     assert [str(tmp_path / name) in message for name, message in zip(("a.ckpt", "b.ckpt"), warned, strict=True)]
-    assert all("could not be verified" in message for message in warned)
+    assert all("could not verify" in message for message in warned)
 
 
 @needs_the_switch
@@ -244,7 +244,7 @@ def test_autosave_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
     _save_without_checksums({"number": 1}, newest)
     assert str(series.newest()) == str(newest)
     assert load_file(newest) == {"number": 1}
-    assert "could not be verified" in caplog.text
+    assert "could not verify" in caplog.text
 
 
 def test_sound_file_loads_without_a_warning(tmp_path, caplog):

@@ -23,7 +23,7 @@ from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.verify import load_path
-from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
+from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
 

@@ -29,8 +29,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
-from lightning_faulttolerant.trainer.environment import VARIABLE
 from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests.data_sets import NoisyDataset
 from tests.law.test_faults import ALWAYS, RaiseIn
 from tests.law.test_manual import counted

@@ -20,10 +20,10 @@ from lightning_faulttolerant.records.history import FILE_NAME, Chapter, Fit, His
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
-from lightning_faulttolerant.trainer import history as history_module
-from lightning_faulttolerant.trainer.history_file import LocalHistory
 from lightning_faulttolerant.trainer.recorder import KillAt
-from lightning_faulttolerant.trainer.run import RUN_ID_VARIABLE
+from lightning_faulttolerant.trainer.run import history as history_module
+from lightning_faulttolerant.trainer.run.directory import RUN_ID_VARIABLE
+from lightning_faulttolerant.trainer.run.history_file import LocalHistory
 from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import protected
 from tests.processes import run

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from lightning_faulttolerant.trainer.environment import VARIABLE
+from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests.data_sets import HoldingDataset, NoisyDataset
 from tests.runs import Net, each_cut, fit_net
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from lightning_faulttolerant.trainer.capture import PARTS
+from lightning_faulttolerant.trainer.save.capture import PARTS
 from tests.data_sets import NoisyDataset
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt

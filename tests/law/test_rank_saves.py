@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import NotTheSame
-from lightning_faulttolerant.trainer import resume
+from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver, saving_module
 from tests.law import elastic_runs

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.trainer import resume
 from lightning_faulttolerant.trainer.ranks.gather import state_of
+from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import HoldingDataset, NoisyDataset
 from tests.rank_runs import SECONDS, RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, make_trainer

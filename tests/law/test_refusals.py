@@ -38,7 +38,7 @@ each_loader = pytest.mark.parametrize(
     ("make_loader", "reason"),
     [
         (out_of_order, "with in_order=False the order of its batches depends on the speed of its workers"),
-        (already_iterated, "it already holds an iterator of its own"),
+        (already_iterated, "it already has its own iterator"),
     ],
 )
 

@@ -72,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("interval", "expected", "line"),
-    [(1, "before batch 3", f"step=2.ckpt is not further on. To start from that file all the same, {ONCE}"),
+    [(1, "before batch 3", f"step=2.ckpt is not further on. To start from that file anyway, {ONCE}"),
      (100, "after the step of batch 1", "step=2.ckpt is further on than the autosave")],
 )  # fmt: skip
 def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.cli import main as command_line
 from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Entry, Registry
 from lightning_faulttolerant.records.runs import Command, FitRecord, RunRecord
+from lightning_faulttolerant.trainer.identity.recorded import write_record
 from lightning_faulttolerant.trainer.recorder import KillAt
-from lightning_faulttolerant.trainer.run import open_run
-from lightning_faulttolerant.trainer.runs.recorded import write_record
+from lightning_faulttolerant.trainer.run.directory import open_run
 from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import Ended, Script, run

@@ -24,7 +24,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
-from lightning_faulttolerant.trainer.trust import Trust
+from lightning_faulttolerant.trainer.save.trust import Trust
 from tests.processes import Ended, run
 from tests.runs import fit_net
 
@@ -178,7 +178,7 @@ def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
     """A warning says that the next start needs trust, and it does."""
     ended = fit(shared, KillAt(3), strict=False)
     assert ended.exit_code == -signal.SIGKILL
-    assert "As strict is off, the run is saved all the same" in ended.output
+    assert "As strict is off, the run is saved anyway" in ended.output
     assert_refused(fit(shared, strict=False), f"{shared} can be written to by everybody (mode 0777)")
     assert_resumed(fit(shared, strict=False, trust_autosaves=True))
 

@@ -259,9 +259,9 @@ def test_other_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"own": 1}, "keeps a position of its own"),
+        ({"own": 1}, "keeps its own position"),
         ({"record": None, "iterable": {}, "consumed": 3}, "says itself, on each rank"),
-        ({"record": None, "dataset": {}, "consumed": 3}, "keeps a state of its own"),
+        ({"record": None, "dataset": {}, "consumed": 3}, "keeps its own state"),
     ],
 )
 def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -> None:

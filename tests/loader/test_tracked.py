@@ -385,10 +385,10 @@ def with_living_workers() -> DataLoader[Any]:
 
 REASONS: dict[str, tuple[Callable[[], object], str]] = {
     "list": (lambda: [1, 2], "its class list is not a torch DataLoader"),
-    "state of its own": (lambda: Stateful(Drawing(2)), "a Stateful keeps a state of its own"),
+    "state of its own": (lambda: Stateful(Drawing(2)), "a Stateful keeps its own state"),
     "out of order": (lambda: DataLoader(Drawing(2), num_workers=1, in_order=False), "set in_order=True"),
-    "living workers": (with_living_workers, "already holds an iterator of its own"),
-    "iterator made at once": (lambda: Eager(Drawing(2)), "already holds an iterator of its own"),
+    "living workers": (with_living_workers, "already has its own iterator"),
+    "iterator made at once": (lambda: Eager(Drawing(2)), "already has its own iterator"),
 }
 
 

@@ -297,7 +297,7 @@ class Counting(random.Random):
 
 def test_state_that_cannot_be_kept_is_named() -> None:
     """A generator with a custom state is refused by the name of its class."""
-    with pytest.raises(NotExactError, match=r"A Counting has a getstate of its own"):
+    with pytest.raises(NotExactError, match=r"A Counting has its own getstate"):
         HeldGenerators({"dataset": Holder(rng=Counting())}).state_dict()
 
 

@@ -87,7 +87,7 @@ def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch:
 SCRIPT = """
 import sys
 import fsspec
-from lightning_faulttolerant.trainer.run import open_run
+from lightning_faulttolerant.trainer.run.directory import open_run
 run = open_run(sys.argv[1], "run")
 run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
 if sys.argv[2] == "raises":

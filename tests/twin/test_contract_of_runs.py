@@ -1,3 +1,3 @@
 from tests.twin import translated
 
-globals().update(translated.tests_of("trainer.runs.test_compat"))
+globals().update(translated.tests_of("trainer.identity.test_compat"))

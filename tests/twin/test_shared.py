@@ -29,9 +29,9 @@ APART = {
     "ranks.line._LEAVES": "never changes",
     "ranks.watch._DIED": "never changes",
     "ranks.supported.REFUSED": "never changes, and holds classes of its package",
-    "capture.PARTS": "never changes",
+    "save.capture.PARTS": "never changes",
     "experiments.experiments._ADVICE": "never changes",
-    "hook_saves._PLACES": "never changes",
+    "save.hook_saves._PLACES": "never changes",
     "logged.compat._CONNECTOR": "never changes",
 }
 

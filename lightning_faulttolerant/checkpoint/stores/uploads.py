@@ -173,7 +173,7 @@ class _S3Upload:
     def find_damage(self) -> str | None:
         bucket, head = self._fs.split_path(self._path)[0], self._head()
         if self._answered_etag == self._etag() != head["ETag"].strip('"'):
-            _logger.warning("Another writer has put a file of its own to s3://%s since", self._path)
+            _logger.warning("Another writer has uploaded its own file to s3://%s since", self._path)
             return None
         if head["ContentLength"] != self._parts.num_bytes:
             return _describe_size(head["ContentLength"], self._parts.num_bytes)

@@ -74,7 +74,7 @@ _MAIN_RNG = Cause(
     " something drew from them in one run and not in the other.",
     advice=(
         "Look for draws that depend on a file, or on the process: a cache that is filled once, a condition on the first"
-        " batch of a process. Let them use a generator of their own.",
+        " batch of a process. Give them their own generator.",
         "Hooks of the start of an epoch are not called again for an epoch that is resumed in its middle.",
     ),
 )

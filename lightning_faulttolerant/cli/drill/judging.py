@@ -22,7 +22,7 @@ _NUM_LINES = 60
 _CHECK = "--check runs the script uninterrupted twice first, and tells whether it is deterministic by itself."
 _NO_LEDGER = Cause(
     part="no ledger",
-    text="The script ended well, but no training of Lightning's has told what it did.",
+    text="The script ended well, but no Lightning training reported what it did.",
     advice=(
         "The drill follows Trainer.fit of lightning.pytorch and of pytorch_lightning (>= 2.5.6): a script that has a"
         " loop of its own can't be drilled.",
@@ -32,7 +32,7 @@ _NO_LEDGER = Cause(
 )
 _OWN_RUN = Cause(
     part="existing run",
-    text="A run that was to begin from the beginning continued from a checkpoint. It was ended at once.",
+    text="A run that should have started from the beginning continued from a checkpoint. It was ended.",
     advice=(
         'fit(ckpt_path="last") and a ckpt_path that is found by the script make it continue from an earlier run.'
         " {run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart:"
@@ -98,7 +98,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
     if is_restart:
         return Verdict(
             word=result.DIFFERS,
-            text=f"A restart {how}; the uninterrupted run came to its end.",
+            text=f"A restart {how}; the uninterrupted run finished.",
             cause=Cause(
                 part="restart",
                 text="The same command, run again after a strike, does not come to its end.",
@@ -112,7 +112,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
     if run != result.UNINTERRUPTED:
         cause = Cause(
             part="second run",
-            text="The same command came to its end before; run once more from the beginning, it does not.",
+            text="The same command finished before. Run once more from the beginning, it does not.",
             advice=(f"Its output says why: {process.output}", _APART),
         )
         return _not_judged(f"The {run} run {how} before anybody had interrupted it.", cause)
@@ -251,11 +251,11 @@ def of_interrupted(
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:
         told = ", ".join(f"{value.name} {value.expected} and {value.found}" for value in others)
-        notes.append(f"Equal all the same: the processes did not compute in the same surroundings ({told}).")
+        notes.append(f"Equal anyway: the processes did not compute in the same surroundings ({told}).")
     if any(strike.exit_code == -signal.SIGTERM for strike in strikes):
         notes.append(_NOT_HANDED_ON)
     if _inexact(found, len(ran.processes)):
-        notes.append("Equal all the same: a restart said that it could not restore everything exactly.")
+        notes.append("Equal anyway: a restart said that it could not restore everything exactly.")
     times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
     if len(strikes) < num_wanted:
         times += f", by {len(strikes)} of {plural(num_wanted, 'strike')}"
@@ -323,7 +323,7 @@ def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found:
     difference = difference_of(mismatch)
     others = _other_surroundings(expected, found, 0)
     cause = causes.surroundings_differ(others) if others else causes.not_deterministic(mismatch, difference.place)
-    text = f"The script is not deterministic by itself: two runs that nobody interrupts differ at {difference.place}."
+    text = f"The script is not deterministic by itself: two uninterrupted runs differ at {difference.place}."
     return _not_judged(text, cause, difference=difference)
 
 

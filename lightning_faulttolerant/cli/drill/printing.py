@@ -46,7 +46,7 @@ def print_result(found: DrillResult, stream: TextIO, *, is_kept: bool) -> None:
 
 
 def _strikes(strikes: Sequence[Strike]) -> list[str]:
-    header = ["STRIKE", "AT BATCH", "EPOCH", "WENT ON AT", "DONE TWICE", "FIRST BATCH IN"]
+    header = ["STRIKE", "AT BATCH", "EPOCH", "RESUMED AT", "DONE TWICE", "FIRST BATCH IN"]
     rows = [
         [
             f"{strike.number} {strike.kind}",

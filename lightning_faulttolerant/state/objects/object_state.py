@@ -197,7 +197,7 @@ class ObjectState:
         for path, content in by_state:
             node = self._graph.node_at(path)
             if node is None:
-                missing.append(f"{path}: it is not there any more")
+                missing.append(f"{path}: it no longer exists")
                 continue
             missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
         return missing

@@ -96,7 +96,7 @@ class KeptShards:
         try:
             return self._fault(shard)
         except FileNotFoundError:  # evicted by another process during the read
-            return f"{self.shards[shard].files[0].basename}: it is not there any more"
+            return f"{self.shards[shard].files[0].basename}: it no longer exists"
 
     def _fault(self, shard: int) -> str | None:
         files = self.shards[shard].files
@@ -252,7 +252,7 @@ def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
         os.replace(temporary, path)
     except FileNotFoundError as error:
         # Not FileNotFoundError, which means a missing shard: a sweep in another container took this process for dead.
-        raise OSError(f"{temporary} was removed by somebody before it was complete") from error
+        raise OSError(f"{temporary} was removed before it was complete") from error
 
 
 def size_fault(path: str, num_bytes: int) -> str | None:

@@ -148,7 +148,7 @@ class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
     def relative_update(self, inc: int = 1) -> None:
         """Note that a block has been written."""
         if self.is_given_up:
-            raise TimeoutError("nobody waits for this file any more")
+            raise TimeoutError("nothing waits for this file anymore")
 
 
 def _in_loop(fs: AsyncFileSystem, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:

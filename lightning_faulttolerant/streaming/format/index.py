@@ -134,7 +134,7 @@ class _Parser:
     def _error(self, what: str) -> DamagedIndexError:
         return DamagedIndexError(
             f"The index {self._source} can't be read: {what}. "
-            f"Without it nobody knows what samples there are; write it, or copy it, again."
+            f"Without it the samples are not known. Write it again, or copy it again."
         )
 
 

@@ -15,9 +15,9 @@ from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.experiments import compat
 from lightning_faulttolerant.trainer.experiments.mlflow_points import MLflowPoints
 from lightning_faulttolerant.trainer.experiments.wandb_rows import WandbRows
+from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.process import has_told
-from lightning_faulttolerant.trainer.telling import tell
 
 _RUNNING, _KILLED = "RUNNING", "KILLED"
 _BEGUN = "Its run has begun before the fit: give WandbLogger, or wandb.init, an id."

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
-from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.parts import MARK, are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.position import FINISHED
-from lightning_faulttolerant.trainer.run import Run
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.run.directory import Run
 
 
 def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.runs.starts import hydra_config
+from lightning_faulttolerant.trainer.identity.starts import hydra_config
 
 DEFAULT_ROOT_DIR = "default_root_dir"
 _HYDRA = "hydra.runtime.output_dir"

@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.telling import tell
 
 
 def let_config_be_there(trainer: Trainer, patches: Patches) -> None:

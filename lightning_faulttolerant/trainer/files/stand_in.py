@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
 # Those that the user has not chosen: they stand in for Lightning's default during a fit.
 _stand_ins: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()

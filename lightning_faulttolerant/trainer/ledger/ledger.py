@@ -37,8 +37,8 @@ from lightning_faulttolerant.trainer.ledger.order import Order
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.session import Session
-from lightning_faulttolerant.trainer.surroundings import surroundings
 
 Method = Callable[..., Any]
 

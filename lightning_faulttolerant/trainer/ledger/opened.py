@@ -12,14 +12,15 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.records.lines import LineFile
-from lightning_faulttolerant.trainer import compat, process, under_way
-from lightning_faulttolerant.trainer.launched import Script
+from lightning_faulttolerant.trainer import compat, process
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
 from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
-from lightning_faulttolerant.trainer.options import Options, checked_ledger
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.run import nested_fits as under_way
+from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.session import Session
+from lightning_faulttolerant.trainer.settings.options import Options, checked_ledger
 
 _num_fits = process.num_fits
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.trainer.compat import fetches_ahead
 from lightning_faulttolerant.trainer.ledger.digests import digest
-from lightning_faulttolerant.trainer.mark import Mark
-from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
+from lightning_faulttolerant.trainer.loaders.fetched_ahead import Mark
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 
 Places = Mapping[str, tuple[Any, int]]
 """Each loader's iteration, and how many of its batches have come out."""

@@ -21,12 +21,12 @@ from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_strea
 from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.fingerprint import tensor_parallel_size
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.logged.merge import merged_results
 from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.window import Window
-from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
+from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
 
 State = Mapping[str, Any]
 

@@ -133,7 +133,7 @@ def by_first(ranks: Ranks, step: str, work: Callable[[], _Result]) -> _Result:
         told: tuple[str, _Result] = ranks.from_first(step, None)
         failure, result = told
         if failure:
-            raise CheckpointError(f"Rank 0 could not save, the autosaves so far are there: {failure}")
+            raise CheckpointError(f"Rank 0 could not save. The autosaves so far are kept: {failure}")
         return result
     try:
         result = work()

@@ -20,15 +20,15 @@ from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.state.tensors import load_buffers
-from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.compat import put_checkpoint
 from lightning_faulttolerant.trainer.files.parts import part_of
-from lightning_faulttolerant.trainer.outage import described
+from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
 from lightning_faulttolerant.trainer.ranks.group import Ranks
-from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.save.outage import described
 
 _Result = TypeVar("_Result")
 
@@ -156,7 +156,7 @@ def _raise_if(failure: str, own: BaseException | None) -> None:
     if own is not None:
         raise own
     if failure:
-        raise CheckpointError(f"The ranks could not save together, the autosaves so far are there. {failure}")
+        raise CheckpointError(f"The ranks could not save together. The autosaves so far are kept. {failure}")
 
 
 def _of_first(series: AutosaveSeries | None) -> AutosaveSeries:

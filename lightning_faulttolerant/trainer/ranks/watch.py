@@ -19,7 +19,7 @@ from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.line import Line
 from lightning_faulttolerant.trainer.ranks.tracebacks import print_traceback
-from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
+from lightning_faulttolerant.trainer.stop.signals import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)
 

@@ -242,7 +242,7 @@ def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypat
             raise FileNotFoundError(source)
 
     monkeypatch.setattr(os, "replace", swept)
-    with flaky(data.files) as (remote, _), pytest.raises(ShardError, match="was removed by somebody"):
+    with flaky(data.files) as (remote, _), pytest.raises(ShardError, match="was removed before"):
         cache_of(data, tmp_path, remote).fetch(1)
     assert [Path(path).name for path in replaced if path.endswith(".mds")] == [SHARD] * 3
 

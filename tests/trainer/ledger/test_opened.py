@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank, read_ledger
-from lightning_faulttolerant.trainer.environment import VARIABLE
 from lightning_faulttolerant.trainer.ledger import opened
 from lightning_faulttolerant.trainer.ledger.digests import digest
+from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.data_sets import NoisyDataset
 from tests.processes import run

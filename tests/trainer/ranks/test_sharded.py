@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
-from lightning_faulttolerant.trainer import choice
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position
 from lightning_faulttolerant.trainer.ranks.group import RankGroup
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
+from lightning_faulttolerant.trainer.resume import choice
 from tests.ranks import on_ranks
 
 FULL = OSError(28, "No space left on device")
@@ -80,7 +80,7 @@ def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
     directory = tmp_path / "fit-1"
     first, second = on_ranks(lambda rank: _save_three(rank, directory, (1, 1)), tmp_path / "ranks")
     assert "rank 1: OSError: [Errno 28] No space left on device" in first[1]
-    assert "autosaves so far are there" in first[1]
+    assert "autosaves so far are kept" in first[1]
     assert second[1] == "OSError: [Errno 28] No space left on device"
     assert sorted(os.listdir(directory)) == [first[0], first[2]]
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
-from lightning_faulttolerant.trainer import deadline as deadline_module
+from lightning_faulttolerant.trainer.stop import deadline as deadline_module
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks, rank_fit
 from tests.runs import fit_eight

@@ -1,0 +1,303 @@
+"""The directory for the autosaves of the fit that begins, and the number of that fit.
+
+A run is recognized by what it is, not by its directory alone: ``default_root_dir`` may be a new one at each start.
+The rules, and the reasons for them, are in docs/decisions/0038-which-run.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from itertools import chain, count
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER
+from lightning_faulttolerant.records.registry import Entry, Registry
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
+from lightning_faulttolerant.trainer import process
+from lightning_faulttolerant.trainer.identity import trials
+from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
+from lightning_faulttolerant.trainer.identity.matching import Match, match_fit
+from lightning_faulttolerant.trainer.identity.messages import (
+    Interrupted,
+    discard_line,
+    tell_interrupted,
+    tell_passed_over,
+)
+from lightning_faulttolerant.trainer.identity.places import registry_of_process
+from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, write_record
+from lightning_faulttolerant.trainer.identity.starts import Start, hydra_config, start_of_process
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.run.directory import (
+    FITS,
+    Run,
+    directory_of,
+    open_directory,
+    run_id_of,
+    run_of_process,
+)
+from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.settings.options import Options
+
+_LOOK_EVERY_SECONDS = 0.25
+# Digits that look like a time, or like a random name: 2026-11-24, 20261124, 1a2b3c4d.
+_NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b")
+_MAX_SIBLINGS = 20
+_ALIKE, _EXACTLY = 1, 2
+
+_continued = process.continued
+"""Maps the directory in which this process would have started a run to the directory that it continues."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFit:
+    """The place of a fit's autosaves.
+
+    Args:
+        run: The run of the fit, held by this process.
+        series: The autosaves.
+        number: The number of the fit in the run.
+    """
+
+    run: Run
+    series: AutosaveSeries
+    number: int
+
+
+class Finder:
+    """Finds the run and the number of one fit.
+
+    Args:
+        options: The options of the callback.
+        default_root_dir: The Trainer's ``default_root_dir``.
+        fingerprint: How the fit starts.
+    """
+
+    def __init__(self, options: Options, default_root_dir: str, fingerprint: StartFingerprint) -> None:
+        self._options = options
+        self._fingerprint = fingerprint
+        self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
+        self._start: Start = start_of_process(sys.argv, os.environ)
+        self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
+        self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
+        self._registry: Registry | None = registry_of_process(self._start.command.directory)
+        self._script: Script = options.script
+        self._is_sweep = trials.sweep() is not None
+
+    def find(self) -> FoundFit:
+        """Open the run, and begin the fit in it.
+
+        Raises:
+            RunInUseError: If another process has the run, and keeps it.
+            CheckpointError: If the directory of the run can't be written to.
+        """
+        run = self._open()
+        with FITS:
+            known = run.record
+            match = self._match(run, known)
+            series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
+            autosaves = series.paths()
+            fit = known.fits.get(match.number) if autosaves else None
+            start = self._fingerprint.state_dict() if fit is None else fit.start  # from the first start
+            record = (known if known.run_id else self._record(run)).with_fit(match.number, FitRecord(start=start))
+            write_record(run.directory, record)
+        self._register(run, record)
+        if not autosaves:
+            tell_passed_over(match, run_id=os.path.basename(run.directory))
+            if len(run.begun) == 1:
+                tell_interrupted(self._interrupted(run), self._start.command)
+        elif not match.is_finished and self._options.auto_resume:
+            tell(
+                f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
+                f" {discard_line(run.directory)}"
+            )
+        return FoundFit(run=run, series=series, number=match.number)
+
+    def _open(self) -> Run:
+        is_one_of_many = self._start.is_one_of_many or self._is_sweep
+        if is_one_of_many and not self._has_name and not self._script.is_elsewhere:
+            return self._open_one_of_many()
+        default = directory_of(self._dirpath, self._run_id)
+        directory = _continued.get(default, default)
+        if run_of_process(directory) is not None or autosaves_of(directory):
+            return self._open_patiently(directory)
+        elsewhere = self._elsewhere(default)
+        run = None if elsewhere is None else self._continue(elsewhere)
+        if run is None:
+            return self._open_patiently(default)
+        _continued[default] = run.directory
+        return run
+
+    def _open_patiently(self, directory: str) -> Run:
+        """Open a run; wait for as long as the previous process may take to end."""
+        deadline = time.monotonic() + self._options.grace_seconds
+        found = _opened(directory, self._script)
+        if isinstance(found, RunInUseError):
+            tell(f"{found} Waiting up to {self._options.grace_seconds:g} s for it to end.")
+        while isinstance(found, RunInUseError):
+            if time.monotonic() > deadline:
+                raise found
+            time.sleep(_LOOK_EVERY_SECONDS)
+            found = _opened(directory, self._script)
+        return found
+
+    def _continue(self, directory: str) -> Run | None:
+        """Open a run that was started in another directory; ``None`` if its process keeps it, or has finished it."""
+        try:
+            run = self._open_patiently(directory)
+        except (RunInUseError, CheckpointError, OSError) as error:
+            tell(f"This run has its own directory: {error}")
+            return None
+        if autosaves_of(directory):
+            return run
+        run.give_back()
+        return None
+
+    def _open_one_of_many(self) -> Run:
+        """Open a directory that no other process holds: if possible one with a fit that starts alike, else a new one.
+
+        The processes of a sweep have numbered directories, each for all fits of its process. Otherwise a directory is
+        named after how its fit starts.
+        """
+        stem = self._run_id if self._is_sweep else f"{self._run_id}-{self._fingerprint.name}"
+        numbers = range(2, 1 + _num_of(self._dirpath, stem))
+        here = [directory_of(self._dirpath, name) for name in (stem, *(f"{stem}-{number}" for number in numbers))]
+        known = sorted([*self._alike_elsewhere(stem, here), *here], key=self._likeness, reverse=True)
+        new = (directory_of(self._dirpath, f"{stem}-{number}") for number in count(1 + len(here)))
+        run = next(run for path in chain(known, new) if (run := self._open_if_free(path)))
+        run.ends_with_fit = self._start.is_killed_at_end
+        return run
+
+    def _alike_elsewhere(self, stem: str, here: list[str]) -> list[str]:
+        """Return the directories of runs with this name that began elsewhere and have a fit that starts alike."""
+        entries = self._entries if self._options.dirpath is None else []
+        paths = [e.directory for e in entries if e.run_id == stem or e.run_id.startswith(f"{stem}-")]
+        return [path for path in paths if path not in here and self._likeness(path) >= _ALIKE]
+
+    def _likeness(self, directory: str) -> int:
+        """Return how closely this fit resembles the most similar fit of the run in a directory."""
+        record = read_record(directory)
+        starts = [] if record is None else [fit.start for fit in record.fits.values()]
+        if any(map(self._fingerprint.is_exactly, starts)):
+            return _EXACTLY
+        return _ALIKE if any(map(self._fingerprint.is_alike, starts)) else 0
+
+    def _open_if_free(self, directory: str) -> Run | None:
+        own = run_of_process(directory)
+        if own is not None and own.num_open and not self._is_sweep:
+            return None  # a thread, or a fit inside another fit
+        try:
+            run = _opened(directory, self._script)
+        except CheckpointError:
+            if directory.startswith(directory_of(self._dirpath, "").rstrip("/")):
+                raise
+            return None  # a run of another start, in a place that no longer exists
+        if isinstance(run, RunInUseError):
+            return None
+        fits = [fit for number, fit in run.fits(run.record).items() if number not in run.begun]
+        if self._is_sweep or all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
+            return run
+        if own is None:
+            run.give_back()
+        return None
+
+    def _elsewhere(self, default: str) -> str | None:
+        """Return the directory in which this run was started, if it is not `default`."""
+        known = self._entries if self._options.dirpath is None else []
+        same = {e.directory: self._likeness(e.directory) for e in known if self._is_same(e)}
+        found = [path for path, likeness in same.items() if likeness == _EXACTLY]
+        # Without a seed, the weights differ at each start. A user who names another directory may mean another run.
+        found += [path for path, likeness in same.items() if likeness == _ALIKE and self._is_volatile(path)]
+        if not self._has_name:
+            runs = {entry.directory: entry.command for entry in known} | self._siblings
+            alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
+            found += [path for path in alike if path not in same and self._likeness(path) == _EXACTLY]
+        return next((path for path in found if path != default), None)
+
+    def _is_same(self, entry: Entry) -> bool:
+        return entry.run_id == self._run_id and entry.command.name == self._start.command.name
+
+    def _is_volatile(self, directory: str) -> bool:
+        """Return whether the directory differs at each start: it is Hydra's, or it is named after the time."""
+        if hydra_config() is not None:
+            return True
+        here, there = (path.split("/") for path in (str(self._dirpath), directory))
+        differing = [pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]]
+        return bool(differing) and all(_NAMED_BY_TIME.search(name) for pair in differing[:1] for name in pair)
+
+    @functools.cached_property
+    def _entries(self) -> list[Entry]:
+        """The interrupted runs of this script in the registry, without those that this process has open."""
+        entries = [] if self._registry is None else self._registry.entries()
+        own = [entry for entry in entries if entry.command.name == self._start.command.name]
+        return [e for e in own if run_of_process(e.directory) is None and autosaves_of(e.directory)]
+
+    @functools.cached_property
+    def _siblings(self) -> dict[str, Command]:
+        """The interrupted runs of the same script with autosaves in the same place, by directory."""
+        stem = self._start.run_id.rpartition("-")[0]
+        try:
+            folders = open_store(self._dirpath).listing().folders
+        except (OSError, CheckpointError):
+            return {}
+        names = [name for name in folders if name.startswith(f"{stem}-")][-_MAX_SIBLINGS:]
+        paths = [path for name in names if run_of_process(path := directory_of(self._dirpath, name)) is None]
+        records = {path: record for path in paths if (record := read_record(path)) is not None}
+        return {path: record.command for path, record in records.items() if autosaves_of(path)}
+
+    def _match(self, run: Run, record: RunRecord) -> Match:
+        fits = run.fits(record)
+
+        def runs_several() -> bool:
+            return len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
+
+        return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=self._is_sweep)
+
+    def _record(self, run: Run) -> RunRecord:
+        return RunRecord(run_id=os.path.basename(run.directory), command=self._start.command, began=time.time())
+
+    def _register(self, run: Run, record: RunRecord) -> None:
+        registry = self._registry
+        if registry is None or run.is_registered:
+            return
+        entry = Entry(
+            run_id=os.path.basename(run.directory), directory=run.directory, command=record.command, began=record.began
+        )
+        try:
+            registry.add(entry)
+        except OSError as error:
+            tell(f"The registry of runs can't be written: {error}")
+            return
+        run.is_registered = True
+        run.on_end = lambda: registry.remove(run.directory)
+
+    def _interrupted(self, run: Run) -> list[Interrupted]:
+        """Return the interrupted runs of the same script."""
+        found = {entry.directory: entry.command for entry in self._entries} | self._siblings
+        found.pop(run.directory, None)
+        return [
+            Interrupted(directory=path, command=command)
+            for path, command in found.items()
+            if command.name == self._start.command.name
+        ]
+
+
+def _opened(directory: str, script: Script) -> Run | RunInUseError:
+    """Open a run, or return the error if another process has it."""
+    try:
+        return open_directory(directory, script)
+    except RunInUseError as error:
+        return error
+
+
+def _num_of(dirpath: str, prefix: str) -> int:
+    """Return the highest number of the directories that begin with `prefix`."""
+    names = open_store(dirpath).listing().folders
+    numbers = (name.removeprefix(f"{prefix}-") for name in names if name.startswith(f"{prefix}-"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)

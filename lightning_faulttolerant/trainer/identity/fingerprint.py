@@ -1,0 +1,163 @@
+"""The start fingerprint: what is known of a fit before it sets anything up.
+
+It tells the fits of one script apart, and whether the same script in another directory is the same run. What a resumed
+run must agree on is another matter: see ``trainer/run/fingerprint.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.trainer.compat import datamodule
+from lightning_faulttolerant.trainer.identity.compat import given_loaders
+from lightning_faulttolerant.trainer.identity.trials import trial_of
+from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_fingerprint, module_fingerprint
+from lightning_faulttolerant.trainer.run.hyperparameters import is_ignored, is_passing, leaves
+
+_SAMPLED_ELEMENTS = 64
+_DIGEST_BYTES = 8
+_SEED_VARIABLE = "PL_GLOBAL_SEED"
+_NOT_OWN = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartFingerprint:
+    """What is known of a fit when it starts.
+
+    Args:
+        core: Classes, shapes, hyperparameters, numbers among the attributes, the seed, and the trial of a study. It is
+            the same at each start, even if a script draws random numbers without a seed.
+        data: The fingerprints of the loaders that were passed to ``fit``, by place.
+        weights: A checksum of the initial weights.
+    """
+
+    core: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fingerprint in a form that JSON can hold."""
+        return {"core": self.core, "data": self.data, "weights": self.weights}
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether it has a trial, or numbers that would differ in another trial of a sweep."""
+        return "trial" in self.core or bool(self.core.get("values") or self.core.get("data values"))
+
+    @property
+    def name(self) -> str:
+        """A short name for `core`."""
+        return hashlib.blake2b(repr(self.core).encode(), digest_size=4).hexdigest()
+
+    def differs(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return a line for each difference in `core` and `data` from another fingerprint's `state_dict`."""
+        return [
+            *differences(saved.get("core", {}), self.core),
+            *differences(saved.get("data", {}), self.data),
+        ]
+
+    def has_core(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint has the same `core`."""
+        return bool(saved.get("core") == self.core)
+
+    def has_data(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint has the same `data`."""
+        return bool(saved.get("data") == self.data)
+
+    def has_weights(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint has the same `weights`."""
+        return bool(saved.get("weights") == self.weights)
+
+    def is_alike(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint is the same except for the weights, which vary without a seed."""
+        return self.has_core(saved) and self.has_data(saved)
+
+    def is_exactly(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint is the same in everything."""
+        return self.is_alike(saved) and self.has_weights(saved)
+
+
+def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> StartFingerprint:
+    """Return the fingerprint of the fit that begins; no random numbers are drawn.
+
+    Args:
+        trainer: The trainer of the fit, before its callbacks are set up.
+        ignored: Hyperparameters that may differ between starts; names with dots for nested ones.
+    """
+    module, data_module = trainer.lightning_module, datamodule(trainer)
+    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
+    if data_module is not None:
+        core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module, ignored)}
+    if os.environ.get(_SEED_VARIABLE):
+        core["seed"] = os.environ[_SEED_VARIABLE]
+    trial = trial_of()
+    if trial is not None:
+        core["trial"] = trial
+    data = {place: _data_of(loader) for place, loader in given_loaders(trainer).items()}
+    return StartFingerprint(core=core, data=data, weights=_weights(module))
+
+
+def _data_of(loader: Any) -> Any:
+    """Return what is known of a loader's data; how the loader batches it may change in an elastic resume."""
+    try:
+        found = loader_fingerprint(loader)
+    except Exception:  # noqa: BLE001 - from a data set that can't be queried before it is set up
+        return {"class": type(loader).__qualname__}
+    return _jsonable(found.get("dataset", found))
+
+
+def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
+    """Return numbers and flags of an object's attributes, and numbers, flags, and strings of its hyperparameters."""
+    attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
+    for name in _NOT_OWN:
+        attributes.pop(name, None)
+    found: dict[str, Any] = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
+    found |= {name: value for name, value in leaves(dict(owner.hparams)) if isinstance(value, (bool, int, float, str))}
+    now = time.time()
+    kept = {name: value for name, value in found.items() if not is_ignored(name, ignored)}
+    return {name: _jsonable(value) for name, value in kept.items() if not is_passing(value, now=now)}
+
+
+def _jsonable(value: Any) -> Any:
+    """Return a value in the form in which JSON returns it."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(child) for child in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if value == value and abs(value) != float("inf") else str(float(value))
+    return str(value)
+
+
+def _weights(module: LightningModule) -> str:
+    """Return a checksum of a sample of the initial weights."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name, tensor in _tensors(module):
+        flat = tensor.detach().reshape(-1)
+        stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
+        sample = flat[::stride]
+        digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta:
+            digest.update(sample.to(torch.float64, copy=True).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter) and type(parameter.data) is Tensor and not parameter.is_complex():
+            yield name, parameter.data

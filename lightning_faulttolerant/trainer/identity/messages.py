@@ -1,0 +1,134 @@
+"""Messages about runs: which one a fit continues, which ones it does not, and what to type to choose another."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.store import is_url
+from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
+from lightning_faulttolerant.trainer.identity.matching import Match
+from lightning_faulttolerant.trainer.identity.places import registry_of_process
+from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record
+from lightning_faulttolerant.trainer.identity.starts import start_directory
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.process import has_told
+from lightning_faulttolerant.trainer.resume.choice import Choice
+
+_PROGRAM = "lightning-faulttolerant"
+_MAX_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupted:
+    """A run that has autosaves, and is not the one that continues.
+
+    Args:
+        directory: The directory of the run.
+        command: The command that started it.
+    """
+
+    directory: str
+    command: Command
+
+
+def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
+    """Name the most recently saved interrupted run of the same script when a fit starts from the beginning.
+
+    Args:
+        runs: All interrupted runs.
+        command: The command of this process.
+    """
+    newest = max(runs, key=lambda run: _newest(run.directory)[0], default=None)
+    if newest is None:
+        return
+    saved_at, name = _newest(newest.directory)
+    when = f", saved {datetime.datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}" if saved_at else ""
+    match = AUTOSAVE_NAME.fullmatch(name)
+    place = f" at epoch {match['epoch']}, batch {match['batch']}" if match else ""
+    line = newest.command.line(here=command.directory)
+    more = f" There are {len(runs) - 1} more." if len(runs) > 1 else ""
+    tell(
+        f"This fit starts from the beginning. An interrupted run of {command.name} is{place}{when}:"
+        f" {_difference(newest.command, command)}.{more} To continue it, type: {line}, or set"
+        f" {RUN_ID_VARIABLE}={shlex.quote(os.path.basename(newest.directory))}"
+    )
+
+
+def tell_passed_over(match: Match, *, run_id: str) -> None:
+    """Report once which interrupted fits of this run a new fit does not continue, and why.
+
+    Args:
+        match: The result of the search.
+        run_id: The id of this run.
+    """
+    if match.is_guess and "guess" not in has_told:
+        has_told.add("guess")
+        tell(
+            "This trial starts from the beginning: nothing tells it from other trials of this sweep. Give each"
+            ' a callback FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
+        )
+    if not match.passed_over or run_id in has_told:
+        return
+    has_told.add(run_id)
+    number, lines = next(iter(match.passed_over.items()))
+    what = "; ".join(lines[:_MAX_LINES]) or "its initial weights"
+    tell(f"This fit starts from the beginning. It is not fit {number} of {run_id}, which was interrupted: {what}.")
+
+
+def advise(exception: BaseException, choice: Choice | None) -> None:
+    """Append two lines to the error for a run that differs: how to continue it, and how to start over.
+
+    Args:
+        exception: The exception that ends a fit.
+        choice: The checkpoint that the fit starts from.
+    """
+    path = "" if choice is None or not choice.is_autosave else str(choice.path)
+    directory = path.rpartition("/")[0].rpartition("/")[0]
+    record = read_record(directory) if isinstance(exception, FingerprintMismatchError) and path else None
+    if record is None:
+        return
+    exception.args = (
+        f"{exception}\nTo continue the run that was interrupted, undo the change and type: {record.command.line()}"
+        f"\nTo start over, type: {discard_line(directory)}",
+    )
+
+
+def discard_line(directory: str) -> str:
+    """Return the command that lets a run start over.
+
+    Args:
+        directory: The directory of the run.
+    """
+    has_registry = registry_of_process(start_directory(os.environ)) is not None
+    return f"{_PROGRAM} discard {shlex.quote(os.path.basename(directory) if has_registry else directory)}"
+
+
+def _newest(directory: str) -> tuple[float, str]:
+    """Return the time of a run's newest autosave, as far as it is known, and its name."""
+    found = autosaves_of(directory)
+    if is_url(directory):
+        return (0.0, found[-1][1]) if found else (0.0, "")
+    return max(((_saved_at(os.path.join(directory, *one)), one[1]) for one in found), default=(0.0, ""))
+
+
+def _saved_at(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _difference(one: Command, other: Command) -> str:
+    if one.arguments != other.arguments:
+        return f"it was started with other arguments ({shlex.join(one.arguments) or 'none'})"
+    if one.task != other.task:
+        return f"it is another task ({one.task or 'none'})"
+    if one.script != other.script:
+        return f"it is of {one.script}, and starts differently"
+    return "it starts differently"

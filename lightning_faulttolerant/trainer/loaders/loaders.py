@@ -1,0 +1,400 @@
+"""The loaders of a fit: each is replaced by a copy that can be followed, and put back when the fit is over."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.loader.dealt import Deal, Share
+from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
+from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.own_loader import keeps_own_state
+from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
+from lightning_faulttolerant.loader.own_state import OwnState
+from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.replayed_loader import is_replayed
+from lightning_faulttolerant.loader.shared_state import share_a_state
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.loaders.fetched_ahead import Mark
+from lightning_faulttolerant.trainer.loaders.left_loaders import place_or_none, skip_consumed
+from lightning_faulttolerant.trainer.loaders.trackers import OfWholeLoader, Tracker, track, user_loader, why_not_whole
+from lightning_faulttolerant.trainer.loaders.worker_init import default_worker_init
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.group import Ranks
+from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
+
+_log = logging.getLogger(__name__)
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+class Loaders:
+    """Every loader that Lightning processes during a fit, by its place: ``train/0``, ``validation/0``, ...
+
+    Args:
+        trainer: The trainer that runs the fit.
+        strict: Whether a loader that can't be resumed exactly is an error.
+        manual: Whether the user's own objects keep the positions, and no loader is replaced.
+        is_per_sample: Whether the generators are seeded before each sample.
+
+    Raises:
+        ValueError: If both `manual` and `is_per_sample` are set.
+    """
+
+    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False, is_per_sample: bool = False) -> None:
+        if manual and is_per_sample:
+            raise ValueError(
+                'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual leaves all'
+                " loaders as they are: their samples would not be seeded. Drop one of the two."
+            )
+        self._seeds = LoaderSeeds() if is_per_sample else None
+        self._trainer = trainer
+        self.strict = strict
+        self._manual = manual
+        self._stage, self._next_index = TRAIN, 0
+        self.is_trainers = False
+        """Whether an iteration that begins now is the trainer's own."""
+        self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._states: Mapping[str, Any] = {}
+        self._states_of_own: Mapping[str, Any] = {}
+        self.last_mark: Mark | None = None
+        self.mark_before: Mark | None = None
+        self._is_marked = False
+        self.holds_back = False
+        """Whether new training iterations are empty: `renew` begins them again in the right place."""
+        self.fetches_ahead = False
+        """Whether each training batch is fetched before the previous one is trained."""
+        self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
+        self.drawn: Drawn | None = None
+        """Notes what the script drew for each loader, before the loader is iterated over."""
+        self.trackers: dict[str, Tracker] = {}
+        self._index_sides: dict[str, IndexSide] = {}  # of training
+        self.fingerprints: dict[str, Any] = {}
+        self.untracked: dict[str, Any] = {}
+        """Loaders that run as they are. The state still includes what their objects hold."""
+        self.goes_on = False
+        """Whether this fit continues from a checkpoint with the loaders' places."""
+        self.lightning_restores = False
+        """Whether Lightning restores the loaders' own states, from a checkpoint that this package did not write."""
+        self._left: list[str] = []
+        self._followed: list[OfWholeLoader] = []
+        self._patches = Patches()
+        self._own: dict[str, OwnState] = {}
+        self.not_exact: list[str] = []
+
+    @contextlib.contextmanager
+    def iterated_by_trainer(self, *, stage: str = TRAIN) -> Iterator[None]:
+        """Count iterations that begin inside this context as the trainer's own. All others are a callback's."""
+        self.is_trainers = stage == TRAIN or self.holds_back  # the setup of validation only tries its loaders
+        try:
+            yield
+        finally:
+            self.end_fetch()
+            # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
+            self._combined.update(compat.combined_loaders(self._trainer))
+
+    def begin_fetch(self) -> None:
+        """Count later iterations as the trainer's: of several validation loaders, all but the first begin late."""
+        self.is_trainers = True
+
+    def end_fetch(self) -> None:
+        """End what `begin_fetch` began."""
+        self.is_trainers = self._is_marked = False
+
+    def begin(self, stage: str) -> None:
+        """Prepare for the loaders of a stage to be processed again."""
+        self._stage, self._next_index = stage, 0
+
+    def resume_from(self, states: Mapping[str, Any]) -> None:
+        """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
+        self._left = list(states.get("left", ()))
+        self._states = states.get("places", {})
+        self._states_of_own = states.get("own", {})
+        self.load_own(self._states_of_own)
+        if self._seeds is not None:
+            self._seeds.resume_from(self._states)
+        for place, tracker in self.trackers.items():
+            self._resume(place, tracker)
+
+    def expect(self, check: Callable[[str, Any], None]) -> None:
+        """Call `check` with the place and the fingerprint of each loader, including those processed later."""
+        self._check = check
+        for place, fingerprint in self.fingerprints.items():
+            check(place, fingerprint)
+
+    def resumed(self) -> None:
+        """Let loaders that are processed from now on begin at their beginning: they may be different ones."""
+        self._check = lambda place, fingerprint: None
+        self._states, self._left, self._states_of_own = {}, [], {}
+
+    def process(self, loader: Any) -> Any:
+        """Return the replacement for a loader that Lightning has processed."""
+        loader = user_loader(loader)  # a user's CombinedLoader that is used again still holds our copies
+        stage, index = self._stage, self._next_index
+        self._next_index += 1
+        place = f"{stage}/{index}"
+        if self.drawn is not None:
+            self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
+        if self._manual:
+            return self._leave(stage, place, loader)
+        is_whole = keeps_own_state(loader) or is_replayed(loader)
+        reason = self._why_not_followed(loader, stage)
+        if reason is not None:
+            self.untracked[place] = loader
+            # A sample that is not seeded itself would depend on the number of workers.
+            is_seeded = self._seeds is not None and isinstance(loader, DataLoader)
+            if stage == TRAIN or is_seeded or not needs_no_position(loader):
+                self._refuse(place, reason)
+            return loader
+        if place in self._left:
+            self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
+        tracker, followed = self._follow_own(place, loader) if is_whole else self._follow(place, loader)
+        tracker.is_followed = lambda: self.is_trainers
+        if stage == TRAIN:
+            tracker.is_held_back = lambda: self.holds_back
+            tracker.on_first_batch = self._before_first_batch
+            if isinstance(tracker, TrackedLoader):
+                self._index_sides[place] = tracker.index_side
+        self.trackers[place] = tracker
+        self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
+        self._check(place, self.fingerprints[place])
+        self._resume(place, tracker)
+        return followed
+
+    def _why_not_followed(self, loader: Any, stage: str) -> str | None:
+        if keeps_own_state(loader) or is_replayed(loader):
+            return why_not_whole(loader)
+        reason = why_not_exact(loader)
+        if reason is not None or not keeps_own_position(loader):
+            return reason
+        if stage == TRAIN and self.lightning_restores:
+            return "the checkpoint was saved without FaultTolerance and holds a state that the loader is to load itself"
+        if was_given_position(loader) and not self.goes_on:
+            return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
+        if self._seeds is not None and stateful_dataset(loader) is not None:
+            return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
+        return None
+
+    def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
+        known = self.trackers.get(place)
+        if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # used again when loaders are reloaded
+            return known, known.loader
+        for other, tracker in self.trackers.items():
+            if other != place and isinstance(tracker, TrackedLoader) and share_a_state(loader, tracker.user_loader):
+                self._refuse(place, f"its data set is that of {other} too, and it keeps one state for both")
+        seeds = self._seeds_of(place, loader)
+        init, before = default_worker_init(self._trainer), known.objects if isinstance(known, TrackedLoader) else None
+        tracker = TrackedLoader(loader, default_worker_init=init, seeds=seeds, known=before)
+        tracker.index_side.strict = self.strict
+        tracker.index_side.not_exact = self.not_exact
+        tracker.index_side.global_rank = self._trainer.global_rank
+        tracker.index_side.num_ranks = self._trainer.world_size
+        tracked = tracker.copy_of(loader)
+        if keeps_own_position(loader):
+            # A data module may call these on the loader that it holds, which never leaves its beginning.
+            self._patches.replace(loader, "state_dict", tracked.state_dict)  # type: ignore[attr-defined]
+            self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
+        return tracker, tracked
+
+    def _follow_own(self, place: str, loader: Any) -> tuple[OfWholeLoader, Any]:
+        others = [tracker for tracker in self._followed if tracker.loader is loader]
+        has_state = keeps_own_state(loader)
+        if has_state and any(tracker.place != place for tracker in others):
+            self._refuse(place, f"the same object is {others[0].place} too, and it has one state for both")
+        for tracker in others:
+            if has_state or tracker.place == place:  # loaders are reloaded, and this one is the same
+                return tracker, tracker.followed
+        tracker = track(loader, place=place, older=self._followed)
+        tracker.strict, tracker.not_exact = self.strict, self.not_exact
+        tracker.follow()
+        self._followed.append(tracker)
+        return tracker, tracker.followed
+
+    def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
+        if self._seeds is None:
+            return None
+        reason = why_not_per_sample(loader)
+        if reason is None:
+            return self._seeds.of(place)
+        tell(f"Loader {place} needs the same number of workers at each resume: {reason}.")
+        return None
+
+    def _leave(self, stage: str, place: str, loader: Any) -> Any:
+        own = self._own[place] = OwnState(loader)
+        self.untracked[place] = loader
+        if isinstance(loader, DataLoader):
+            self.fingerprints[place] = loader_fingerprint(loader)
+            self._check(place, self.fingerprints[place])
+        reason = own.why_not_exact()
+        if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
+            self._refuse(place, reason)
+        self.load_own(self._states_of_own, place)
+        return loader
+
+    def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
+        """Restore the states of the user's objects. Call this right before they are iterated over."""
+        for place, state in states.items():
+            if place in self._own and only in (None, place):
+                self._own[place].load_state_dict(state)
+
+    def _resume(self, place: str, tracker: Tracker) -> None:
+        if place in self._states:
+            tracker.load_state_dict(self._states[place])
+
+    def _refuse(self, place: str, reason: str) -> None:
+        message = f"Loader {place} can't be resumed exactly: {reason}."
+        remedy = "Change the loader, or pass FaultTolerance(strict=False) to train without it."
+        refuse(f"{message} {remedy}" if self.strict else message, strict=self.strict, not_exact=self.not_exact)
+
+    def renew(self, state: Mapping[str, Any]) -> None:
+        """Begin the trainer's iteration over the training loaders again, at the place of `state`.
+
+        If batches are fetched ahead, this fetches the next one, under the same random states as before. The caller
+        then restores the random states of the boundary.
+        """
+        self.holds_back = False
+        ahead = state.get("ahead")
+        if ahead is not None:
+            self.load_held(ahead["held"])
+            set_rng_state(ahead["rng"])
+        num_ahead = 1 if ahead is None and compat.fetches_ahead(self._trainer) else 0
+        skip = functools.partial(skip_consumed, state=state, stage=TRAIN, num_ahead=num_ahead)
+        with self.iterated_by_trainer():
+            compat.renew_iterator(self._trainer, state.get("combined"), skip)
+
+    def mark(self) -> None:
+        """Note where the training loaders are, right before a batch is fetched ahead of its use."""
+        training = self._training()
+        self._is_marked = True
+        self.mark_before = self.last_mark
+        self.last_mark = Mark(
+            iterations={
+                place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
+                for place, tracker in training.items()
+            },
+            combined=compat.combined_state(self._trainer),
+            rng=rng_state(),
+            held={place: tracker.held.state_dict() for place, tracker in training.items()},
+            own=self._own_states(),
+        )
+
+    def _before_first_batch(self) -> None:
+        # The very first batch is fetched while the loaders are set up, before any seam could mark it.
+        if not self._is_marked and compat.fetches_ahead(self._trainer):
+            self.mark()
+
+    def _training(self) -> dict[str, Tracker]:
+        return {
+            place: tracker
+            for place, tracker in self.trackers.items()
+            if place.startswith(TRAIN) and not tracker.is_gone
+        }
+
+    def state_dict(self, *, in_epoch: bool) -> dict[str, Any]:
+        """Return the position of each loader.
+
+        Args:
+            in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
+        """
+        mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
+        places: dict[str, Any] = {
+            place: tracker.state_dict(None)
+            for place, tracker in self.trackers.items()
+            if not place.startswith(TRAIN) and not tracker.is_gone
+        }
+        for place, tracker in self._training().items():
+            iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
+            num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
+            state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
+            places[place] = place_or_none(place, state_of, strict=self.strict, not_exact=self.not_exact)
+        lost = [place for place, found in places.items() if found is None]
+        combined = compat.combined_state(self._trainer) if mark is None else mark.combined
+        own = self._own_states()
+        if mark is not None:
+            own.update({place: state for place, state in mark.own.items() if place.startswith(TRAIN)})
+        return {
+            "places": {place: found for place, found in places.items() if found is not None},
+            "left": [*lost, *(place for place in self.untracked if place.startswith(TRAIN))],
+            "own": own,
+            "combined": combined if in_epoch else None,
+            "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
+        }
+
+    def _own_states(self) -> dict[str, Any]:
+        return {place: own.state_dict() for place, own in self._own.items()}
+
+    def held_state(self) -> dict[str, dict[str, bytes]]:
+        """Return the states of the generators that the loaders' objects hold."""
+        return {place: tracker.held.state_dict() for place, tracker in self.trackers.items()}
+
+    def load_held(self, state: Mapping[str, Mapping[str, bytes]]) -> list[str]:
+        """Restore those generators. Return the paths that no longer exist."""
+        missing = []
+        for place, held in state.items():
+            if place in self.trackers:
+                missing += [f"{place}: {name}" for name in self.trackers[place].held.load_state_dict(held)]
+        return missing
+
+    def share_seeds(self, ranks: Ranks) -> None:
+        """Seed the samples of all ranks from rank 0's seed; a collective."""
+        if self._seeds is not None:
+            self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
+
+    def deal(self) -> Deal | None:
+        """Return this rank's share of the rest of an epoch that other ranks began, until that rest begins."""
+        return next((t.deal for t in self._training().values() if isinstance(t, TrackedLoader)), None)
+
+    def share(self) -> Share | None:
+        """Return how the samples of the training loader are split among the ranks, if that is known."""
+        return next((side.current_share() for side in self._index_sides.values()), None)
+
+    def has_workers(self) -> bool:
+        """Return whether training batches come from worker processes."""
+        return any(t.num_workers for place, t in self.trackers.items() if place.startswith(TRAIN))
+
+    def num_handed_out(self) -> int:
+        """Return how many index batches of the training epoch have been drawn so far."""
+        num = 0
+        for side in self._index_sides.values():  # this runs at each boundary: a generator would cost more than the rest
+            num += side.record.handed_out
+        return num
+
+    def replayed(self) -> list[Any]:
+        """Return the loaders that are resumed by a replay, and the iterators that they keep."""
+        return [one for tracker in self._followed for one in tracker.replayed()]
+
+    def close_workers(self) -> None:
+        """End all workers immediately, including stuck ones."""
+        for tracker in self.trackers.values():
+            tracker.close_workers()
+
+    def release_workers(self) -> None:
+        """Let the remaining workers react to a termination again."""
+        for tracker in self.trackers.values():
+            tracker.release_workers()
+
+    def put_back(self) -> None:
+        """Replace our copies by the loaders that Lightning would have without us."""
+        for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
+            combined.flattened = [user_loader(loader) for loader in combined.flattened]
+        self._combined.clear()
+        for tracker in self._followed:
+            tracker.leave()
+        self._patches.undo()
+        self._followed.clear()
+        self.trackers.clear()
+        self._index_sides.clear()
+        self.untracked.clear()
+        self._own.clear()

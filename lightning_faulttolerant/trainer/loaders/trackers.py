@@ -1,0 +1,46 @@
+"""The trackers that follow loaders, by the kind of loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_faulttolerant.loader.own_attributes import TRACKER
+from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
+from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_behind, why_not_replayed
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+
+OfWholeLoader = OwnLoader | ReplayedLoader
+"""Follows what the loader yields, rather than the parts that it consists of."""
+Tracker = TrackedLoader | OfWholeLoader
+
+
+def why_not_whole(loader: Any) -> str | None:
+    """Return why a loader can't be followed as a whole, or ``None`` if it can."""
+    return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
+
+
+def track(loader: Any, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
+    """Return the tracker that follows a loader as a whole: by its own state if it has one, or else by a replay."""
+    if keeps_own_state(loader):
+        return OwnLoader(loader, place=place)
+    return ReplayedLoader(loader, place=place, older=older)
+
+
+def user_loader(loader: Any) -> Any:
+    """Return the loader that `loader` is our copy of, or `loader` itself."""
+    tracker = getattr(loader, "__dict__", {}).get(TRACKER)
+    return user_loader_behind(loader) if tracker is None else tracker.user_loader
+
+
+def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:
+    """Return the copies of loaders that the trainer uses, by place."""
+    followed = {place: one for place, one in trackers.items() if isinstance(one, TrackedLoader) and not one.is_gone}
+    return {place: one.loader for place, one in followed.items()}
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """Return a checkpoint's states of loaders with a ``state_dict``. Lightning gives them to every rank."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states: list[Any] = fit_loop.get("combined_loader", [])
+    return states

@@ -1,0 +1,1 @@
+"""A resume: which checkpoint it starts from, in which order the parts are restored, and what is reported."""

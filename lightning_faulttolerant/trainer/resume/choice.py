@@ -1,0 +1,202 @@
+"""The checkpoint that a fit continues from: our newest autosave, the one that the user passed, or none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.advice import worded
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
+from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.checkpoint.verify import verify_path
+from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.files.parts import KEY, are_of_one_run, load
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.position import Position, progress_of
+from lightning_faulttolerant.trainer.settings.options import Options
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The checkpoint that a fit starts from.
+
+    Args:
+        path: The checkpoint, or ``None`` for a fresh start.
+        origin: The checkpoint that the user named for this fit, if any. The autosaves continue it.
+        checkpoint: The content of the checkpoint, if it was read already.
+    """
+
+    path: str | None
+    origin: str | None
+    checkpoint: dict[str, Any] | None = None
+    sets_aside: str | None = None
+    """The newest autosave of this run, if the autosaves are to be set aside once the fit has begun."""
+    is_autosave: bool = False
+    """Whether the checkpoint is one of our autosaves, which the user did not name."""
+    autosave: str | None = None
+    """The newest autosave of this run, if the fit starts from another checkpoint."""
+
+    @property
+    def part(self) -> Mapping[str, Any] | None:
+        """Our part of the checkpoint."""
+        return (self.checkpoint or {}).get(KEY)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the fit continues where this run was, rather than starting over."""
+        return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
+
+    def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
+        """Return the choice with the content that Lightning has read, or without content once it is restored."""
+        return replace(self, checkpoint=checkpoint)
+
+
+def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
+    """Choose what the fit starts from.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        series: The autosaves of this fit.
+        given: The path that Lightning derived from the ``ckpt_path`` of this fit.
+        options: Say whether to resume at all.
+    """
+    path = None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
+    is_newest = path is not None and compat.is_newest_of_trainer(trainer, path)
+    origin = None if is_newest else path
+    if not options.auto_resume:
+        series.set_aside("not-resumed")
+        return Choice(path=_as_given(given), origin=origin)
+    try:
+        found = series.load_newest()
+    except NoValidCheckpointError as damages:
+        if not is_newest:
+            raise
+        _log.warning("%s This fit continues from %s, which ckpt_path stands for.", damages, path)
+        found = None
+    if found is None:
+        return Choice(path=_as_given(given), origin=origin)
+    newest, ours = found
+    if path is None or (origin is not None and ours[KEY]["origin"] == origin):
+        return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
+    if not is_newest and not _is_of_the_run(path, ours):
+        return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
+    origin = ours[KEY]["origin"]
+    why = _why_not(path, ours)
+    if why is None:
+        tell(f"{path} is further on than the autosave {newest}: this fit continues from that file.")
+        return Choice(path=_as_given(given), origin=origin, autosave=newest)
+    why.tell(path, newest)
+    return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
+
+
+def set_aside(series: AutosaveSeries, choice: Choice) -> None:
+    """Set aside the autosaves that `choice` leaves behind."""
+    if choice.sets_aside is None:
+        return
+    aside = series.set_aside("another-ckpt_path")
+    _log.warning(
+        "This fit starts from %s, the autosaves of this run continue another one: they are now in %s.",
+        choice.path, aside,
+    )  # fmt: skip
+
+
+def _as_given(given: Any) -> str | None:
+    return None if given is None else str(given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Why:
+    """The reason to prefer the newest autosave to a checkpoint that the user named."""
+
+    reason: str
+    is_damage: bool = False
+
+    def tell(self, path: str, newest: str) -> None:
+        """Report the reason, and how to start from the named checkpoint instead."""
+        if self.is_damage:
+            reason = f"{path} can't be taken, so this run continues from its newest autosave: {self.reason}"
+            advice = "To start from that file anyway, pass FaultTolerance(auto_resume=False) once:"
+            _log.warning("%s %s the autosaves are then set aside.", reason, worded(advice))
+        else:
+            tell(
+                f"This fit continues from {newest}, the newest autosave of this run: {path} {self.reason}. To start"
+                " from that file all the same, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
+                " aside."
+            )
+
+
+def _is_of_the_run(path: str, ours: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint that the user named was written by the run that wrote our autosave.
+
+    A checkpoint that can't be read may be from any run. It is left to Lightning, like any other file of the user.
+    """
+    try:
+        part = _content_of(path)[0].get(KEY)
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
+        _log.debug("%s can't be read: %s", path, error)
+        return False
+    return are_of_one_run(part, ours[KEY])
+
+
+def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
+    """Return the reason to prefer our autosave to a file of this run, or ``None`` if the file is further on.
+
+    A file that can't be resumed exactly is never preferred: the autosave is exact, and costs a few batches at most. Nor
+    is a file that is damaged, or that ``weights_only=True`` refuses: the fit would fail at each start.
+    """
+    try:
+        if _is_unfinished(path):
+            raise CheckpointError(f"It has no {METADATA_NAME}: nobody has completed it.")
+        theirs, is_refused = _content_of(path)
+        part = theirs.get(KEY)
+        if progress_of(ours, ours[KEY]) >= progress_of(theirs, part):
+            return _Why(reason="is not further on")
+        if not _can_be_exact(part):
+            return _Why(reason="can't be resumed exactly")
+        verify_path(path)
+        if not is_refused:
+            return None
+        reason = "It holds an object that torch.load(weights_only=True) refuses."
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
+        reason = _damage_of(path) or f"{type(error).__name__}: {error}."
+    return _Why(reason=reason, is_damage=True)
+
+
+def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
+    """Return a checkpoint's content, and whether ``weights_only=True`` refuses it. If so, the content is a summary."""
+    try:
+        return load(path), False
+    except pickle.UnpicklingError:
+        with open_file(path) as file:
+            content: Mapping[str, Any] = read_summary(file, name=path).content
+        return content, True
+
+
+def _is_unfinished(path: str) -> bool:
+    """Return whether a checkpoint is a directory of shards without the file that Lightning writes last."""
+    return not is_url(path) and os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA_NAME))
+
+
+def _damage_of(path: str) -> str | None:
+    try:
+        verify_path(path)
+    except (OSError, CheckpointError) as damage:
+        return str(damage)
+    return None
+
+
+def _can_be_exact(part: Mapping[str, Any] | None) -> bool:
+    return part is not None and Position(**part["position"]).is_resumable and not part.get("inexact")

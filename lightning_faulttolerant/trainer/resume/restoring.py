@@ -1,0 +1,171 @@
+"""The seams where Lightning restores a checkpoint: they hand it the checkpoint to continue from, and begin a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
+from lightning_faulttolerant.trainer.files.parts import PICKLED
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.gather import SHARED
+from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.grown_buffers import GROWN, GrownBuffers
+from lightning_faulttolerant.trainer.resume.param_groups import GROUPS, ParamGroups
+from lightning_faulttolerant.trainer.resume.replaced_optimizers import REPLACED, Replaced
+from lightning_faulttolerant.trainer.resume.resume import Resume
+from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.save.first_save import is_saved
+from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.settings.options import Options
+
+Method = Callable[..., Any]
+
+
+class Restoring:
+    """Gives Lightning the checkpoint that the fit continues from.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
+        beginning: The object that chooses the checkpoint.
+        loaders: The fit's loaders.
+        fingerprint: The fingerprint of this run.
+        files: The files that the run has written beside its autosaves.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Options,
+        beginning: Beginning,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        files: RunFiles,
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._beginning = beginning
+        self._loaders = loaders
+        self._fingerprint = fingerprint
+        self._files = files
+        self._trust = Trust(options)
+        self._choice: Choice | None = None
+        self._has_started = False
+        self.resume: Resume | None = None
+        """The resume, if the fit continues from a checkpoint."""
+        self._param_groups: ParamGroups | None = None
+        self._replaced: Replaced | None = None
+        self._grown: GrownBuffers | None = None
+
+    def forget_checkpoint(self) -> str | None:
+        """Free the checkpoint, which is as large as the model and its optimizers. Return its origin."""
+        self._beginning.forget_checkpoint()
+        if self._choice is None:
+            return None
+        self._choice = self._choice.with_checkpoint(None)
+        return self._choice.origin
+
+    def is_saved(self, position: Position) -> bool:
+        """Return whether an autosave of this run holds the state of `position`. Call this at the first boundary."""
+        return is_saved(self._trainer, self._choice, self.resume, position)
+
+    def changes(self) -> dict[str, Any]:
+        """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
+        assert self._param_groups is not None
+        assert self._replaced is not None
+        assert self._grown is not None
+        return {
+            GROUPS: self._param_groups.state_dict(),
+            REPLACED: self._replaced.state_dict(),
+            GROWN: self._grown.state_dict(),
+        }
+
+    def wrap_resume_start(self, original: Method) -> Method:
+        """Return a function that chooses the checkpoint and begins the resume from it."""
+
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
+                with own_file_restored(self._trainer):
+                    original(checkpoint_path, *args, **kwargs)
+                return
+            self._has_started = True
+            self._grown = GrownBuffers(self._trainer.lightning_module)
+            choice = self._choice = self._beginning.choose(checkpoint_path)
+            self._loaders.share_seeds(self._beginning.ranks)
+            load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
+            if choice.checkpoint is None:
+                load()
+                self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+            if choice.path is not None:
+                self._begin(load if choice.checkpoint is not None else None)
+
+        return resume_start
+
+    def _begin(self, load: Callable[[], None] | None) -> None:
+        assert self._choice is not None
+        self.resume = Resume(
+            self._trainer,
+            self._choice,
+            self._loaders,
+            self._fingerprint,
+            self._files,
+            rank=self._beginning.ranks.rank,
+            options=self._options,
+            nearest=self._choice.sets_aside,
+        )
+        self._beginning.set_aside()
+        if load is not None:
+            load()
+        loaded, part = compat.loaded_checkpoint(self._trainer), self._choice.part
+        path = str(self._choice.path)
+        self._trust.restore(loaded, (part or {}).get(PICKLED), path)
+        self.resume.prepare(loaded)
+        self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
+        if self.resume.position is not None and part is not None and "state_dict" in loaded:
+            assert self._grown is not None
+            captured = (part.get("instead") or {}).get("buffers", {})
+            self._grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
+
+    def wrap_restore_training_state(self, original: Method) -> Method:
+        """Return a function that gives Lightning the parameter groups to load into, and the checkpoint if it is gone.
+
+        The checkpoint is gone if a finder has used it up.
+        """
+
+        def restore_training_state() -> None:
+            choice = self._choice
+            if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
+                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
+            if self._param_groups is None:
+                self._param_groups, self._replaced = ParamGroups(self._trainer), Replaced(self._trainer)
+                if choice is not None and choice.part is not None:
+                    if self.resume is not None:
+                        self.resume.admit(self._replaced.why_not_exact(choice.part.get(REPLACED)))
+                    self._param_groups.load_state_dict(choice.part.get(GROUPS))
+            original()
+            if self.resume is not None:
+                self.resume.prune()
+
+        return restore_training_state
+
+    def wrap_restore_callbacks(self, original: Method) -> Method:
+        """Return a function that lets callbacks load their states, also those that fail to load by themselves."""
+
+        def restore_callbacks() -> None:
+            self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
+            with spikes_restored(self._trainer):
+                original()
+            if self.resume is not None:
+                self.resume.note_loaded()
+
+        return restore_callbacks

@@ -1,0 +1,400 @@
+"""One resume: the state that a checkpoint holds, whether it fits this run, when each part is restored, the report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.verify import load_path
+from lightning_faulttolerant.errors import CheckpointError, NotExactError
+from lightning_faulttolerant.state.metrics import grow_trackers
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
+from lightning_faulttolerant.trainer.adapters.pruning import OwnMasks, without_masks
+from lightning_faulttolerant.trainer.adapters.state import why_ended
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.loaders.trackers import loader_states
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.objects.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
+from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops, place_of
+from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.ranks.elastic import Resized
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
+from lightning_faulttolerant.trainer.ranks.sharded import put_into
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.loaded_weights import LoadedWeights
+from lightning_faulttolerant.trainer.resume.precision import convert_module, rounded
+from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, go_on_at
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
+from lightning_faulttolerant.trainer.run.comparison import Comparison
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, as_carried_over, differences
+from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.save.autosave import VERSION, put_instead
+from lightning_faulttolerant.trainer.save.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.settings.options import Options
+
+_log = logging.getLogger(__name__)
+
+
+class Resume:
+    """Restores one fit from one checkpoint.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        choice: The checkpoint.
+        loaders: The fit's loaders.
+        fingerprint: The fingerprint of this run.
+        files: The files that the run has written beside its autosaves.
+        rank: The rank of this process. The checkpoint holds a state for each rank.
+        options: The callback's options. They decide what is an error.
+        nearest: The newest autosave of this run. An error names it if this checkpoint can't be used.
+
+    Raises:
+        NotExactError: If the options are strict, and the checkpoint is not of this run or can't be resumed exactly.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        choice: Choice,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        files: RunFiles,
+        *,
+        rank: int,
+        options: Options,
+        nearest: str | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._path = str(choice.path)
+        self._loaders = loaders
+        self._fingerprint = fingerprint
+        self._files = files
+        self._rank = rank
+        self._strict = options.strict
+        self._options = options
+        self._resized: Resized | None = None
+        self._nearest = nearest
+        self._began = time.monotonic()
+        self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
+        self._not_exact = self._comparison.not_exact
+        self.notes: list[str] = []
+        """Lines for the report that are worth knowing. None of them is about state that is not exact."""
+        self._part = choice.part
+        self._is_autosave, self._origin = choice.is_autosave, choice.origin
+        self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
+        self._state: Mapping[str, Any] = {}
+        self._own_masks: OwnMasks | None = None
+        self._loaded: LoadedWeights | None = None
+        self._objects: tuple[str, ...] = ()
+        self.position: Position | None = None
+        self._report: ResumeReport | None = None
+        self.is_pending = True
+        if self._part is None:
+            self._without_our_part(choice.checkpoint or {})
+        else:
+            self._read(self._part, choice.checkpoint or {})
+
+    def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
+        self._not_exact.append(NO_PART)
+        self._loaders.lightning_restores = any(loader_states(checkpoint))
+
+    def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+        if part["version"] > VERSION:
+            raise CheckpointError(
+                f"{self._path} was written in format {part['version']}, this version of the package reads up to"
+                f" {VERSION}. Its state would be misread. Install the newer version."
+            )
+        self.position = Position(**part["position"])
+        if part.get("inexact"):
+            self._fails(f"{self._path} can't be resumed exactly, {self.position}: {'; '.join(part['inexact'])}")
+        if not self.position.is_resumable:
+            self.position = None
+            return
+        refuse_lost(part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._strict)  # fingerprints lack it, too
+        self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
+        self.notes += self._comparison.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
+        checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
+        if part["world_size"] == self._trainer.world_size:
+            self._state = state_of(part, self._rank, checkpoint)
+        else:
+            self._redistribute(part, checkpoint)
+        if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
+            grow_trackers(self._trainer.lightning_module, self._state["metrics"])
+        self._part = {name: value for name, value in part.items() if name != "ranks"}
+        if FINGERPRINT in self._state:  # data sets may differ from rank to rank
+            self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
+        self._loaders.goes_on = "loaders" in self._state
+        self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
+
+    def _look_for_parts(self, known: Collection[str]) -> None:
+        """Report the missing parts. `known` names the parts that the version that saved knew."""
+        lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state and n in known]
+        if lacking and self._strict:
+            raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
+        self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
+        refuse_lost(self.saved(OBJECTS), self._path, strict=self._strict)
+
+    def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+        """Build the state of this rank from the states of a different number of ranks."""
+        assert self.position is not None
+        self._resized = Resized(
+            self._trainer,
+            [state_of(part, rank, checkpoint) for rank in range(len(part["ranks"]))],
+            self.position,
+            part["fingerprint"],
+            rank=self._rank,
+            apart=kept_apart(part, checkpoint),
+            is_per_sample=self._options.worker_rng == "per_sample",
+        )
+        self._state = self._resized.state
+        self._take_lost(self._resized)
+
+    def _take_lost(self, resized: Resized) -> None:
+        lost, resized.lost = resized.lost, []
+        if lost and self._strict and not self._options.elastic:
+            raise NotExactError(
+                f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
+                + "\n".join(f"  - {line}" for line in lost)
+                + "\nThe run would not be the uninterrupted one. Start with as many ranks as before, or pass"
+                " FaultTolerance(elastic=True) to continue without."
+            )
+        self._not_exact += lost
+        told, resized.told = resized.told, []
+        self._not_exact += told
+
+    def fit_in(self) -> None:
+        """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
+        if self._resized is not None:
+            self.position = self._resized.fit_in(self._loaders)
+            self._take_lost(self._resized)
+            self._state = self._resized.state
+
+    def as_due(self) -> AbstractContextManager[None]:
+        """Let the loop do, inside this context, what was due where the checkpoint was taken."""
+        if self._resized is None or self.position is None:
+            return nullcontext()
+        return self._resized.as_due(self.position.where)
+
+    def prepare(self, checkpoint: dict[str, Any]) -> None:
+        """Adjust the checkpoint that Lightning restores from to the place where the run continues."""
+        if self.position is None or self._part is None:
+            return
+        if "instead" in self._part:
+            put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
+            if self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded model and optimizers
+                put_into(self._trainer, self._part["instead"])
+            self._callback_states = checkpoint["callbacks"]
+        checkpoint.update(self._state.get(LIGHTNINGS, {}))
+        if "state_dict" in checkpoint:
+            module = self._trainer.lightning_module
+            here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+            self._own_masks = OwnMasks(self._trainer, checkpoint["state_dict"])
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
+            self._keep_all_bits(checkpoint["state_dict"])
+        if "loops" in checkpoint:
+            if not self._state.get("loaders", {}).get("left"):
+                loader_states(checkpoint).clear()  # we restore each loader's place, and only once
+            load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
+
+    def _keep_all_bits(self, state_dict: Mapping[str, Any]) -> None:
+        if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
+            return
+        convert_module(self._trainer)
+        lines = rounded(self._trainer.lightning_module, state_dict)
+        if lines:
+            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            self._fails(
+                f"{self._path} can't be restored exactly: {lines[0]}{more}",
+                remedy="Give the module its type where it is made, in its setup or configure_model, or by the Trainer's"
+                " precision, so that it has it when it is loaded",
+            )
+
+    def note_loaded(self) -> None:
+        """Note the weights that Lightning has loaded, before any other code can change them."""
+        is_later = self._trainer.strategy.restore_checkpoint_after_setup
+        if self.position is not None and self._loaded is None and not is_later:
+            self._loaded = LoadedWeights(self._trainer.lightning_module)
+
+    def _weights(self) -> dict[str, Any]:
+        """Read the weights again, as they are after `prepare`."""
+        checkpoint, instead = load_path(self._path), (self._part or {}).get("instead") or {}
+        # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
+        weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+        return {**weights, **instead.get("buffers", {})}
+
+    def prune(self) -> None:
+        """Prune again what a user's hook had pruned, once the optimizers are loaded."""
+        if self._own_masks is not None:
+            self._own_masks.apply()
+
+    def begin(self) -> None:
+        """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.
+
+        Raises:
+            FingerprintMismatchError: If `strict`, and this run is not the one that saved.
+        """
+        if self._part is None or self.position is None:
+            return
+        if self._is_autosave:
+            # As in the uninterrupted run: ModelCheckpoint never removes the file that a run was started from.
+            compat.put_checkpoint_path(self._trainer, self._origin)
+        restore_best_models(self._trainer, self._callback_states)
+        saved = self._part["fingerprint"]
+        settings = self._fingerprint.settings()
+        if self._resized is not None:
+            saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
+        self._comparison.compare(saved, settings, ("optimizers", "trainer"))
+        self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
+        self._loaders.resume_from(self._state.get("loaders", {}))
+        if "files" in self._state:
+            self._files.resume_checkpoints(self._state["files"], self._path)
+        if self.is_in_epoch:
+            self._loaders.holds_back = True
+        elif "trainer" in self._state:
+            # A fit that EarlyStopping had ended must not continue.
+            self._trainer.should_stop = self._state["trainer"]["should_stop"]
+
+    def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+        if saved is not None:
+            self._comparison.compare_loader(
+                place,
+                saved,
+                now,
+                tracker=self._loaders.trackers.get(place),
+                is_resized=self._resized is not None,
+                drawn=self._loaders.drawn,
+                saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
+            )
+
+    def put_back_drawn(self) -> None:
+        """Restore what the script drew before the first start. Call this before anything is iterated over.
+
+        Raises:
+            FingerprintMismatchError: If `strict`, and that fails.
+        """
+        if self._loaders.drawn is not None:
+            self._comparison.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
+            self.notes += self._comparison.notes
+
+    def admit(self, reasons: list[str]) -> None:
+        """Report what can't be restored exactly.
+
+        Raises:
+            NotExactError: If `strict`, and `reasons` is not empty.
+        """
+        if reasons and self._strict:
+            raise NotExactError(
+                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Leave it out, or pass strict=False."
+            )
+        for reason in reasons:
+            _log.warning("%s can't be resumed exactly: %s", self._path, reason)
+        self._not_exact += reasons
+
+    def _fails(self, reason: str, *, remedy: str | None = None) -> None:
+        if self._strict:
+            autosave = "an autosave" if self._nearest is None else f"the autosave {self._nearest}"
+            remedy = remedy or f"Resume from {autosave}"
+            raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
+        _log.warning(reason)
+        self._not_exact.append(reason)
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Return whether the state is from an epoch in progress and not restored yet."""
+        return self.is_pending and self.position is not None and self.position.is_in_epoch
+
+    def saved(self, name: str) -> Mapping[str, Any]:
+        """Return one part of the state by its name in `PARTS`, or an empty mapping if it was not saved."""
+        return self._state.get(name) or {}
+
+    def owed(self, name: str) -> Any:
+        """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
+        return (self._part or {}).get(name)
+
+    @property
+    def is_behind_the_end(self) -> bool:
+        """Return whether the state is from a finished fit and not restored yet."""
+        return self.is_pending and self.position is not None and self.position.where == FINISHED
+
+    def go_on_behind_the_end(self) -> None:
+        """Prepare a finished fit to train further, and check that it can.
+
+        Raises:
+            NotExactError: If `strict`, and the fit ended inside an epoch, or a callback closed it for good.
+        """
+        # The data setup has already begun an epoch, before the state was restored. It begins again.
+        self._loaders.resume_from(self._state.get("loaders", {}))
+        position = self.position
+        ended = why_ended(self._trainer)
+        if ended is not None:
+            self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
+        num_batches = self._trainer.num_training_batches
+        is_inside = position is not None and 0 < position.batch < num_batches
+        if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):
+            self._fails(
+                f"{self._path} is of a fit that ended in the middle of an epoch, after its batch {position.batch}."
+                " Its epoch was closed there, so the rest of it can't be trained any more"
+            )
+
+    def restore(self, run_state: RunState) -> None:
+        """Restore the state. Call this when only the next fetch, or work that is still owed, comes after it.
+
+        Raises:
+            NotExactError: If `strict`, and a part of the state can't be restored.
+        """
+        if self._loaded is not None:
+            self.admit(self._loaded.put_back(self._weights))
+        if self._own_masks is not None:
+            self._own_masks.load()
+        missing = run_state.load_state_dict(Trust(self._options).unpickled(self._state, self._path))
+        if missing and self._strict:
+            raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
+        self._not_exact += missing
+        self._objects, self.notes = run_state.objects_not_restored, [*self.notes, *run_state.objects.notes]
+        self.settle()
+
+    @property
+    def report(self) -> ResumeReport | None:
+        """The report, updated with anything that has since turned out not to be exact: a worker may report late."""
+        return self._report and self._as_known_now(self._report)
+
+    def _as_known_now(self, report: ResumeReport) -> ResumeReport:
+        loaders = self._loaders.not_exact
+        not_exact = (*self._not_exact, *loaders)
+        exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
+        return replace(report, exact=exact, not_exact=not_exact)
+
+    def settle(self) -> None:
+        """End the resume and report it."""
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        self._loaders.resumed()
+        self._files.settle()
+        position = self.position
+        saved = self._part["surroundings"] if self._part is not None else {}
+        changed = differences(saved, surroundings(self._trainer)) if saved else ()
+        notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
+        report = ResumeReport(
+            path=self._path,
+            **place_of(self._trainer, position),
+            global_step=self._trainer.global_step,
+            exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
+            objects=self._objects,
+            notes=(*notes, *self.notes, *self._files.notes),
+            seconds=time.monotonic() - self._began,
+        )
+        self._report, self._state, self._callback_states = report, {}, {}
+        with above_the_bar():
+            tell(f"{self.report}")
+        if position is not None and position.is_in_epoch:
+            go_on_at(self._trainer, position)

@@ -1,0 +1,1 @@
+"""A run: its directory, its history, and the fingerprint that it is compared by."""

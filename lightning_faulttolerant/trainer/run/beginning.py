@@ -1,0 +1,205 @@
+"""The beginning of a fit: rank 0 opens the run and chooses what the fit continues from, and the others follow.
+
+Rank 0 does so before its loggers begin their files, when no process group exists yet. The others learn the choice, or
+its failure, as soon as one exists.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_path
+from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.trainer.files.compat import given_checkpoint
+from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.identity.finding import Finder
+from lightning_faulttolerant.trainer.identity.fingerprint import start_fingerprint
+from lightning_faulttolerant.trainer.identity.messages import advise
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
+from lightning_faulttolerant.trainer.resume.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.run.directory import Run
+from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.settings.options import Options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """The message from rank 0 to the others."""
+
+    choice: Choice | None = None
+    mark: str = ""
+    goes_on: bool = False
+    moved_roots: Mapping[str, str] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class Beginning:
+    """Decides what a fit continues from, and where it saves.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        options: The options of the callback.
+        files: The files that the run has written besides its autosaves.
+
+    Raises:
+        CheckpointError: If there is only one rank, and it can't save in its directory.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, files: RunFiles) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._files = files
+        self._run: Run | None = None
+        self._number = 0
+        self._error: Exception | None = None
+        self.series: AutosaveSeries | None = None
+        """The autosaves of this fit, on rank 0."""
+        self.history = History(trainer)
+        """The history of this fit, on rank 0."""
+        self.ranks: Ranks = Alone()
+        self.is_connected = trainer.world_size == 1
+        self.choice: Choice | None = None
+        """The checkpoint that the fit continues from; ``None`` until it is chosen."""
+
+    def begin(self) -> None:
+        """Open the run and choose, on rank 0. Call this before the loggers begin their files."""
+        if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
+            return
+        try:
+            self._open()
+            given = given_checkpoint(self._trainer)
+            if given is not None:
+                assert self.series is not None
+                self.choice = choose(self._trainer, self.series, given[0], self._options)
+                assert self._run is not None
+                self._files.experiments.tell_unknown()
+                go_on_in_files(self._files, self._run, self.choice)
+        except Exception as error:
+            if self._trainer.world_size == 1:
+                raise
+            self._error = error  # the others wait for the process group, and learn it then
+
+    def _open(self) -> None:
+        options = self._options
+        fingerprint = start_fingerprint(self._trainer, ignored=options.ignore_hyperparameters)
+        found = Finder(options, self._trainer.default_root_dir, fingerprint).find()
+        self._run, self.series, self._number = found.run, found.series, found.number
+        self.history = History(self._trainer, self._run.history, fit=self._number)
+        self.history.begin(options.script)
+
+    def connect(self) -> Ranks:
+        """Connect the ranks, and send rank 0's choice to the others; a collective.
+
+        Raises:
+            Exception: The error of `begin` on rank 0, raised on every rank.
+        """
+        self.ranks = connect(self._trainer)
+        self.is_connected = True
+        self._tell()
+        return self.ranks
+
+    def choose(self, checkpoint_path: Any) -> Choice:
+        """Return what the fit continues from, and choose it first if that was not done before; a collective.
+
+        Args:
+            checkpoint_path: The checkpoint that Lightning would restore from.
+        """
+        if self.choice is None:
+            if self.ranks.rank == 0:
+                try:
+                    assert self.series is not None
+                    self.choice = choose(self._trainer, self.series, checkpoint_path, self._options)
+                except Exception as error:
+                    if self.ranks.num_ranks == 1:
+                        raise
+                    self._error = error
+            self._tell()
+        assert self.choice is not None
+        return self.choice
+
+    def _tell(self) -> None:
+        if self.ranks.num_ranks == 1:
+            return
+        own = _Told(
+            choice=self.choice and self.choice.with_checkpoint(None),
+            mark=self._files.mark,
+            goes_on=self._files.goes_on,
+            moved_roots=self._files.moved_roots,
+            error=self._error and _picklable(self._error),
+        )
+        told: _Told = self.ranks.from_first("what the fit continues from", own)
+        if told.error is not None:
+            raise self._error or told.error
+        if self.ranks.rank > 0:
+            self._files.mark, self._files.goes_on = told.mark, told.goes_on
+            self._files.go_to_roots(told.moved_roots)
+            self.choice = told.choice
+        self._read_on_others()
+
+    def _read_on_others(self) -> None:
+        """Read the autosave on the other ranks, too. If one of them can't, all raise."""
+        choice = self.choice
+        if choice is None or not choice.is_autosave:
+            return
+        failure = ""
+        if self.ranks.rank > 0:
+            try:
+                self.choice = choice.with_checkpoint(load_path(str(choice.path), verify_shards=False))
+            except Exception as error:  # noqa: BLE001 - raised on all ranks below
+                failure = f"{type(error).__name__}: {error}"
+        failures = self.ranks.to_first("read", failure)
+        found = None if failures is None else {rank: text for rank, text in enumerate(failures) if text}
+        found = self.ranks.from_first("who can't read", found)
+        if found:
+            lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+            raise RanksLostError(
+                f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
+                " FaultTolerance(dirpath=...) a directory or URL that all of them see."
+            )
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint that the fit started from, if any."""
+        return None if self.choice is None else self.choice.path
+
+    def set_aside(self) -> None:
+        """Set aside the autosaves that the choice leaves behind."""
+        if self.series is not None and self.choice is not None:
+            set_aside(self.series, self.choice)
+
+    def forget_checkpoint(self) -> None:
+        """Free the memory of the checkpoint: it is as large as the model and its optimizers together."""
+        self.choice = self.choice and self.choice.with_checkpoint(None)
+
+    def end(self, exception: BaseException | None) -> None:
+        """Record how the fit ended, and advise on an error of a run that differs."""
+        if exception is not None:
+            advise(exception, self.choice)
+            self._files.experiments.end(exception)
+        self.history.end(exception)
+
+    def end_fit(self) -> None:
+        """Note that the fit finished."""
+        if self._run is not None:
+            self._run.end_fit(self._number)
+
+    def close(self) -> None:
+        """Close the connections. Leave the directory if this process was created for the fit. May be called twice."""
+        self.ranks.close()
+        if self._run is not None:
+            self._run.leave()
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an error that can't be sent is sent as text
+        return CheckpointError(f"Rank 0: {type(error).__name__}: {error}")
+    return error

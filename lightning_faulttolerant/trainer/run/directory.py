@@ -1,0 +1,318 @@
+"""One run's directory: its lock, the series of autosaves of each fit, and when the autosaves are removed.
+
+Autosaves are in ``<dirpath>/<run_id>/fit-<n>/``. ``identity/finding.py`` decides which directory a fit takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.lock import LOCK_NAME
+from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.checkpoint.process_end import call_at_end
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import is_url, open_store
+from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
+from lightning_faulttolerant.trainer.identity.places import unregister
+from lightning_faulttolerant.trainer.identity.recorded import read_record, remove_record, write_record
+from lightning_faulttolerant.trainer.run.history_file import open_history
+from lightning_faulttolerant.trainer.run.launched import Script, this_script
+
+_log = logging.getLogger(__name__)
+
+_REMOTE_ADVICE = (
+    "Look at the credentials, the name of the bucket and the endpoint: they are taken from where the client of that"
+    " store takes them, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or fsspec's own configuration. "
+)
+_ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id` if it can name a directory.
+
+    Raises:
+        TypeError: If `run_id` is not a string.
+        ValueError: If `run_id` can't name a directory.
+    """
+    if not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a string, got {run_id!r}. It names the directory of this run's autosaves.")
+    if not _ALLOWED.fullmatch(run_id):
+        raise ValueError(
+            f"run_id must be 1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit;"
+            f" got {run_id!r}. It names the directory of this run's autosaves."
+        )
+    return run_id
+
+
+def run_id_of(own: str | None, default: str, environment: Mapping[str, str]) -> str:
+    """Return the run id of a fit.
+
+    In a drill this is an ID of the drill, even if the script sets its own: a drill must not continue a user's run.
+
+    Args:
+        own: The run id that was passed to the callback.
+        default: The run id of the command.
+        environment: The environment of the process.
+    """
+    if own is not None and not environment.get(DRILL_VARIABLE):
+        return own
+    if environment.get(RUN_ID_VARIABLE):
+        default = check_run_id(environment[RUN_ID_VARIABLE])
+    if own is None:
+        return default
+    joined = f"{default}-{own}"
+    if _ALLOWED.fullmatch(joined):
+        return joined
+    return f"{default}-{hashlib.blake2b(own.encode(), digest_size=6).hexdigest()}"
+
+
+FITS = threading.RLock()
+"""The lock for finding and beginning a fit, or noting its end: threads of one process may train at the same time."""
+
+
+class Run:
+    """One run's directory, local or in an object store, locked against other processes until this one ends.
+
+    Args:
+        directory: The directory of its autosaves.
+        script: The process that owns the run: this one, or one that created this one for a fit.
+    """
+
+    def __init__(self, directory: str, script: Script) -> None:
+        self.directory = directory
+        self.fit = 0
+        """The number of the fit that was begun last."""
+        self.num_open = 0
+        """The number of fits that have not finished. A fit that ends with an exception never finishes."""
+        self.process_id = os.getpid()
+        self._script = script
+        self._has_ended = False
+        self._store = open_store(directory)
+        self._lock = open_lock(directory)
+        found = self._store.listing()  # before the lock: stores give better errors for a listing
+        self.was_killed = LOCK_NAME in found.files
+        """Whether an earlier process of this run could not release its lock."""
+        self.is_registered = False
+        self.ends_with_fit = False
+        """Whether this process may be killed after its fit without a sign of success, as in a process pool."""
+        self.on_end: Callable[[], None] = lambda: unregister(directory)
+        """Called when the run was successful and the autosaves are removed."""
+        self._is_held_by_script = script.is_elsewhere and directory in script.held
+        self._check = _is_held if self._is_held_by_script else self._lock.check
+        self.history = open_history(directory, check=self._check)
+        if self._is_held_by_script:
+            return  # the script's process holds the lock, and waits for this process
+        self._lock.acquire()
+        try:
+            self._store.abort_uploads()
+        except BaseException:
+            self._lock.release()
+            raise
+        if not script.is_elsewhere:
+            script.held[directory] = []
+
+    @property
+    def record(self) -> RunRecord:
+        """The record of the run that is kept beside its autosaves."""
+        return read_record(self.directory) or RunRecord()
+
+    @property
+    def begun(self) -> list[int]:
+        """The numbers of the fits that the script has begun, in this process and in those that it created."""
+        return self._script.begun(self.directory)
+
+    def fits(self, record: RunRecord) -> dict[int, FitRecord | None]:
+        """Return the fits that have autosaves, by number. A fit that is missing from `record` is ``None``."""
+        return {fit_number(name): record.fits.get(fit_number(name)) for name in self._fits()}
+
+    def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
+        """Begin a fit and return its series of autosaves.
+
+        Args:
+            keep_last: The maximum number of autosaves.
+            number: The number of the fit. Default: the number of the script's next fit.
+        """
+        self.fit = number or 1 + max(self.begun, default=0)
+        self.num_open += 1
+        if self._script.is_elsewhere:
+            self._script.begin_fit(self.directory, self.fit)
+        else:
+            self._script.held[self.directory].append(self.fit)
+        return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
+
+    def later_autosaves(self) -> list[str]:
+        """Return the newest autosave of each fit after the one that was begun last, whether it verifies or not."""
+        later = [name for name in self._fits() if fit_number(name) > self.fit]
+        return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
+
+    def end_fit(self, number: int | None = None) -> None:
+        """Note that a fit finished.
+
+        Args:
+            number: The number of the fit. Default: the fit that was begun last.
+        """
+        with FITS:
+            self._note_end(self.fit if number is None else number)
+
+    def _note_end(self, number: int) -> None:
+        self.num_open -= 1
+        record = self.record
+        if number in record.fits:
+            finished = replace(record.fits[number], is_finished=True)
+            write_record(self.directory, record.with_fit(number, finished))
+        if self._script.is_elsewhere:
+            self._script.end_fit(self.directory)
+        elif self.ends_with_fit and not self.num_open:
+            self.end()
+            _runs.pop(self.directory, None)
+
+    def give_back(self) -> None:
+        """Release the directory: no fit has begun in it."""
+        self._has_ended = True
+        self._script.held.pop(self.directory, None)
+        self._lock.release()
+        self._remove_if_empty()
+        _runs.pop(self.directory, None)
+
+    def leave(self) -> None:
+        """Release the directory, in a process created for one fit: no exit handler runs when that process ends."""
+        if self._script.is_elsewhere:
+            if not self._is_held_by_script:
+                self._lock.release()
+            _runs.pop(self.directory, None)
+
+    def end(self) -> None:
+        """Remove the autosaves if the run was successful, and release the directory. A second call does nothing."""
+        if os.getpid() != self.process_id or self._has_ended:
+            return
+        self._has_ended = True
+        # The interpreter sets these for an uncaught exception.
+        uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        # If a fit of another run has not finished, neither has the script.
+        num_open = sum(
+            run.num_open for run in _runs.values() if run.process_id == self.process_id
+        ) + self._script.num_open(self.directory)
+        ended_well = num_open == 0 and uncaught is None
+        try:
+            if ended_well:
+                self.remove()
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "Autosaves of this run, which is done, could not be removed from %s: %s", self.directory, error
+            )
+        try:
+            if ended_well:
+                self.history.close()
+                self.on_end()
+        finally:
+            self._lock.release()
+        if ended_well:
+            self._remove_if_empty()
+
+    def remove(self) -> None:
+        """Remove all autosaves of this run, those of the last fit first.
+
+        If the process is killed during this, the first fits stay finished, and the next process trains the later ones
+        again from there.
+        """
+        self._lock.check()
+        for name in reversed(self._fits()):
+            AutosaveSeries(self._store.path(name), keep_last=1).remove_all()
+        remove_record(self.directory)
+
+    def _fits(self) -> list[str]:
+        return fit_folders(self._store.listing().folders)
+
+    def _remove_if_empty(self) -> None:
+        try:
+            self._store.remove_if_empty()
+        except OSError as error:
+            _log.debug("%s stays: %s", self.directory, error)
+
+
+def _is_held() -> None:
+    """Do nothing: the script's process holds the lock and checks it."""
+
+
+_runs: dict[str, Run] = {}
+
+
+def _end_script(script: Script) -> None:
+    """End the runs that had all their fits in other processes, like the runs of this process."""
+    for directory in script.directories():
+        _end_run(directory, script)
+
+
+def _end_run(directory: str, script: Script) -> None:
+    if directory not in _runs and script.num_open(directory):
+        return  # its autosaves stay
+    try:
+        run = _runs.get(directory) or Run(directory, script)
+    except (OSError, CheckpointError) as error:
+        _log.warning("The autosaves of this run, which is done, stay in %s: %s", directory, error)
+    else:
+        run.end()
+
+
+def this_process() -> Script:
+    """Return this process, as the process that creates a callback."""
+    return this_script(_end_script)
+
+
+def directory_of(dirpath: str | os.PathLike[str], run_id: str) -> str:
+    """Return the directory of a run, as an absolute path or a URL.
+
+    Args:
+        dirpath: The directory of the runs.
+        run_id: The name of the run.
+    """
+    store = open_store(dirpath)
+    return store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
+
+
+def run_of_process(directory: str) -> Run | None:
+    """Return this process's run in a directory, or ``None``."""
+    run = _runs.get(directory)
+    return run if run is not None and run.process_id == os.getpid() else None
+
+
+def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> Run:
+    """Return this process's run of that name, locked against other processes.
+
+    Args:
+        dirpath: The directory of the runs.
+        run_id: The name of the run.
+        script: The process that created the callback. Default: this one.
+
+    Raises:
+        RunInUseError: If another process holds the run.
+        CheckpointError: If the directory can't be written.
+    """
+    return open_directory(directory_of(dirpath, run_id), script)
+
+
+def open_directory(directory: str, script: Script | None = None) -> Run:
+    """Return this process's run in a directory that `directory_of` returned. See `open_run`."""
+    run = run_of_process(directory)
+    if run is None:
+        try:
+            run = _runs[directory] = Run(directory, script or this_process())
+        except OSError as error:
+            raise CheckpointError(
+                f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."
+                f" {_REMOTE_ADVICE if is_url(directory) else ''}"
+                "Pass FaultTolerance(dirpath=...) a directory that can be written."
+            ) from error
+        if script is None or not script.is_elsewhere:
+            call_at_end(run.end, is_remote=is_url(directory))
+    return run

@@ -1,0 +1,232 @@
+"""The fingerprint of a run: what its order of samples and its arithmetic depend on. A resume compares it.
+
+It is taken before training, without a call into the data set: it draws nothing and reads no sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+
+from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
+from lightning_faulttolerant.loader.sampler_name import inner_sampler, sampler_name
+from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.state.tensors import LAZY
+from lightning_faulttolerant.streaming.dataset import StreamingDataset
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.run.hyperparameters import Hyperparameters, plain
+
+_SEED = "sampler_seed"  # compared if both runs have one: a run of one rank has none
+_SAMPLED_ELEMENTS = 1024
+_DEPTH = 3
+_FIRST_ITEMS = 16
+_OF_ONE_PASS = ("RandomSampler", "SequentialSampler", "DistributedSampler")
+
+
+class Fingerprint:
+    """The fingerprint of one run, as far as it is known yet.
+
+    Hyperparameters are read when it is created, before a LearningRateFinder sets them.
+
+    Args:
+        trainer: The trainer of the run.
+        ignored: Names of hyperparameters that may differ.
+    """
+
+    def __init__(self, trainer: Trainer, *, ignored: Sequence[str] = ()) -> None:
+        self._trainer = trainer
+        self._settings: dict[str, Any] = {}
+        self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
+
+    def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
+        return {**self.model(), **self.settings(), "loaders": dict(loaders)}
+
+    def model(self) -> dict[str, Any]:
+        """Return the part that is known before a checkpoint is loaded."""
+        # FSDPStrategy leaves each rank with a different part of each parameter.
+        has_shapes = not isinstance(self._trainer.strategy, FSDPStrategy)
+        module = module_fingerprint(self._trainer.lightning_module, has_shapes=has_shapes)
+        return {"module": module, "hyperparameters": self.hyperparameters.state_dict()}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the part that is known when the fit begins."""
+        if not self._settings:  # once: callbacks may change them while the fit continues
+            optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
+            self._settings = {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
+        return self._settings
+
+
+def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
+    """Return what a loader's batches depend on. If each sample is seeded, that does not include the workers."""
+    if not isinstance(loader, DataLoader):  # nothing is known of other loaders
+        return {"class": type(loader).__qualname__}
+    workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
+    if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
+        is_per_sample = False
+        workers = {f"{name} of an iterable data set": value for name, value in workers.items()}
+    return {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        **({"worker_rng": "per_sample"} if is_per_sample else workers),
+        "sampler": sampler_name(loader),
+        **_sampler_seed(loader),
+        "dataset": _dataset(loader.dataset),
+    }
+
+
+def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> dict[str, Any]:
+    """Return the names of the parameters as they are before pruning, with their shapes if `has_shapes`."""
+    buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
+    found = without_masks({**dict(module.named_parameters()), **buffers})
+    shapes = {name: LAZY if is_lazy(value) else list(value.shape) for name, value in found.items() if value is not None}
+    parameters = shapes if has_shapes else dict.fromkeys(shapes)
+    return {"class": type(module).__qualname__, "parameters": parameters}
+
+
+def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's arguments that the order and grouping of batches depends on."""
+    names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    arguments = {name: plain(getattr(trainer, name)) for name in names}
+    cut = {} if tensor_parallel_size(trainer) == 1 else {"tensor_parallel_size": tensor_parallel_size(trainer)}
+    return {**arguments, "world_size": trainer.world_size, "precision": str(trainer.precision), **cut}
+
+
+def tensor_parallel_size(trainer: Trainer) -> int:
+    """Return how many ranks each layer is split over. These ranks all see the same batches."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return 1
+    return trainer.strategy.device_mesh["tensor_parallel"].size()
+
+
+def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the class and the arguments of an optimizer."""
+    # torch adds this default when it loads a state.
+    defaults = {"differentiable": False, **{name: plain(value) for name, value in optimizer.defaults.items()}}
+    return {"class": type(optimizer).__qualname__, **defaults}
+
+
+def as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved `trainer_fingerprint`, with the values of `now` where another number of ranks may differ."""
+    return {**saved, **{name: now[name] for name in ("world_size", "accumulate_grad_batches")}}
+
+
+def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_resized: bool) -> dict[str, Any]:
+    """Return a saved `loader_fingerprint`, with the values of `now` where a run that continues may differ.
+
+    Args:
+        saved: The saved fingerprint.
+        now: The fingerprint of the loader now.
+        is_resized: Whether the number of ranks has changed. If not, the number of workers may have.
+    """
+    names = ["num_workers", "persistent_workers"]
+    if is_resized:
+        names.append("batch_size")
+        samplers = [str(fingerprint.get("sampler")).rpartition(" over ")[2] for fingerprint in (saved, now)]
+        if all(name in _OF_ONE_PASS for name in samplers) and set(samplers) != set(_OF_ONE_PASS[:2]):
+            names.append("sampler")
+    return {**saved, **{name: now[name] for name in names if name in saved and name in now}}
+
+
+def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs, with both values."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in sorted({*saved, *now} - ({_SEED} - ({*saved} & {*now})), key=str):
+            yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
+    elif saved != now and LAZY not in (saved, now) and not (saved is not None and saved != saved and now != now):
+        yield f"{path}: {saved!r} when it was saved, {now!r} now"
+
+
+def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMismatchError:
+    """Return the error for `lines` of `differences` from the run that saved `path`, with advice."""
+    return FingerprintMismatchError(
+        f"{path} was saved by a run that differs from this one:\n"
+        + "\n".join(f"  - {line}" for line in lines)
+        + f"\n{remedy}".rstrip()
+        + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
+        " strict=False to continue with what can be restored, or FaultTolerance(run_id=...) with another name to start"
+        " from the beginning."
+    )
+
+
+def _sampler_seed(loader: DataLoader[Any]) -> dict[str, int]:
+    """Return the seed of a distributed sampler that shuffles. No generator's state holds it."""
+    inner = inner_sampler(loader)
+    return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
+
+
+def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = {"class": type(dataset).__qualname__}
+    if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
+        with contextlib.suppress(TypeError, NotImplementedError):
+            found["length"] = len(dataset)
+    if isinstance(dataset, StreamingDataset):
+        state = dataset.state_at(0, 0)
+        return {**found, "data": state["fingerprint"], "order": state["order"]}
+    if isinstance(dataset, Subset):
+        found["indices"] = _digest_list(dataset.indices)
+    if isinstance(dataset, ConcatDataset):
+        found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
+    if is_hugging_face(dataset):
+        return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
+    for name, value in sorted((own_dict(dataset) or {}).items()):
+        if isinstance(value, Dataset) and depth < _DEPTH:
+            found[name] = _dataset(value, depth + 1)
+        elif _is_array(value):
+            found[name] = _digest(value)
+        elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
+            found[name] = {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
+        elif isinstance(value, (list, tuple)) and (names := _file_names(value)) is not None:
+            found[name] = names
+    return found
+
+
+def _file_names(values: Sequence[Any]) -> str | None:
+    """Return a digest of a list of files, with or without labels; ``None`` for any other list.
+
+    The names count without their directories: on another machine the data may be elsewhere, and in another order.
+    """
+    names = [item[0] if isinstance(item, tuple) and item else item for item in _sampled(values)]
+    if not names or not all(isinstance(name, (str, PurePath)) for name in names):
+        return None
+    return f"[{len(values)}] crc {_crc([str(name).rpartition('/')[2] for name in names])}"
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    is_numpy = numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
+    return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided)
+
+
+def _digest(array: Any) -> str:
+    # NumPy's `flat` takes any array, even read-only, reversed, or of foreign byte order, and copies only the sample.
+    flat = array.detach().reshape(-1) if isinstance(array, Tensor) else array.flat
+    stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
+    return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
+
+
+def _digest_list(values: Sequence[Any]) -> str:
+    return f"[{len(values)}] crc {_crc([str(value) for value in _sampled(values)])}"
+
+
+def _sampled(values: Sequence[Any]) -> Iterator[Any]:
+    stride = max(1, len(values) // _SAMPLED_ELEMENTS)
+    # Picked one by one: a user's sequence may not support slices, and millions of values need not become text.
+    return (values[i] for i in range(0, len(values), stride))
+
+
+def _crc(sample: list[Any]) -> str:
+    return f"{zlib.crc32(str(sample).encode()):08x}"

@@ -1,0 +1,237 @@
+"""Writes the history of a run from the training process, and never disturbs the fit.
+
+``records/history.py`` describes the lines, ``history_file.py`` where they are kept. Nothing here raises, except what a
+signal handler raises. Nothing is drawn at random, and a boundary only compares two numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.records.history import (
+    ALIVE,
+    ALIVE_EVERY_SECONDS,
+    ALIVE_EVERY_SHARE,
+    AUTOSAVE,
+    BEGIN,
+    END,
+    FINISHED,
+    START,
+    STOPPED,
+    UNSAVED,
+    name_of,
+)
+from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.process import IMPORTED_AT
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run.history_file import HistoryFile
+from lightning_faulttolerant.trainer.run.launched import Script
+
+_MAX_TEXT = 300
+
+
+def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that does nothing on ranks without a file, and that reports errors instead of raising them."""
+
+    @functools.wraps(method)
+    def guarded(self: History, *args: Any, **kwargs: Any) -> None:
+        if self.file is None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - no error of the history may end the training
+            self.file.announce(error)
+
+    return guarded
+
+
+class History:
+    """Adds one fit to the history of its run, from `begin` to `end`.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        file: The history; ``None`` on ranks that write none.
+        fit: The number of the fit in its script.
+    """
+
+    def __init__(self, trainer: Trainer, file: HistoryFile | None = None, *, fit: int = 0) -> None:
+        self._trainer = trainer
+        self.file = file
+        self._fit = fit
+        self._has_started = False
+        self._has_ended = False
+        self.saved: Position | None = None
+        """The position of the last autosave."""
+        self._untold: dict[str, Any] = {}
+        self._began = time.perf_counter()
+        self.due_at = float("inf")
+        """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
+
+    @_without_harm
+    def begin(self, script: Script) -> None:
+        """Note that a fit begins.
+
+        Args:
+            script: The process in which the callback was created.
+        """
+        self._add(
+            BEGIN,
+            process=script.token[:12],
+            pid=script.process_id,
+            host=socket.gethostname(),
+            process_began=process_began(script.process_id),
+        )
+
+    @_without_harm
+    def start(self, choice: Choice | None, report: ResumeReport | None) -> None:
+        """Note that the first batch can be fetched. Only the first call of a fit has an effect.
+
+        Args:
+            choice: The checkpoint that the fit continues from.
+            report: The report of the resume, if anything was restored.
+        """
+        if self._has_started:
+            return
+        self._has_started = True
+        names = ("path", "position", "seconds", "exact", "not_exact", "notes")
+        resumed = None
+        if report is not None:
+            told = {**asdict(report), "not_exact": report.all_not_exact, "seconds": round(report.seconds, 6)}
+            resumed = {name: told[name] for name in names}
+        self._add(
+            START,
+            **self._place(),
+            num_ranks=self._trainer.world_size,
+            continues=choice is not None and choice.continues,
+            resumed=resumed,
+        )
+
+    @_without_harm
+    def autosave(self, series: AutosaveSeries | None, path: str, position: Position, *, seconds: float, taken: float,
+                 is_behind: bool = False) -> None:  # fmt: skip
+        """Note that an autosave is written and verified. May be called in the thread that wrote it.
+
+        Args:
+            series: Knows the size of the autosave.
+            path: The path of the autosave.
+            position: The position of its state.
+            seconds: How many seconds training waited for it.
+            taken: When its state was taken, by ``time.perf_counter``.
+            is_behind: Whether it was written in the background.
+        """
+        self._add(
+            AUTOSAVE,
+            **_place_of(position),
+            name=name_of(path),
+            taken=round(time.time() - (time.perf_counter() - taken), 3),
+            seconds=round(seconds, 6),
+            bytes=None if series is None else series.num_bytes.get(path),
+            behind=is_behind,
+        )
+        self.saved = position
+
+    @_without_harm
+    def unsaved(self, *, since: float, until: float | None, tries: int, text: str) -> None:
+        """Note that saves fail, or that they succeed again. Failures after the first are written then, or at the end.
+
+        Args:
+            since: The time of the first save that failed, in seconds since 1970.
+            until: The time at which a save succeeded again; ``None`` if none has yet.
+            tries: How many saves failed.
+            text: Why the last of them failed.
+        """
+        line = {"since": round(since, 3), "until": until and round(until, 3), "tries": tries, "text": text[:_MAX_TEXT]}
+        self._untold = line if until is None and tries > 1 else {}
+        if not self._untold:
+            self._add(UNSAVED, **line)
+
+    @_without_harm
+    def alive(self) -> None:
+        """Leave a sign of life."""
+        self._add(ALIVE, **self._place())
+
+    @_without_harm
+    def end(self, exception: BaseException | None) -> None:
+        """Note how the fit ended, and wait until all lines are written. Only the first call of a fit has an effect.
+
+        Args:
+            exception: The exception that ended the fit, if any.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._untold:
+            self._add(UNSAVED, **self._untold)
+        reason, text = reason_of(exception)
+        self._add(END, **self._place(), reason=reason, text=text, saved=self.saved and _place_of(self.saved))
+        self.due_at = float("inf")
+        assert self.file is not None
+        self.file.flush()
+
+    def _add(self, event: str, **more: Any) -> None:
+        assert self.file is not None
+        now, (least, most) = time.perf_counter(), ALIVE_EVERY_SECONDS
+        # Set before the line is written: after a failure, the next try is as far away.
+        self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
+        self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
+
+    def _place(self) -> dict[str, int]:
+        return _place_of(position_of(self._trainer, BOUNDARY))
+
+
+def reason_of(exception: BaseException | None) -> tuple[str, str]:
+    """Return why a fit ended, in a few words and at length.
+
+    Args:
+        exception: The exception that ended the fit, if any.
+    """
+    if exception is None:
+        return FINISHED, ""
+    if isinstance(exception, TrainingStopped):
+        name = exception.reason.removeprefix("Stopped by ").split(" ")
+        words = 2 if name[0] == "the" else 1
+        return f"{STOPPED}{' '.join(name[:words])}", exception.reason[:_MAX_TEXT]
+    name_of_type = type(exception).__name__
+    return name_of_type, f"{name_of_type}: {exception}"[:_MAX_TEXT]
+
+
+@functools.cache
+def process_began(process_id: int) -> float:
+    """Return when a process of this machine was started, in seconds since 1970.
+
+    An interactive session counts as started when the callback was imported. So does any process if the system does not
+    report its start.
+
+    Args:
+        process_id: The id of this process, or of the process that created it.
+    """
+    if hasattr(sys, "ps1") or getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return round(IMPORTED_AT, 3)
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return round(IMPORTED_AT, 3)
+    return round(time.time() - age, 3)
+
+
+def seconds_of_process() -> float:
+    """Return how many seconds this process has run."""
+    return max(time.time() - process_began(os.getpid()), 0.0)
+
+
+def _place_of(position: Position) -> dict[str, int]:
+    return {"epoch": position.epoch, "batch": position.batch, "global_step": position.global_step}

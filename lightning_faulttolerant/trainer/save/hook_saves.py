@@ -1,0 +1,205 @@
+"""Checkpoints that other code saves inside a fit: the part that we add to them, and whether it can be exact.
+
+A run can resume exactly from between two batches and from the start of a validation run. It can also resume exactly
+from the end of a batch, a validation run, or an epoch if Lightning's own loops can do the work that is still owed. So a
+checkpoint from the middle of a batch or of a validation run takes the state of its start. It can't be exact if
+parameters have moved since, or if later hooks of the same event need arguments that are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.bases import is_empty_hook, is_lightnings
+from lightning_faulttolerant.trainer.position import (
+    BATCH_END,
+    EPOCH_END,
+    EPOCH_START,
+    FINISHED,
+    VALIDATION_END,
+    Position,
+    position_of,
+)
+from lightning_faulttolerant.trainer.save.capture import Capture, RunState, named_callbacks
+from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
+
+_log = logging.getLogger(__name__)
+
+MODULE = "module"
+_PLACES = {
+    "on_train_epoch_start": EPOCH_START,
+    "on_train_batch_end": BATCH_END,
+    "on_validation_end": VALIDATION_END,
+    "on_train_epoch_end": EPOCH_END,
+    "on_train_end": FINISHED,
+    "on_fit_end": FINISHED,
+    "teardown": FINISHED,
+}
+# Called with an outcome and a batch, which are gone when a run continues. Two of Lightning's own callbacks read them.
+_WITH_BATCH = ("on_train_batch_end",)
+_LOOKS_AT_BATCHES = (SpikeDetection, ThroughputMonitor)
+# A run that continues after its end does not call these again.
+_NOT_AGAIN = ("on_train_end", "on_fit_end", "teardown")
+_SAVES = "save_checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookSave:
+    """Our part of a checkpoint that other code saves.
+
+    Args:
+        position: The position at which the run continues.
+        state: The state at that position; empty if there is none.
+        behind: Names of the callbacks, and of the module, with a hook that still has to be called.
+        inexact: Why the run can't continue exactly.
+        instead: Values that replace parts of Lightning's checkpoint on a resume.
+        before_validation: Values to restore after the validation run that is under way.
+        is_of_one_rank: Whether this rank saves alone. The other ranks may not save now, so their states are missing.
+    """
+
+    position: Position
+    state: Mapping[str, Any]
+    behind: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
+    instead: Mapping[str, Any] | None = None
+    before_validation: Mapping[str, Any] | None = None
+    is_of_one_rank: bool = False
+
+
+class HookSaves:
+    """Creates our part of the checkpoints that other code saves in one fit.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        run_state: Reads the state of the fit.
+    """
+
+    def __init__(self, trainer: Trainer, run_state: RunState) -> None:
+        self._trainer = trainer
+        self._run_state = run_state
+        self._warned_of: set[str] = set()
+        self.wants_captures = _saves_in_a_batch(trainer)
+        """Whether each boundary needs a capture, because other code saves in the middle of batches."""
+
+    def make(self, hook: str, saver: Callback | None, capture: Capture | None) -> HookSave:
+        """Return our part of a checkpoint that is saved now.
+
+        Args:
+            hook: The hook that runs.
+            saver: The callback that the hook belongs to; ``None`` for the module.
+            capture: The last capture, if any.
+        """
+        save = self._made(hook, saver, capture)
+        if hook == "on_exception" and self._trainer.world_size > 1:
+            lost = "an exception ended this rank, and the states of the others are not in it"
+            save = replace(save, inexact=(*save.inexact, lost), is_of_one_rank=True)
+        if save.inexact and hook not in self._warned_of:
+            self._warned_of.add(hook)
+            reasons = "; ".join(save.inexact)
+            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
+        return save
+
+    def _made(self, hook: str, saver: Callback | None, capture: Capture | None) -> HookSave:
+        where = None if self._trainer.sanity_checking else _PLACES.get(hook)
+        if where is None and capture is not None:
+            return self._from_capture(hook, capture)
+        if where is None or (where == VALIDATION_END and capture is None):
+            position = position_of(self._trainer, hook or "a call", hook)
+            return HookSave(position=position, state={}, inexact=("it was saved before the first batch",))
+        position = position_of(self._trainer, where, hook)
+        behind, lost = self._behind(hook, saver)
+        before = None
+        if where == VALIDATION_END and capture is not None:
+            first_loop_iter = capture.state["results"]["connector"]["first_loop_iter"]
+            before = compat.before_validation(self._trainer, first_loop_iter)
+        return HookSave(
+            position=position,
+            state=self._run_state.state_dict(position),
+            behind=tuple(behind),
+            inexact=tuple(f"{name} stood after the hook that saved, and can't be called again" for name in lost),
+            before_validation=before,
+        )
+
+    def _from_capture(self, hook: str, capture: Capture) -> HookSave:
+        inexact = []
+        if not capture.is_current(self._trainer):
+            self.wants_captures = True
+            inexact.append(f"parameters have moved since {capture.position}, the last state before {hook or 'it'}")
+        if overrides_save_hook(self._trainer):
+            inexact.append(f"what on_save_checkpoint gives is of {hook or 'the call'}, the rest of {capture.position}")
+        kept = capture.position
+        position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
+        return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
+
+    def _behind(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
+        """Return the owners of the hooks to call after the saving one, and the hooks that can't be called again."""
+        module = self._trainer.lightning_module
+        named = named_callbacks(compat.callbacks(self._trainer))
+        order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
+        if hook == "on_train_epoch_end":  # here Lightning calls callbacks that watch a metric last
+            order.sort(key=lambda item: _watches_metrics(item[1]))
+        own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
+        behind, lost = [], []
+        if self._run_state.files.saves_in_its_hook(saver):
+            name, function = order[own][0], _overridden(saver, hook)
+            behind += [name] if _is_lightnings(function) else []
+            lost += [] if _is_lightnings(function) else [f"the rest of {type(saver).__name__}.{hook}"]
+        for name, owner in order[own + 1 :]:
+            function = _overridden(owner, hook)
+            if function is None or _is_ours(function):
+                continue
+            is_lightnings = _is_lightnings(function)
+            if hook in _WITH_BATCH:
+                can_be_called = is_lightnings and not isinstance(owner, _LOOKS_AT_BATCHES)
+            else:
+                can_be_called = is_lightnings or hook not in _NOT_AGAIN
+            if not can_be_called:
+                lost.append(f"{type(owner).__name__}.{hook}")
+            elif hook not in _NOT_AGAIN:
+                behind.append(name)
+        return behind, lost
+
+
+def _overridden(owner: Any, hook: str) -> Any:
+    """Return the function of a hook, unless it is the empty one that every callback and module inherits."""
+    function = getattr(owner, hook)
+    function = getattr(function, "__func__", function)
+    is_modules = isinstance(owner, LightningModule)
+    is_empty = function is getattr(LightningModule, hook) if is_modules else is_empty_hook(function, hook)
+    return None if is_empty else function
+
+
+def _is_lightnings(function: Any) -> bool:
+    return is_lightnings(getattr(function, "__module__", ""))
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("lightning_faulttolerant.")
+
+
+def _saves_in_a_batch(trainer: Trainer) -> bool:
+    """Return whether the module or a callback has a method that saves a checkpoint and may run inside a batch.
+
+    Only the names in the method's own code are checked. A method that saves indirectly is noticed when it does so.
+    """
+    owners = [trainer.lightning_module, *compat.callbacks(trainer)]
+    return any(
+        _SAVES in function.__code__.co_names and name not in _PLACES and not name.startswith("on_validation")
+        for owner in owners
+        for kind in (*type(owner).__mro__, owner)
+        for name, function in list(getattr(kind, "__dict__", {}).items())
+        if isinstance(function, types.FunctionType) and not _is_lightnings(function) and not _is_ours(function)
+    )
+
+
+def _watches_metrics(callback: Any) -> bool:
+    """Return whether Lightning calls this callback's ``on_train_epoch_end`` after the module's."""
+    return isinstance(callback, (EarlyStopping, Checkpoint))

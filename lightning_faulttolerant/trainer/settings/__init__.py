@@ -1,0 +1,1 @@
+"""The arguments of `FaultTolerance`, and the environment variables that set them."""

@@ -1,0 +1,168 @@
+"""The arguments of `FaultTolerance`, checked once, before any work."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from numbers import Real
+from pathlib import PurePath
+
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
+from lightning_faulttolerant.trainer.run.launched import Script
+
+_UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+_FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save")
+_SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """See `FaultTolerance` for what each argument means."""
+
+    dirpath: str | None
+    run_id: str | None
+    keep_last: int
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    overhead_budget: float
+    stop_signals: tuple[str, ...]
+    grace_seconds: float
+    save_on_exception: bool
+    auto_resume: bool
+    strict: bool
+    elastic: bool = False
+    worker_rng: str = "capture"
+    async_save: bool = False
+    deadline: float | None = None
+    ledger: str | None = None
+    trust_autosaves: bool | None = None
+    ignore_hyperparameters: tuple[str, ...] = ()
+    made_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    script: Script = field(default_factory=this_process)
+    """The process that created the callback. Lightning may run the fit in other processes."""
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if self.run_id is not None:
+            check_run_id(self.run_id)
+        if self.keep_last < 1:
+            raise ValueError(
+                f"keep_last must be at least 1, got {self.keep_last}: without an autosave nothing resumes."
+            )
+        if self.every_n_train_steps is not None and self.train_time_interval is not None:
+            raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
+        if self.every_n_train_steps is not None and self.every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps must be at least 1, got {self.every_n_train_steps}.")
+        if self.train_time_interval is not None and self.train_time_interval <= timedelta(0):
+            raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
+        if not 0 < self.overhead_budget <= 1:
+            raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
+        if not self.grace_seconds > 0:  # refuses NaN, too
+            raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
+        if self.worker_rng not in ("capture", "per_sample"):
+            raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
+        for name in self.stop_signals:
+            _check_signal(name)
+        object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
+
+    def _check_types(self) -> None:
+        for name in ("keep_last", "every_n_train_steps"):
+            if name == "keep_last" or self.every_n_train_steps is not None:
+                object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
+        for name in ("overhead_budget", "grace_seconds"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
+                raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.trust_autosaves is not None and not isinstance(self.trust_autosaves, bool):
+            raise TypeError(f"trust_autosaves must be True, False or None, got {self.trust_autosaves!r}.")
+        interval = self.train_time_interval
+        if interval is not None and not isinstance(interval, timedelta):
+            raise TypeError(f"train_time_interval must be a timedelta, such as timedelta(minutes=5); got {interval!r}.")
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether `overhead_budget` says when to save, rather than an interval."""
+        return self.every_n_train_steps is None and self.train_time_interval is None
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The stop signals that exist on this system."""
+        return tuple(dict.fromkeys(signal.Signals[name] for name in self.stop_signals))
+
+
+def _check_signal(name: str) -> None:
+    if name in _UNSTOPPABLE:
+        raise ValueError(f"stop_signals can't hold {name}: no process can handle it as a wish to stop.")
+    if name not in signal.Signals.__members__:
+        raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
+
+
+def _whole_number(name: str, value: object) -> int:
+    """Return a whole number of any type, such as NumPy's, as Python's ``int``."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    return number
+
+
+def _names(names: object) -> tuple[str, ...]:
+    """Return names of hyperparameters as a tuple."""
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        advice = f" For a single one, pass ({names!r},)." if isinstance(names, str) else ""
+        raise TypeError(
+            "ignore_hyperparameters must be a tuple or a list of names, such as ('run_name', 'optimizer.start_time');"
+            f" got {names!r}.{advice}"
+        )
+    if not all(names):
+        raise ValueError(f"ignore_hyperparameters holds an empty name, got {names!r}. It would leave out nothing.")
+    return tuple(names)
+
+
+def _text(name: str, path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {path!r}.")
+    return os.fspath(path)
+
+
+def checked_ledger(path: str | os.PathLike[str] | None) -> str | None:
+    """Return the path of a ledger as an absolute path: the process may change its directory.
+
+    Raises:
+        TypeError: If `path` is not a path.
+        ValueError: If `path` is empty, or a URL: a line can't be added to an object in a store.
+    """
+    if path is None:
+        return None
+    text = _text("ledger", path)
+    if not text:
+        raise ValueError("ledger must name a file, got ''. Leave it out, or pass None, if none is to be written.")
+    if is_url(text) or (isinstance(path, PurePath) and _SPOILT_URL.match(text)):
+        raise ValueError(f"A ledger is a local file, to which lines are added as it happens; got {text}.")
+    return os.path.abspath(os.path.expanduser(local_path(text)))
+
+
+def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system.
+
+    Raises:
+        TypeError: If `dirpath` is not a path.
+        ValueError: If `dirpath` is a URL that `Path` has spoilt.
+    """
+    if dirpath is None:
+        return None
+    text = _text("dirpath", dirpath)
+    if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
+        raise ValueError(f"dirpath is {dirpath!r}: Path takes a slash from a URL. Pass the URL as a string.")
+    return text if is_url(text) else os.path.expanduser(local_path(text))

@@ -1,0 +1,250 @@
+"""Stop signals: a handler only sets a flag. At a boundary the ranks agree, save and end.
+
+A thread, `Watch`, looks on. It steps in if the main thread can't reach a boundary by itself. If a sole rank waits for a
+batch that a stuck worker never delivers, or is about to exceed its grace period, the thread sends the signal again, and
+the handler then raises. When the grace period is over, it ends the process, whatever the main thread does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.hard_end import end_process
+from lightning_faulttolerant.errors import TrainingStopped
+
+_log = logging.getLogger(__name__)
+
+DEADLINE_EXIT_CODE = 75
+"""The exit code of a run that a deadline has stopped: sysexits' "temporary failure", run it again."""
+REQUEUED_EXIT_CODE = 76
+"""The exit code of a run that was saved, with its SLURM job queued again."""
+UNSAVED_EXIT_CODE = 74
+"""The exit code of a stopped run that could not write its state: sysexits' "input/output error"."""
+
+_STUCK_FETCH_SECONDS = 1.0
+_FETCH = "waited for a batch from a worker"
+_GRACE = "could not reach the next batch within its grace period"
+# The share of the grace period that is left for a save and for the end of the process, at least and at most.
+_RESERVED_SHARE = 0.2
+_MAX_RESERVED_SHARE = 0.8
+# A save takes at most this many times as long as the longest save before.
+_SAVE_FACTOR = 1.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopReason:
+    """Why a run is to stop.
+
+    Args:
+        name: The cause of the stop.
+        exit_code: The exit code of the process.
+        requeues: Whether the SLURM job is to be queued again once the state is saved.
+    """
+
+    name: str
+    exit_code: int
+    requeues: bool = False
+
+    def to_text(self) -> str:
+        """Return the reason as text, for the other ranks."""
+        return f"{self.exit_code} {int(self.requeues)} {self.name}"
+
+    @classmethod
+    def from_text(cls, text: str) -> StopReason:
+        """Return the reason that `to_text` has written."""
+        exit_code, requeues, name = text.split(" ", 2)
+        return cls(name=name, exit_code=int(exit_code), requeues=requeues == "1")
+
+
+def exit_code(signum: int) -> int:
+    """Return the exit code of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+    return 128 + signum
+
+
+def signal_reason(signum: int, *, requeues: bool = False) -> StopReason:
+    """Return the stop reason for a signal."""
+    return StopReason(name=signal.Signals(signum).name, exit_code=exit_code(signum), requeues=requeues)
+
+
+def stopped_by(reason: StopReason, where: str, unsaved: str = "") -> TrainingStopped:
+    """Return the exception that ends the process.
+
+    Args:
+        reason: Why the run stops.
+        where: The place in the run.
+        unsaved: Why the state of that place could not be saved, if that failed.
+    """
+    stopped = TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
+    say_unsaved(stopped, unsaved)
+    return stopped
+
+
+def say_unsaved(stopped: TrainingStopped, unsaved: str) -> None:
+    """If a save failed, report in the message and the exit code that the last autosave is older, but only once."""
+    if unsaved and stopped.code != UNSAVED_EXIT_CODE:
+        stopped.code, stopped.reason = UNSAVED_EXIT_CODE, f"{stopped.reason}. {unsaved}"
+
+
+class StopSignals:
+    """Handles stop signals from `install` to `uninstall`, and knows whether and by when the run must end.
+
+    Args:
+        signals: The signals to handle.
+        grace_seconds: How long the process may take to end after the first signal.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
+        self._signals = tuple(signals)
+        self._requeue_signal: signal.Signals | None = None
+        self.grace_seconds = grace_seconds
+        self._previous: dict[int, Any] = {}
+        self._installed = threading.Event()
+        self._must_raise: str | None = None
+        self._has_signal = False
+        self._held_back: tuple[int, BaseException] | None = None
+        """The exception that a handler of the script has raised. It is logged later, outside of the handler."""
+        self._main_thread = threading.main_thread().ident
+        self.requested: StopReason | None = None
+        self._requested_at = 0.0
+        self._end_at = float("inf")
+        self._raised_at = float("-inf")
+        self._saving = False
+        self.is_alone = True
+        """Whether the main thread may be interrupted. If there are other ranks, one may wait for it in a collective."""
+        self.save_seconds: Callable[[], float] = lambda: 0.0
+        """Returns how long a save takes, from earlier saves."""
+        self.announced_seconds: Callable[[], float] = lambda: 0.0
+        """Returns how long the SLURM job may still run, when its end is announced."""
+        self.before_hard_end: Callable[[StopReason], None] = lambda reason: None
+        self.broke_fetch = False
+        self.fetch_began: float | None = None
+        """When the fetch in progress began, if its batch comes from workers."""
+
+    def install(self, original_handlers: Mapping[int, Any], *, requeue_signal: signal.Signals | None = None) -> None:
+        """Take over the signals.
+
+        Args:
+            original_handlers: The handlers to call in addition. `uninstall` does not restore these.
+            requeue_signal: One more signal. On it, the SLURM job is queued again.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning("Stop signals are not handled: fit does not run in the main thread.")
+            return
+        self._requeue_signal = requeue_signal
+        for signum in dict.fromkeys([*self._signals, *([] if requeue_signal is None else [requeue_signal])]):
+            if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
+                continue
+            self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
+            signal.signal(signum, self._handle)
+        self._installed.set()
+
+    def uninstall(self) -> None:
+        """Give the signals back, unless other code has taken them since."""
+        self._installed.clear()
+        for signum, (previous, _) in self._previous.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, previous)
+        self._previous.clear()
+        self._tell_held_back()
+
+    def _tell_held_back(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            signum, error = held_back
+            name = signal.Signals(signum).name
+            _log.warning(
+                "The script's own handler of %s has raised %r. The run is saved anyway, and ends as for any %s.",
+                name,
+                error,
+                name,
+            )
+
+    def note(self, reason: StopReason, seconds: float | None = None) -> None:
+        """Note that the run is to stop. The first of several reasons counts.
+
+        Args:
+            reason: The reason; it may be another rank's.
+            seconds: How long the run may take. Default: the grace period, or the time to the announced end if longer.
+        """
+        if self.requested is None:
+            if seconds is None:
+                is_announced = reason.requeues or reason.exit_code == DEADLINE_EXIT_CODE
+                seconds = max(self.announced_seconds() if is_announced else 0.0, self.grace_seconds)
+            self._requested_at = time.monotonic()
+            self._end_at = self._requested_at + seconds
+            self.requested = reason
+
+    def seconds_left(self) -> float:
+        """Return how much is left of the grace period."""
+        return self._end_at - time.monotonic()
+
+    def save_fits(self, seconds_left: float) -> bool:
+        """Return whether a save fits in `seconds_left`."""
+        return self.save_seconds() * _SAVE_FACTOR <= seconds_left
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Protect the main thread from interruption inside this context: the state is being saved."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._must_raise is not None:
+            because, self._must_raise = self._must_raise, None
+            if because == _FETCH and self.fetch_began is None:  # the batch came after all: the next boundary is near
+                return
+            self.broke_fetch = self.fetch_began is not None
+            raise stopped_by(self.requested or signal_reason(signum), f"while it {because}")
+        is_second, self._has_signal = self._has_signal, True
+        if is_second or (self.requested is not None and self.is_alone):
+            if signum == signal.SIGINT:
+                raise stopped_by(signal_reason(signum), "at once, at the second signal")
+            return
+        # All ranks may have received the signal, and another rank told this one before its own handler could run.
+        self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
+        original = self._previous.get(signum, (None, None))[1]
+        if callable(original) and original is not signal.default_int_handler:
+            try:
+                original(signum, frame)
+            except BaseException as error:  # noqa: BLE001 - usually sys.exit: it would end the run unsaved
+                self._held_back = signum, error
+
+    def look(self) -> None:
+        """Step in if it is time. The thread that looks on calls this."""
+        self._tell_held_back()
+        reason = self.requested
+        if reason is None:
+            return
+        if time.monotonic() >= self._end_at:
+            self.before_hard_end(reason)
+            end_process(
+                reason.exit_code,
+                f"{reason.name} has asked the run to stop, and the process could not end within its grace period of"
+                f" {self._end_at - self._requested_at:g} seconds. It is ended now; the last autosave stays.",
+            )
+        because = None if self._saving or not self.is_alone else self._why_stuck()
+        if because is not None and self._installed.is_set() and self._previous:
+            self._must_raise = because
+            signal.pthread_kill(self._main_thread or 0, next(iter(self._previous)))
+            self._raised_at = time.monotonic()  # not again before the next time-out
+
+    def _why_stuck(self) -> str | None:
+        now = time.monotonic()
+        fetch_began = self.fetch_began
+        since = max(self._requested_at, self._raised_at)
+        if fetch_began is not None and now - max(fetch_began, since) > _STUCK_FETCH_SECONDS:
+            return _FETCH
+        period = self._end_at - self._requested_at
+        needed = max(_RESERVED_SHARE * period, _SAVE_FACTOR * self.save_seconds())
+        return _GRACE if now - since > period - min(needed, _MAX_RESERVED_SHARE * period) else None

@@ -1,0 +1,342 @@
+"""Everything that ends a fit early, on one rank or several: signals, a deadline, a rank that has failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.agreement import STOP
+from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
+from lightning_faulttolerant.trainer.ranks.line import open_line
+from lightning_faulttolerant.trainer.ranks.watch import Watch
+from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.stop import slurm
+from lightning_faulttolerant.trainer.stop.deadline import Deadline
+from lightning_faulttolerant.trainer.stop.signals import (
+    DEADLINE_EXIT_CODE,
+    REQUEUED_EXIT_CODE,
+    StopReason,
+    StopSignals,
+    signal_reason,
+    stopped_by,
+)
+
+_log = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+class Agreement(Protocol):
+    """How the main thread of a rank learns what all ranks are to do. See `Member`."""
+
+    def at_boundary(self) -> str | None:
+        """Return what all ranks do at this boundary."""
+
+    def want_save(self, window: Mapping[str, int]) -> None:
+        """Let all ranks save at a boundary soon."""
+
+    def begin_run(self) -> None:
+        """Note that a validation run begins."""
+
+    def at_validation_batch(self) -> bool:
+        """Return whether all ranks stop in front of this batch of the validation run."""
+
+    def end_batches(self) -> None:
+        """Note that this rank has no more batches in the validation run."""
+
+
+class SoleRank:
+    """The agreement of a single rank with itself."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+        self.num_places = 0
+
+    def at_boundary(self) -> str | None:
+        """Return `STOP` once it is wanted."""
+        self.num_places += 1
+        return None if self._signals.requested is None else STOP
+
+    def want_save(self, window: Mapping[str, int]) -> None:
+        """Do nothing: a sole rank saves when it wants to."""
+
+    def begin_run(self) -> None:
+        """Do nothing."""
+
+    def at_validation_batch(self) -> bool:
+        """Return whether a stop is wanted."""
+        self.num_places += 1
+        return self._signals.requested is not None
+
+    def end_batches(self) -> None:
+        """Do nothing."""
+
+
+class Stopping:
+    """Everything that can end a fit early, from `connect` to `close`.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        self._trainer = trainer
+        self._options = options
+        self.signals = StopSignals(options.signals, grace_seconds=options.grace_seconds)
+        self.agreement: Agreement = SoleRank(self.signals)
+        self.is_too_late = False
+        """Whether the run stops with no time left for a save."""
+        self._ranks: Ranks = Alone()
+        self._watch = Watch(self.signals)
+        self._patches = Patches()
+        self._agreed: str | None = None
+        self._is_interrupted = False
+        self._is_open = False
+        self._noted_at: float | None = None
+        """When SLURM's notice came, if it came before the fit."""
+
+    def connect(self, ranks: Ranks) -> None:
+        """Connect the ranks; a collective. From now on all ranks learn of the death of one."""
+        if ranks.num_ranks == 1:
+            return
+        self._ranks = ranks
+        environment = cluster_environment(self._trainer)
+        line = open_line(ranks, "127.0.0.1" if environment is None else environment.main_address)
+        self._watch = Watch(self.signals, rank=ranks.rank, num_ranks=ranks.num_ranks, line=line)
+        self.agreement = self._watch.member
+        self.signals.is_alone = False
+        self._begin_watch()
+
+    def open(self) -> None:
+        """Take over the seams that concern the end of a fit."""
+        loop, wrap = compat.validation_loop(self._trainer), self._patches.wrap
+        wrap(self._trainer.fit_loop, "run", self._wrap_run)
+        wrap(loop, "run", self._wrap_run)
+        wrap(loop, "reset", self._wrap_validation_reset)
+        wrap(loop, "on_run_end", self._wrap_validation_end)
+        wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+        wrap(compat.signal_connector(self._trainer), "register_signal_handlers", self._wrap_register)
+        wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
+        self._is_open = True
+
+    def begin(self, save_seconds: Callable[[], float]) -> None:
+        """Take over the signals, and watch the deadline.
+
+        Args:
+            save_seconds: Returns how long a save takes, from earlier saves.
+        """
+        original = compat.original_handlers(self._trainer)
+        requeue = slurm.requeue_signal(self._trainer, original)
+        self.signals.save_seconds = save_seconds
+        self.signals.install(original, requeue_signal=requeue)
+        at = self._deadline_at()
+        if at is not None:
+            self.signals.announced_seconds = lambda: at - time.time()
+            deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
+            self._mind(deadline)  # it may have passed
+            self._watch.looks.append(lambda: self._mind(deadline))
+        if self._noted_at is not None:
+            self._note_early(self._noted_at, requeue)
+        self._begin_watch()
+
+    def _note_early(self, noted_at: float, requeue_signal: signal.Signals | None) -> None:
+        """Stop for a notice that came before the fit. If no stop is requested for it, end as without this package."""
+        assert NOTICE is not None
+        if NOTICE not in (requeue_signal, *self._options.signals):
+            end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment name it.")
+        reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
+        left = self.signals.grace_seconds - (time.monotonic() - noted_at)
+        self.signals.note(reason, max(left, self.signals.announced_seconds() if reason.requeues else 0.0))
+
+    def _begin_watch(self) -> None:
+        self.signals.before_hard_end = self._before_hard_end
+        self._watch.start()
+
+    def _deadline_at(self) -> float | None:
+        job_end = slurm.end_time(os.environ)
+        if job_end is not None and job_end <= time.time():
+            rank_zero_warn(
+                f"{slurm.END_TIME_VARIABLE} says that this job's time was over {time.time() - job_end:.0f} seconds ago,"
+                " and it still runs: the variable is of another job, or the time was extended. It is ignored."
+            )
+            job_end = None
+        return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)
+
+    def _progress(self) -> object:
+        agreement = self.agreement
+        return agreement.num_places if isinstance(agreement, SoleRank) else self._watch.member.place
+
+    def _mind(self, deadline: Deadline) -> None:
+        if self.signals.requested is None and deadline.is_near():
+            reason = StopReason(
+                name="the deadline",
+                exit_code=DEADLINE_EXIT_CODE,
+                requeues=slurm.queues_again(self._trainer) and not self._was_over(),
+            )
+            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
+
+    def _was_over(self) -> bool:
+        """Return whether the deadline had passed when the script began. A requeued job would only stop again."""
+        return self._options.deadline is not None and self._options.deadline <= self._options.made_at
+
+    # At the places where a fit can end.
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the run is to stop. Several ranks agree on one reason."""
+        agreed = self._agreed or self._watch.member.stop
+        if agreed is not None:
+            return StopReason.from_text(agreed)
+        assert self.signals.requested is not None
+        return self.signals.requested
+
+    def save_fits(self) -> bool:
+        """Return whether a save fits in the rest of each rank's grace period; a collective."""
+        left = self._ranks.to_first("the time that is left", self.signals.seconds_left())
+        fits = left is not None and self.signals.save_fits(min(left))
+        self.is_too_late = not self._ranks.from_first("whether a save fits", fits)
+        return not self.is_too_late
+
+    def all_can(self, can: bool) -> bool:
+        """Return whether all ranks can; a collective."""
+        answers = self._ranks.to_first("who can", can)
+        return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
+
+    def stop_if_wanted(self, where: str, unsaved: str = "") -> None:
+        """Stop all ranks here if one of them was asked to stop; a collective.
+
+        Args:
+            where: The place in the run.
+            unsaved: Why the state of that place could not be saved, if that failed.
+
+        Raises:
+            TrainingStopped: If a rank was asked to stop.
+        """
+        own = self.signals.requested
+        told = self._ranks.to_first("a wish to stop", own and own.to_text())
+        text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
+        if text is not None:
+            self._agreed = text
+            self.signals.note(StopReason.from_text(text))
+            self.end_together()
+            raise stopped_by(StopReason.from_text(text), where, unsaved)
+
+    def end_together(self) -> None:
+        """Note that all ranks end here by agreement. From now on a rank that is gone is not a failure."""
+        self._watch.end_together = True
+        if self._ranks.num_ranks > 1:
+            call_off_observers()
+
+    # At the end.
+
+    def fail(self, exception: BaseException) -> None:
+        """Report immediately what ended this rank, if it ended alone."""
+        self._watch.fail(exception)
+
+    def requeue(self, exception: BaseException) -> None:
+        """Requeue the SLURM job after a stop, if the reason says so; a collective if the ranks end together."""
+        if not isinstance(exception, TrainingStopped):
+            return
+        if self.signals.requested is None or not self.reason.requeues:
+            return
+        failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
+        if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all ranks when the first ends
+            failure = self._ranks.from_first("requeue", failure)
+        if not failure:
+            exception.code = REQUEUED_EXIT_CODE
+        elif self._ranks.rank == 0:
+            _shout(failure)
+
+    def _before_hard_end(self, reason: StopReason) -> None:
+        if reason.requeues and self._ranks.rank == 0:
+            failure = slurm.requeue(os.environ)
+            if failure:
+                _shout(failure)
+
+    def interrupt(self, exception: BaseException) -> None:
+        """Keep watching until Lightning's own teardown is done: it may wait for a rank that is gone."""
+        self.fail(exception)
+        self._is_interrupted = True
+
+    def close(self) -> None:
+        """Give the signals back and stop watching, unless an interrupted fit is still being torn down."""
+        # A free rank has nothing to watch for. And if a user's on_exception raises, Lightning never tears down.
+        is_free = self._ranks.num_ranks == 1 and self.signals.requested is None
+        if is_free or not self._is_interrupted or not self._is_open:
+            self._end()
+
+    def _end(self) -> None:
+        self.signals.uninstall()
+        self._patches.undo()
+        self._watch.close()
+
+    # What the seams do.
+
+    def _wrap_run(self, original: Method) -> Method:
+        def run() -> Any:
+            try:
+                return original()
+            except BaseException as error:
+                self.fail(error)  # before any callback's on_exception, which may wait for the other ranks
+                raise
+
+        return run
+
+    def _wrap_validation_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            self.agreement.begin_run()
+            original()
+
+        return reset
+
+    def _wrap_validation_end(self, original: Method) -> Method:
+        def on_run_end() -> Any:
+            self.agreement.end_batches()
+            return original()
+
+        return on_run_end
+
+    def _wrap_before_validation_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            # There is nothing to save in the sanity check.
+            if self._trainer.sanity_checking and self.agreement.at_validation_batch():
+                self.end_together()
+                raise stopped_by(self.reason, "in the sanity check")
+            original()
+
+        return before_fetch
+
+    def _wrap_register(self, original: Method) -> Method:
+        def register_signal_handlers() -> None:
+            self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
+            original()
+
+        return register_signal_handlers
+
+    def _wrap_teardown(self, original: Method) -> Method:
+        def teardown() -> None:
+            original()
+            if self._is_interrupted:
+                self._end()
+
+        return teardown
+
+
+def _shout(failure: str) -> None:
+    sys.stderr.write(
+        f"\nFaultTolerance: THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. The state is saved: submit the job again.\n"
+    )

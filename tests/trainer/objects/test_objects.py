@@ -1,0 +1,276 @@
+"""The object state of a fit: what is resumed if the script has changed between two starts."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance, NotExactError, ResumeReport
+from lightning_faulttolerant.trainer.objects.objects import NO_OBJECT_STATE
+from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.save.capture import PARTS
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, make_trainer
+
+PART = "lightning_faulttolerant"
+
+
+class SavesAt(Callback):
+    """Saves a checkpoint after one batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def save(tmp_path: Path, module: LightningModule, protected: FaultTolerance | None = None) -> Path:
+    """Train `module`, and return the path of a checkpoint of its third step."""
+    path = tmp_path / "saved.ckpt"
+    protected = protected or FaultTolerance(tmp_path / "first")
+    fit(tmp_path, module, [protected, SavesAt(path)])
+    return path
+
+
+def resume(
+    tmp_path: Path, path: Path, module: LightningModule, protected: FaultTolerance | None = None
+) -> ResumeReport:
+    """Train `module` from a checkpoint, and return the report."""
+    protected = protected or FaultTolerance(tmp_path / "second", strict=False)
+    fit(tmp_path, module, [protected], ckpt_path=path)
+    assert protected.resume_report is not None
+    return protected.resume_report
+
+
+def fit(tmp_path: Path, module: LightningModule, callbacks: list[Callback], **arguments: Any) -> None:
+    """Train `module` for an epoch of five batches."""
+    torch.manual_seed(1)
+    loaders = (DataLoader(NoisyDataset(20), batch_size=4), DataLoader(NoisyDataset(4), batch_size=4))
+    make_trainer(callbacks, tmp_path, max_epochs=1).fit(module, *loaders, **arguments)
+
+
+class Weighted(Net):
+    """Counts its steps, and has a constant."""
+
+    def __init__(self, scale: float = 1.0, start: int = 0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.offsets = [1.0, 2.0]
+        self.num_steps = start
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        loss: Tensor = super().training_step(batch, batch_idx) * self.scale
+        return loss
+
+
+def test_constant_that_the_user_edits_stands(tmp_path: Path) -> None:
+    """A value that training has not changed is as in the script; the count continues."""
+    path = save(tmp_path, Weighted())
+    module = Weighted(scale=2.0, start=100)
+    module.offsets.append(3.0)
+    report = resume(tmp_path, path, module)
+    assert (module.scale, module.offsets, module.num_steps) == (2.0, [1.0, 2.0, 3.0], 5)
+    assert report.objects == ()
+
+
+class Statistics:
+    """Sums up."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Sums(Statistics):
+    """Has another name."""
+
+
+class Holder(Net):
+    """Creates its statistics when it trains, and counts in a list, if it has one."""
+
+    def __init__(self, kind: type[Statistics]) -> None:
+        super().__init__()
+        self.make = kind
+        self.statistics: Any = None
+        self.counts = [0]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.statistics = self.statistics or self.make()
+        self.statistics.total += 1.0
+        if hasattr(self, "counts"):
+            self.counts[0] += 1
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object whose class no longer exists under its name is not restored, and the report says so."""
+    path = save(tmp_path, Holder(Statistics))
+    monkeypatch.delattr(sys.modules[__name__], "Statistics")
+    module = Holder(Sums)
+    report = resume(tmp_path, path, module)
+    assert report.objects == (f"module.statistics: the class {__name__}:Statistics is not there any more",)
+    assert str(report).startswith("Resumed, except for 1 object,")
+    assert module.counts == [5]
+
+
+def test_attribute_that_is_gone_is_named(tmp_path: Path) -> None:
+    """A container that the script no longer creates is not restored, and the report says so."""
+    path = save(tmp_path, Holder(Statistics))
+    module = Holder(Statistics)
+    del module.counts
+    report = resume(tmp_path, path, module)
+    assert report.objects == ("module.counts: it no longer exists",)
+    assert module.statistics.total == 5.0
+
+
+class Turns(Net):
+    """Alternates its values with an iterator, which can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([1.0, 2.0])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx) * next(self.turns)
+        return loss
+
+
+def test_what_cannot_be_carried_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The loss is one warning when it is found, and an error at the resume unless the resume is not strict."""
+    path = save(tmp_path, Turns())
+    line = "module.turns: an iterator (itertools.cycle), which can't be copied"
+    warnings = [record.message for record in caplog.records if "module.turns" in record.message]
+    assert len(warnings) == 1
+    assert "state_dict and load_state_dict" in warnings[0]
+    assert torch.load(path, weights_only=True)[PART]["ranks"][0]["objects"]["lost"] == dict([line.split(": ")])
+    with pytest.raises(NotExactError, match=r"module\.turns: an iterator"):
+        fit(tmp_path, Turns(), [FaultTolerance(tmp_path / "strict")], ckpt_path=path)
+    assert resume(tmp_path, path, Turns()).objects == (line,)
+
+
+class Iterates(Net):
+    """Takes more batches from its own loader."""
+
+    def on_fit_start(self) -> None:
+        self.more = iter(DataLoader(NoisyDataset(8), batch_size=4))
+
+
+def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Such a loader can't be followed: an error before the first batch, or without strict a line of the report."""
+    reason = r"The iterator module\.more can't be resumed exactly: it belongs to a loader that is not followed"
+    with pytest.raises(NotExactError, match=reason):
+        fit(tmp_path, Iterates(), [FaultTolerance(tmp_path / "strict")])
+    path = save(tmp_path, Iterates(), FaultTolerance(tmp_path / "first", strict=False))
+    [line] = resume(tmp_path, path, Iterates()).not_exact
+    assert line.startswith("The iterator module.more can't be resumed exactly")
+
+
+BATCHES: Any = None
+
+
+def test_iterator_that_the_script_has_looked_at_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dataiter = iter(loader)` at the top of a script, to see a batch, is not refused: training does not use it."""
+    monkeypatch.setattr(sys.modules[__name__], "BATCHES", iter(DataLoader(NoisyDataset(8), batch_size=4)))
+    next(BATCHES)
+    fit(tmp_path, Net(), [FaultTolerance(tmp_path / "strict")])
+
+
+def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
+    """A checkpoint of an older version is resumed from, and the report says what it lacks."""
+    path = save(tmp_path, Weighted())
+    checkpoint = torch.load(path, weights_only=True)
+    part = checkpoint[PART]
+    del part["parts"]
+    for state in part["ranks"]:
+        del state[OBJECTS]
+    torch.save(checkpoint, path)
+    module = Weighted()
+    report = resume(tmp_path, path, module, FaultTolerance(tmp_path / "second"))
+    assert report.not_exact == (NO_OBJECT_STATE,)
+    assert OBJECTS in PARTS
+    assert module.num_steps == 2
+
+
+def registered(path: Path, seen: dict[str, Any], **arguments: Any) -> FaultTolerance:
+    """Return a callback that has `seen` as a registered state."""
+    return FaultTolerance(path, **arguments).register("simulator", lambda: dict(seen), seen.update)
+
+
+class Sees(Callback):
+    """Counts batches in a dict of another object."""
+
+    def __init__(self, seen: dict[str, Any]) -> None:
+        self._add = seen.__setitem__
+        self._get = seen.get
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._add("count", self._get("count", 0) + 1)
+
+
+def test_registered_state(tmp_path: Path) -> None:
+    """It continues; without the registration, the report says that the name is not registered."""
+    seen: dict[str, Any] = {}
+    path = tmp_path / "saved.ckpt"
+    fit(tmp_path, Net(), [registered(tmp_path / "first", seen), Sees(seen), SavesAt(path)])
+    assert seen["count"] == 5
+    again: dict[str, Any] = {}
+    protected = registered(tmp_path / "second", again)
+    fit(tmp_path, Net(), [protected, Sees(again)], ckpt_path=path)
+    assert again["count"] == 5
+    assert protected.resume_report is not None
+    assert protected.resume_report.is_exact
+    gone = "simulator: nothing is registered under this name any more"
+    assert resume(tmp_path, path, Net()).objects == (gone,)
+
+
+def test_bad_registrations_are_refused() -> None:
+    """A name can be registered only once, and the functions must be functions."""
+    protected = FaultTolerance().register("seen", dict, print)
+    with pytest.raises(ValueError, match="registered as 'seen' already"):
+        protected.register("seen", dict, print)
+    with pytest.raises(TypeError, match="must be functions"):
+        protected.register("other", {}, print)  # type: ignore[arg-type]
+
+
+class Seen(NoisyDataset):
+    """Has a list that training fills."""
+
+    def __init__(self, length: int = 20) -> None:
+        super().__init__(length)
+        self.seen: list[int] = []
+
+
+class Fills(Net):
+    """Notes its steps on the data set."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trainer.train_dataloader.dataset.seen.append(batch_idx)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_list_of_a_data_set_is_carried(tmp_path: Path, num_sanity_val_steps: int) -> None:
+    """The sanity check has not created a data set that comes with the loaders: changes of its lists are carried."""
+    path, data = tmp_path / "saved.ckpt", Seen()
+
+    def train(data: Seen, callbacks: list[Callback], **arguments: Any) -> None:
+        loaders = (DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+        trainer = make_trainer(callbacks, tmp_path, max_epochs=1, num_sanity_val_steps=num_sanity_val_steps)
+        trainer.fit(Fills(), *loaders, **arguments)
+
+    train(data, [FaultTolerance(tmp_path / "first"), SavesAt(path)])
+    again = Seen()
+    train(again, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
+    assert again.seen == data.seen == [0, 1, 2, 3, 4]

@@ -1,0 +1,294 @@
+"""Any change to the order of samples or to the arithmetic shows in the fingerprint, with both values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.trainer.run.fingerprint import (
+    Fingerprint,
+    differences,
+    loader_fingerprint,
+    mismatch,
+    module_fingerprint,
+    optimizer_fingerprint,
+    trainer_fingerprint,
+)
+from tests.runs import make_trainer
+
+
+class Rows(Dataset[Any]):
+    """Fails if a sample is read."""
+
+    def __init__(self, rows: Any, **attributes: Any) -> None:
+        self.rows = rows
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a sample was read")
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 4, rate: float = 0.1, note: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, width)
+
+
+class OtherModel(Model):
+    pass
+
+
+def ones(*shape: int) -> torch.Tensor:
+    """Return a tensor of ones."""
+    return torch.ones(*shape)
+
+
+def changed(place: int) -> torch.Tensor:
+    """Return ones, except for one value."""
+    tensor = ones(8, 2)
+    tensor.view(-1)[place] = 2
+    return tensor
+
+
+class Own(Sampler[int]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self.data)))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def loader(data: Any = None, **arguments: Any) -> DataLoader[Any]:
+    """Return a loader."""
+    return DataLoader(Rows(ones(8, 2)) if data is None else data, **{"batch_size": 2, **arguments})
+
+
+BASE = Rows(ones(8, 2))
+
+LOADERS: dict[str, tuple[DataLoader[Any], DataLoader[Any], str]] = {
+    "batch size": (loader(), loader(batch_size=4), "batch_size: 2 when it was saved, 4 now"),
+    "last batch": (loader(), loader(drop_last=True), "drop_last: False when it was saved, True now"),
+    "workers": (loader(), loader(num_workers=1), "num_workers: 0 when it was saved, 1 now"),
+    "shuffling": (loader(), loader(shuffle=True), "SequentialSampler' when it was saved, 'BatchSampler over Random"),
+    "sampler": (loader(BASE, sampler=SequentialSampler(BASE)), loader(BASE, sampler=Own(BASE)), "over Own' now"),
+    "no batching": (loader(), loader(batch_size=None), "'no batching over SequentialSampler' now"),
+    "length": (loader(), loader(Rows(ones(9, 2))), "dataset.length: 8 when it was saved, 9 now"),
+    "first value": (loader(), loader(Rows(changed(0))), "dataset.rows: '[8, 2] torch.float32 crc "),
+    "last value": (loader(), loader(Rows(changed(15))), "dataset.rows: "),
+    "dtype": (loader(), loader(Rows(ones(8, 2).double())), "torch.float64 crc "),
+    "array": (loader(Rows(np.ones(8))), loader(Rows(np.arange(8.0))), "dataset.rows: '[8] float64 crc "),
+    "second array": (loader(Rows(ones(8), y=ones(8))), loader(Rows(ones(8), y=2 * ones(8))), "dataset.y: "),
+    "list of arrays": (loader(Rows([ones(1)] * 8)), loader(Rows([2 * ones(1)] * 8)), "dataset.rows.0: "),
+    "tensors": (loader(TensorDataset(ones(8))), loader(TensorDataset(2 * ones(8))), "dataset.tensors.0: "),
+    "split": (loader(Subset(BASE, [0, 1])), loader(Subset(BASE, [0, 2])), "dataset.indices: "),
+    "size of the split": (loader(Subset(BASE, [0, 1])), loader(Subset(BASE, [0])), "dataset.length: 2 when"),
+    "data after a split": (
+        loader(Subset(BASE, [0, 1])),
+        loader(Subset(Rows(changed(0)), [0, 1])),
+        "dataset.dataset.rows: ",
+    ),
+    "part of a chain": (
+        loader(ConcatDataset([BASE, BASE])),
+        loader(ConcatDataset([BASE, Rows(changed(3))])),
+        "dataset.parts.1.rows: ",
+    ),
+    "class of the data": (loader(), loader(TensorDataset(ones(8, 2))), "dataset.class: 'Rows' when"),
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_each_change_of_a_loader_gives_a_line(case: str) -> None:
+    """Each change of batch size, sampler, workers, data or split has a line with both values."""
+    saved, now, expected = LOADERS[case]
+    lines = list(differences(loader_fingerprint(saved), loader_fingerprint(now)))
+    assert any(expected in line for line in lines), lines
+    assert all(" when it was saved, " in line and line.endswith(" now") for line in lines)
+    assert list(differences(loader_fingerprint(saved), loader_fingerprint(saved))) == []
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "read-only": lambda: _read_only(np.ones(8)),
+    "negative strides": lambda: np.ones((8, 2))[:, ::-1],
+    "big-endian": lambda: np.ones(8, dtype=">f4"),
+    "long double": lambda: np.ones(8, dtype=np.longdouble),
+    "unsigned": lambda: np.ones(8, dtype=np.uint16),
+    "empty": lambda: np.ones((0, 3)),
+    "expanded": lambda: torch.ones(1).expand(8),
+    "strings": lambda: np.array(["a"] * 8),
+    "needs a gradient": lambda: torch.ones(8, requires_grad=True),
+}
+
+
+def _read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_every_kind_pass(kind: str) -> None:
+    """A data set may hold any array; none makes the fingerprint fail or warn."""
+    data = Rows(ones(8), more=ARRAYS[kind]())
+    assert list(differences(loader_fingerprint(loader(data)), loader_fingerprint(loader(data)))) == []
+
+
+def files_of(names: list[str], directory: str, kind: str) -> list[Any]:
+    """Return a list of files as data sets keep them."""
+    paths = [f"{directory}/{name}" for name in names]
+    return [{"text": path, "path": Path(path), "labelled": (path, 1)}[kind] for path in paths]
+
+
+@pytest.mark.parametrize("kind", ["text", "path", "labelled"])
+def test_list_of_files_is_compared_without_directories(kind: str) -> None:
+    """Another order, as from an unsorted directory listing, gives a line; another place of the data gives none."""
+    one = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/data", kind))))
+    moved = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/scratch/12", kind))))
+    other = loader_fingerprint(loader(Rows(ones(8), more=files_of(["b", "a", "c"], "/data", kind))))
+    assert list(differences(one, moved)) == []
+    [line] = differences(one, other)
+    assert line.startswith("dataset.more: '[3] crc ")
+    assert "more" not in loader_fingerprint(loader(Rows(ones(8), more=["a", 1])))["dataset"]
+
+
+def test_subset_by_names_passes() -> None:
+    """The indices of a split may be strings."""
+    one, other = (loader(Subset(BASE, names)) for names in (["a", "b"], ["a", "c"]))
+    assert list(differences(loader_fingerprint(one), loader_fingerprint(other))) != []
+
+
+def test_taking_it_draws_nothing_and_reads_nothing(tmp_path: Path) -> None:
+    """No random number is drawn and no sample is read (the data set here would raise)."""
+    trainer, model = make_trainer([], tmp_path), Model()
+    trainer.strategy.connect(model)
+    before = rng_state()
+    loader_fingerprint(loader(shuffle=True))
+    fingerprint = Fingerprint(trainer)
+    fingerprint.state_dict({"train/0": loader_fingerprint(loader())})
+    assert rng_state() == before
+
+
+def test_seed_of_a_distributed_sampler_gives_a_line() -> None:
+    """Another seed is another order; with one rank, or without shuffling, there is none to compare."""
+
+    def distributed(seed: int, *, shuffle: bool = True) -> dict[str, Any]:
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            range(8), num_replicas=2, rank=0, seed=seed, shuffle=shuffle
+        )
+        fingerprint = loader_fingerprint(DataLoader(range(8), sampler=sampler))
+        return {name: value for name, value in fingerprint.items() if name != "sampler"}
+
+    assert list(differences(distributed(1), distributed(2))) == ["sampler_seed: 1 when it was saved, 2 now"]
+    alone = loader_fingerprint(DataLoader(range(8), shuffle=True))
+    del alone["sampler"]
+    for one, other in ((distributed(1), distributed(1)), (alone, distributed(1)), (distributed(1), alone)):
+        assert list(differences(one, other)) == []
+    assert list(differences(distributed(1, shuffle=False), distributed(2, shuffle=False))) == []
+
+
+def test_large_data_is_sampled() -> None:
+    """About a thousand elements of an array of any size are read, spread over the whole array."""
+    rows = torch.zeros(1_000_000)
+    late = rows.clone()
+    late[500_000:] = 1
+    lines = list(differences(loader_fingerprint(loader(Rows(rows))), loader_fingerprint(loader(Rows(late)))))
+    assert len(lines) == 1
+
+
+MODULES = {
+    "shape": (Model(), Model(width=5), "parameters.layer.weight: [4, 4] when it was saved, [5, 4] now"),
+    "class": (Model(), OtherModel(), "class: 'Model' when it was saved, 'OtherModel' now"),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_each_change_of_the_module_gives_a_line(case: str) -> None:
+    """Shape and class of the module each have a line."""
+    saved, now, expected = MODULES[case]
+    assert expected in list(differences(module_fingerprint(saved), module_fingerprint(now)))
+
+
+def test_parameter_that_is_new_gives_a_line() -> None:
+    """A new parameter is shown against 'nothing'."""
+    more = Model()
+    more.extra = nn.Linear(1, 1, bias=False)
+    [line] = differences(module_fingerprint(Model()), module_fingerprint(more))
+    assert line == "parameters.extra.weight: 'nothing' when it was saved, [1, 1] now"
+
+
+def test_each_change_of_an_optimizer_gives_a_line() -> None:
+    """Learning rate, other arguments, and the class each have a line."""
+    parameters = [nn.Parameter(ones(1))]
+    saved = optimizer_fingerprint(torch.optim.SGD(parameters, lr=0.1))
+    rate = optimizer_fingerprint(torch.optim.SGD(parameters, lr=0.2))
+    assert list(differences(saved, rate)) == ["lr: 0.1 when it was saved, 0.2 now"]
+    momentum = optimizer_fingerprint(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    assert list(differences(saved, momentum)) == ["momentum: 0 when it was saved, 0.9 now"]
+    other = optimizer_fingerprint(torch.optim.Adam(parameters, lr=0.1))
+    assert "class: 'SGD' when it was saved, 'Adam' now" in list(differences(saved, other))
+
+
+def test_rate_that_a_scheduler_changed_is_no_difference() -> None:
+    """The optimizer's original arguments count, not the values that a schedule has reached."""
+    optimizer = torch.optim.SGD([nn.Parameter(ones(1))], lr=0.1)
+    saved = optimizer_fingerprint(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert optimizer_fingerprint(optimizer) == saved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 1 when it was saved, 2 now"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches: 1.0 when it was saved, 0.5 now"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val: None when it was saved, 1.0 now"),
+        ({"precision": "bf16-true"}, "precision: '32-true' when it was saved, 'bf16-true' now"),
+    ],
+)
+def test_each_change_of_the_trainer_gives_a_line(arguments: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    """Each setting that groups batches or changes the arithmetic has a line; longer training is not a difference."""
+    saved = trainer_fingerprint(make_trainer([], tmp_path))
+    assert expected in list(differences(saved, trainer_fingerprint(make_trainer([], tmp_path, **arguments))))
+    longer: Trainer = make_trainer([], tmp_path, max_epochs=7)
+    assert trainer_fingerprint(longer) == saved
+
+
+def test_error_shows_all_lines_and_what_to_do() -> None:
+    """The error lists each difference, and names the checkpoint and the three ways to continue."""
+    error = mismatch(["a: 1 when it was saved, 2 now", "b: x"], path="run/autosave-1.ckpt")
+    assert isinstance(error, FingerprintMismatchError)
+    for text in ("run/autosave-1.ckpt", "  - a: 1 when it was saved, 2 now", "  - b: x", "strict=False", "run_id"):
+        assert text in str(error)
+
+
+def test_fingerprint_goes_through_a_safe_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint with the fingerprint loads with ``weights_only=True``, and the fingerprint comes back equal."""
+    trainer = make_trainer([], tmp_path)
+    trainer.strategy.connect(Model(note={"a": object()}))
+    state = Fingerprint(trainer).state_dict({"train/0": loader_fingerprint(loader())})
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state

@@ -1,0 +1,94 @@
+"""The knowledge of a script's process about fits that ran in other processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run.directory import open_run
+from lightning_faulttolerant.trainer.run.launched import Script, this_script
+from tests.processes import in_child, run
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """Return the script of a process that does not exist."""
+    found = Script(-1, f"test-{os.getpid()}")
+    yield found
+    found.forget()
+
+
+def test_fits_are_counted_across_processes(script: Script) -> None:
+    """A process that is started for the next fit knows how many fits began before, and which have not finished."""
+    script.begin_fit("here", 1)
+    script.end_fit("here")
+    child = pickle.loads(pickle.dumps(script))
+    child.begin_fit("here", child.begun("here")[-1] + 1)
+    assert (script.begun("here"), script.num_open("here")) == ([1, 2], 1)
+    assert (script.begun("there"), script.num_open("there")) == ([], 0)
+    assert script.directories() == ["here"]
+
+
+def test_report_comes_back_as_it_was(script: Script) -> None:
+    """A report comes back with its tuples; a fit that began from the beginning has none."""
+    report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, exact=("c",), not_exact=("d",))
+    assert ResumeReport.load(script.report(1)) is None
+    script.tell_report(1, {name: getattr(report, name) for name in ResumeReport.__dataclass_fields__})
+    assert ResumeReport.load(script.report(1)) == report
+    assert script.report(2) is None
+    script.tell_report(1, None)
+    assert script.report(1) is None
+
+
+def test_process_is_told_from_its_children() -> None:
+    """A forked process has another script than its parent once it asks."""
+    own = this_script(lambda script: None)
+    assert this_script(lambda script: None) is own
+    assert in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own)) == 0
+    assert not own.is_elsewhere
+
+
+def _assert(holds: bool) -> None:
+    assert holds
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["all-end", "one-fails"])
+@pytest.mark.parametrize("trains_itself", [True, False], ids=["own-fit", "no-own-fit"])
+def test_autosaves_go_when_the_script_ends(ends: bool, trains_itself: bool, tmp_path: Path) -> None:
+    """Fits of one script, in its own process and in others, share their numbers, and all are removed if all ended."""
+
+    def fit(script: Script, *, comes_to_its_end: bool = True) -> None:
+        own = open_run(tmp_path, "run", script)
+        series = own.begin_fit(keep_last=1)
+        series.save({"at": own.fit}, epoch=0, batch=0, global_step=0)
+        if comes_to_its_end:
+            own.end_fit()
+            own.leave()
+
+    def main() -> None:
+        script = this_script_of_a_callback()
+        if trains_itself:
+            fit(script)
+        assert in_child(lambda: fit(script)) == 0
+        assert in_child(lambda: fit(script, comes_to_its_end=ends)) == 0
+        if trains_itself:
+            fit(script)
+        print([folder.name for folder in sorted((tmp_path / "run").glob("fit-*"))])
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+    num_fits = 4 if trains_itself else 2
+    assert str([f"fit-{number + 1}" for number in range(num_fits)]) in ended.output
+    assert len(list(tmp_path.glob("run/fit-*"))) == (0 if ends else num_fits)
+
+
+def this_script_of_a_callback() -> Script:
+    """Return the script of this process, as a callback has it."""
+    from lightning_faulttolerant import FaultTolerance
+
+    return FaultTolerance()._options.script

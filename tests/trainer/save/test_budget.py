@@ -1,0 +1,215 @@
+"""Saves and captures take at most their share of the time, and no save delays the next one for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.trainer.save.budget import Budget
+
+
+class Run:
+    """A run in which only batches, saves and captures take time.
+
+    Args:
+        share: The budget's share of the time.
+        save_seconds: How long each save takes, by its number.
+        capture_seconds: How long a capture takes.
+        batch_seconds: How long a batch takes.
+        captures_always: Whether a capture is taken at each boundary, requested or not.
+    """
+
+    def __init__(
+        self,
+        share: float = 0.01,
+        *,
+        save_seconds: Callable[[int], float] = lambda number: 0.2,
+        capture_seconds: float = 0.0,
+        batch_seconds: float = 0.1,
+        captures_always: bool = False,
+        start_seconds: float = 6.0,
+        fails: Callable[[float], bool] = lambda now: False,
+        is_resumed: bool = False,
+        paces_saves: bool = True,
+    ) -> None:
+        self.now = 1000.0
+        self.budget = Budget(share, paces_saves=paces_saves, clock=lambda: self.now)
+        self.save_seconds = save_seconds
+        self.capture_seconds = capture_seconds
+        self.batch_seconds = batch_seconds
+        self.captures_always = captures_always
+        self.fails = fails
+        self.saves: list[float] = []
+        self.failures: list[float] = []
+        self.seconds_saved = self.seconds_captured = 0.0
+        self.num_failures = 0
+        self.budget.begin(start_seconds)
+        if is_resumed:
+            self.budget.begin_saved()
+
+    def train(self, seconds: float) -> None:
+        """Train for `seconds` seconds."""
+        end = self.now + seconds
+        while self.now < end:
+            if self.now >= self.budget.save_at:
+                self.save()
+            if self.captures_always or self.now >= self.budget.capture_at:
+                began = self.now
+                self.now += self.capture_seconds
+                self.seconds_captured += self.capture_seconds
+                self.budget.spend_on_capture(began)
+            self.now += self.batch_seconds
+
+    def save(self) -> None:
+        """Save, or fail to save."""
+        began = self.now
+        failed = self.fails(began - 1000.0)
+        (self.failures if failed else self.saves).append(began - 1000.0)
+        self.now += self.save_seconds(len(self.saves) + len(self.failures) - 1)
+        self.seconds_saved += self.now - began
+        self.num_failures = self.num_failures + 1 if failed else 0
+        if failed:
+            self.budget.spend_on_failure(began, self.num_failures)
+        else:
+            assert self.budget.spend_on_save(began) == self.now - began
+
+    def intervals(self) -> list[float]:
+        """Return the seconds between saves."""
+        return [after - before for before, after in zip(self.saves, self.saves[1:], strict=False)]
+
+
+@given(
+    share=st.floats(0.005, 0.5),
+    costs=st.lists(st.floats(0.05, 5), min_size=1, max_size=9),
+    capture=st.floats(0, 0.05),
+)
+@settings(max_examples=30)
+def test_saves_and_captures_together_keep_the_share(share: float, costs: list[float], capture: float) -> None:
+    """Over a long run, except for the warm-up, both together take at most the share, and saves are not put off."""
+    typical = sum(costs) / len(costs)
+    interval = typical / share
+    run = Run(
+        share,
+        save_seconds=lambda number: costs[number % len(costs)],
+        capture_seconds=capture * typical,
+        batch_seconds=0.02 * interval,
+        start_seconds=interval / 10,
+    )
+    run.train(30 * interval)
+    run.seconds_saved = run.seconds_captured = 0.0
+    begin, num_saves = run.now, len(run.saves)
+    run.train(100 * interval)
+    total = run.now - begin
+    # A few saves more than the share allows: the measured time begins and ends anywhere.
+    assert run.seconds_saved + run.seconds_captured <= share * total + 9 * max(costs)
+    assert run.seconds_captured <= share / 2 * total + capture * typical
+    assert len(run.saves) - num_saves >= 40
+
+
+def test_first_save_does_not_set_the_pace() -> None:
+    """A first save of 5 s, with later ones of 0.2 s, delays neither the second save nor those after it."""
+    run = Run(save_seconds=lambda number: 0.2 if number else 5.0)
+    run.train(600)
+    first, second, *later = run.intervals()
+    assert first <= 26  # it delayed the second for 500 s when it set the pace
+    assert second <= 13
+    assert max(later) <= 20.2
+    assert len(run.saves) >= 30
+
+
+def test_one_slow_save_is_spread_over_those_behind_it() -> None:
+    """One save of 5 s among saves of 0.2 s doesn't stop saving for 500 s."""
+    run = Run(save_seconds=lambda number: 5.0 if number == 40 else 0.2)
+    run.train(3000)
+    assert 20 < max(run.intervals()) < 90
+
+
+def test_slow_store_gets_its_share_and_no_more() -> None:
+    """If each save takes 30 s, some saves in the first hours cost more than the share, but later ones don't."""
+    run = Run(save_seconds=lambda number: 30.0)
+    run.train(40_000)
+    assert run.saves[1] <= 160
+    assert sum(seconds < 3000 for seconds in run.saves) <= 7
+    assert run.intervals()[-1] == pytest.approx(3000, rel=0.01)
+
+
+@pytest.mark.parametrize("start_seconds", [0.5, 4.0, 30.0, 300.0])
+def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_seconds: float) -> None:
+    """A resumed run has saved new progress by then, although it does not know how long a save takes here."""
+    run = Run(is_resumed=True, start_seconds=start_seconds, save_seconds=lambda number: start_seconds / 2)
+    run.train(2 * start_seconds)
+    assert run.saves
+    assert run.saves[0] + start_seconds / 2 <= 2 * start_seconds
+    assert run.saves[0] <= 30.2
+
+
+def test_resumed_run_does_not_save_what_it_has_read() -> None:
+    """The first save comes when there is something new, soon after the start."""
+    run = Run(is_resumed=True, start_seconds=4.0)
+    run.train(30)
+    assert run.saves[0] == pytest.approx(2.0, abs=0.2)
+    assert run.saves[1] - run.saves[0] <= 2.4
+
+
+def test_very_short_run_saves_once() -> None:
+    """A run that takes less time than its start does not make a second save."""
+    run = Run(start_seconds=6.0)
+    run.train(2.5)
+    assert len(run.saves) == 1
+
+
+def test_captures_that_must_be_taken_do_not_put_off_saves_for_ever() -> None:
+    """If captures at each boundary take more than the whole budget, saves still get half of it."""
+    run = Run(capture_seconds=0.05, captures_always=True)
+    run.train(2000)
+    assert run.intervals()[-1] <= 2 * 20.2
+
+
+def test_captures_have_all_of_it_where_an_interval_says_when_to_save() -> None:
+    """With every_n_train_steps the user decides how often to save: captures have the whole budget."""
+    run = Run(0.1, capture_seconds=0.01, batch_seconds=0.01, paces_saves=False)
+    run.budget.save_at = float("inf")
+    run.train(100)
+    assert 0.07 < run.seconds_captured / 100 <= 0.1001
+
+
+def test_share_of_one_is_no_limit() -> None:
+    """With the whole time as its budget, each boundary saves and captures, also at the start of a resumed run."""
+    for is_resumed in (False, True):
+        run = Run(1.0, save_seconds=lambda number: 5.0, capture_seconds=1.0, is_resumed=is_resumed)
+        run.train(60)
+        assert run.saves[0] == 0.0
+        assert run.intervals() == pytest.approx([6.1] * len(run.intervals()))
+
+
+def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pace() -> None:
+    """A full disk costs no time: the next try comes soon, later ones as often as saves came."""
+    run = Run(save_seconds=lambda number: 0.2, fails=lambda now: 300 <= now < 900)
+    run.train(1500)
+    first, second, *_, before, last = run.failures
+    assert second - first <= 4
+    assert last - before <= 20.5
+    recovered = min(seconds for seconds in run.saves if seconds > 900)
+    assert recovered <= 921
+    assert max(after - before for before, after in zip(run.saves[-20:], run.saves[-19:], strict=False)) <= 20.5
+
+
+def test_failures_that_take_long_do_not_take_all_of_the_time() -> None:
+    """A store that takes a minute to fail is tried ever more rarely, but never given up."""
+    run = Run(
+        save_seconds=lambda number: 60.0 if 300 <= run.now - 1000 < 40_000 else 0.2,
+        fails=lambda now: 300 <= now < 40_000,
+    )
+    run.train(60_000)
+    assert 60.0 * len(run.failures) < 0.03 * 40_000
+    assert min(seconds for seconds in run.saves if seconds > 40_000) <= 46_100
+
+
+def test_clock_is_one_that_goes_forward() -> None:
+    """By default, the budget measures real time."""
+    budget = Budget(0.5)
+    began = budget.now()
+    assert budget.spend_on_save(began) >= 0.0
