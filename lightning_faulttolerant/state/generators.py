@@ -245,8 +245,8 @@ def pack_generator(generator: Any) -> bytes:
     if isinstance(generator, random.Random):
         if type(generator).getstate is not random.Random.getstate:
             raise NotExactError(
-                f"A {type(generator).__name__} has its own getstate, whose result can't be kept in a checkpoint: its random"
-                " numbers would differ from the uninterrupted run. Hold a random.Random instead."
+                f"A {type(generator).__name__} has its own getstate, whose result can't be kept in a checkpoint: its"
+                " random numbers would differ from the uninterrupted run. Hold a random.Random instead."
             )
         return _tagged("python", packing.random_state(generator))
     if hasattr(generator, "get_state"):
