@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -26,7 +28,7 @@ from tests.runs import Net, fit_eight
 
 BEHIND = {"async_save": True}
 ALWAYS = {**BEHIND, "every_n_train_steps": 1}
-_fsync = os.fsync
+_fsync, _start = os.fsync, BackgroundWriter.start
 
 
 def is_behind() -> bool:
@@ -67,13 +69,26 @@ class Held(Disk):
         super().__init__()
         self.num_batches = num_batches
         self.num_begun = 0
+        self.held_until = 0
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        super().setup(trainer, module, stage)
+
+        def start(writer: BackgroundWriter, job: Callable[[], object]) -> None:
+            self.held_until = min(self.num_begun + self.num_batches, 8)  # the batches begun by now don't count
+            _start(writer, job)
+
+        BackgroundWriter.start = start  # type: ignore[method-assign]
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        super().teardown(trainer, module, stage)
+        BackgroundWriter.start = _start  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.num_begun += 1
 
     def fsync(self, descriptor: int) -> None:
-        first = self.num_calls // 2 + 1  # batches begun when the first of these files was begun, and so on
-        while is_behind() and self.num_begun < min(first + self.num_batches, 8):
+        while is_behind() and self.num_begun < self.held_until:
             time.sleep(0.002)
         super().fsync(descriptor)
 

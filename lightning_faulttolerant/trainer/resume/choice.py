@@ -131,7 +131,7 @@ class _Why:
         else:
             tell(
                 f"This fit continues from {newest}, the newest autosave of this run: {path} {self.reason}. To start"
-                " from that file all the same, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
+                " from that file anyway, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
                 " aside."
             )
 
