@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
-from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
+from lightning_faulttolerant.loader.own_position import starts_over, why_not_followed
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 from lightning_faulttolerant.loader.web_dataset import why_drawn_by_the_clock
 
@@ -58,7 +58,7 @@ def why_not_exact(loader: object) -> str | None:
     if not isinstance(loader, DataLoader):
         return f"its class {type(loader).__name__} is not a torch DataLoader"
     reason = why_not_drawn_again(loader)
-    if reason is None and any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
+    if reason is None and any(_is_torchs_iterator(held) for held in vars(loader).values()) and not starts_over(loader):
         return "it already has its own iterator (made before fit): its workers can't be reached anymore"
     return reason
 

@@ -300,10 +300,10 @@ class IndexSide:
         try:
             return next(indices)
         finally:
-            behind = self.moment()
-            after = behind.states()
+            moment = self.moment()
+            after = moment.states()
             if parked is not None:
-                self._parked = behind
+                self._parked = moment
                 self.restore(aside)
             if self.may_draw:
                 self.record.log.note(self.record.handed_out, before, after)

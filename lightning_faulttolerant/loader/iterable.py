@@ -173,11 +173,11 @@ class IterableSide(IterableDataset[Any]):
             if plan["way"] == _DATASET:
                 self.user_dataset.load_state_dict(plan["state"])
             plan = None  # this worker's current random states are those of its beginning
-        samples = self._begun_anew() if plan is None else self._resumed(plan)
+        samples = self._started_over() if plan is None else self._resumed(plan)
         self.record.positions.append((self.record.num_batches, self.record.position()))
         return samples
 
-    def _begun_anew(self) -> Iterator[Any]:
+    def _started_over(self) -> Iterator[Any]:
         record = self.record
         record.start = self._moment_of_start()
         record.objects = self._objects.between()

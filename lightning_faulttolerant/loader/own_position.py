@@ -31,7 +31,7 @@ def was_given_position(loader: DataLoader[Any]) -> bool:
     return bool(vars(loader).get("next_iter_state"))
 
 
-def begins_anew(loader: DataLoader[Any]) -> bool:
+def starts_over(loader: DataLoader[Any]) -> bool:
     """Return whether the next iteration creates an iterator, although `loader` still holds the last one."""
     return keeps_own_position(loader) and not loader.persistent_workers
 

@@ -150,6 +150,6 @@ class _SizedStandIn(_StandIn):
         return len(self.user_loader)
 
 
-def user_loader_behind(loader: Any) -> Any:
+def user_loader_of(loader: Any) -> Any:
     """Return the loader that `loader` stands in for, or `loader` itself."""
     return loader.user_loader if isinstance(loader, _StandIn) else loader

@@ -65,12 +65,12 @@ class ToldEpochs:
             begun: The epochs at the start of the last iteration: a sampler may advance on its own after the end.
             begins_next: Whether this iteration is the one after that, and not its rest.
         """
-        goes_on = False
+        continues = False
         for told, epoch, of_last in zip(self._told, epochs, begun, strict=False):
             if epoch is not None and of_last is not None:
                 told.go_on(epoch, expected=of_last + begins_next)
-                goes_on = goes_on or told.offset > 0
-        if not goes_on:
+                continues = continues or told.offset > 0
+        if not continues:
             self.leave()
 
 

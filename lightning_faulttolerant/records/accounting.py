@@ -88,7 +88,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
                 cut.until(fit.last_seen, lead, index)
                 continue
             if index:
-                cut.redo(fit.number, goes_on_from(fit, chapter.processes[:index]))
+                cut.redo(fit.number, continues_from(fit, chapter.processes[:index]))
             restored = 0.0 if fit.resumed is None else fit.resumed.seconds
             cut.until(fit.started - restored, lead, index)
             cut.until(fit.started, RESTORING if fit.resumed is not None else lead, index)
@@ -101,7 +101,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
     return cut.segments or [Segment(kind=STARTING, began=cut.end, ended=cut.end, process=0)]
 
 
-def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
+def continues_from(fit: Fit, earlier: Sequence[Process]) -> float:
     """Return the time of the state that a fit continues from: training after that time is done again.
 
     Args:
@@ -121,7 +121,7 @@ def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
             if autosave.number == 1 and autosave.name == name:
                 return autosave.taken
     return max(
-        (time for other in same for time, place in marks(other) if _is_not_behind(place, fit.place)), default=-math.inf
+        (time for other in same for time, place in marks(other) if _is_not_after(place, fit.place)), default=-math.inf
     )
 
 
@@ -139,7 +139,7 @@ def marks(fit: Fit) -> Iterator[tuple[float, Place]]:
             yield autosave.taken, autosave.place
 
 
-def _is_not_behind(place: Place, other: Place | None) -> bool:
+def _is_not_after(place: Place, other: Place | None) -> bool:
     return other is not None and (place.epoch, place.batch) <= (other.epoch, other.batch)
 
 

@@ -219,7 +219,7 @@ def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
         place=place,
         seconds=seconds,
         num_bytes=_whole(line.get("bytes")),
-        is_behind=line.get("behind") is True,
+        is_in_background=line.get("behind") is True,
         name=_text(line, "name"),
         number=number,
         longest=most,

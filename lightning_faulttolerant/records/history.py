@@ -119,7 +119,7 @@ class Autosave:
         place: Where its state was taken; for several, that of the one that training waited longest for.
         seconds: How long training waited, in total.
         num_bytes: The size of all; ``None`` if not known.
-        is_behind: Whether it was written in the background.
+        is_in_background: Whether it was written in the background.
         name: The name of its file; empty for several.
         number: The number of autosaves that it stands for.
         longest: How many seconds training waited for the one that took longest.
@@ -130,7 +130,7 @@ class Autosave:
     place: Place | None
     seconds: float
     num_bytes: int | None
-    is_behind: bool = False
+    is_in_background: bool = False
     name: str = ""
     number: int = 1
     longest: float

@@ -110,8 +110,8 @@ def _padded(left: Tensor, groups: Tensor, batch_size: int, whole_order: Tensor) 
     members: dict[int, list[int]] = {group: [] for group in by_group}
     sorted_groups, places = torch.sort(groups[whole_order], stable=True)
     for group, found in members.items():
-        first, behind = torch.searchsorted(sorted_groups, torch.tensor([group, group + 1])).tolist()
-        found += whole_order[places[first : min(behind, first + batch_size)]].tolist()
+        first, end = torch.searchsorted(sorted_groups, torch.tensor([group, group + 1])).tolist()
+        found += whole_order[places[first : min(end, first + batch_size)]].tolist()
     batches = sorted(by_group.items(), key=lambda item: (-len(item[1]), item[0]))
     return [[*found, *islice(cycle(members[group]), batch_size - len(found))] for group, found in batches]
 

@@ -339,7 +339,7 @@ def fetches_ahead(trainer: Trainer) -> bool:
     return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None and fetcher.prefetch_batches > 0
 
 
-def begins_anew(trainer: Trainer) -> bool:
+def starts_over(trainer: Trainer) -> bool:
     """Return whether the epoch that starts will create its own iterators, rather than use those of the setup."""
     fit_loop = trainer.fit_loop
     return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting

@@ -276,8 +276,8 @@ class Session:
             if self._run_state is not None:
                 self._run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
                 self._run_state.objects.begin()
-            if self.autosaver is not None and self._resume is not None and self._resume.is_behind_the_end:
-                self._resume.go_on_behind_the_end()
+            if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
+                self._resume.continue_after_the_end()
                 self._resume.restore(self._state())
                 compat.set_not_restarting(self._trainer)
 

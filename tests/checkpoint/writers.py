@@ -67,16 +67,16 @@ def content(number: int) -> dict[str, Any]:
     return {"number": number, "weights": torch.full((NUM_WEIGHTS,), number, dtype=torch.int32)}
 
 
-def _series(keep_last: int, *, is_behind: bool = False) -> Writer:
+def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
     def save(directory: Path, number: int) -> None:
         series = AutosaveSeries(directory, keep_last=keep_last)
         job = functools.partial(series.save, content(number), epoch=0, batch=number, global_step=number)
-        _behind(job) if is_behind else job()
+        _behind(job) if is_in_background else job()
 
     def newest(directory: Path) -> str | None:
         return AutosaveSeries(directory).newest()
 
-    return Writer(name=f"series-{keep_last}{'-behind' if is_behind else ''}", save=save, newest=newest)
+    return Writer(name=f"series-{keep_last}{'-behind' if is_in_background else ''}", save=save, newest=newest)
 
 
 def _behind(job: Callable[[], Any]) -> None:
@@ -175,7 +175,7 @@ CHECKPOINT_IO = Writer(
     load=AtomicCheckpointIO().load_checkpoint,
     removes_leftovers=False,
 )
-FILE_WRITERS = [_series(1, is_behind=True), SERIES, ONE_PATH, CHECKPOINT_IO]
+FILE_WRITERS = [_series(1, is_in_background=True), SERIES, ONE_PATH, CHECKPOINT_IO]
 WRITERS = [*FILE_WRITERS, DIRECTORY, SHARDS]
 
 

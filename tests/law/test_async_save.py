@@ -31,7 +31,7 @@ ALWAYS = {**BEHIND, "every_n_train_steps": 1}
 _fsync, _start = os.fsync, BackgroundWriter.start
 
 
-def is_behind() -> bool:
+def is_in_background() -> bool:
     """Return whether this is the background thread that writes."""
     return threading.current_thread().name == "autosave"
 
@@ -51,7 +51,7 @@ class Disk(Callback):
         os.fsync = _fsync
 
     def fsync(self, descriptor: int) -> None:
-        if is_behind():
+        if is_in_background():
             time.sleep(self.seconds)
             self.num_calls += 1
             if self.num_calls == self.at:
@@ -88,7 +88,7 @@ class Held(Disk):
         self.num_begun += 1
 
     def fsync(self, descriptor: int) -> None:
-        while is_behind() and self.num_begun < self.held_until:
+        while is_in_background() and self.num_begun < self.held_until:
             time.sleep(0.002)
         super().fsync(descriptor)
 

@@ -133,7 +133,7 @@ def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
     assert run(fit_one(tmp_path, Looks())).exit_code == 0
     [fit] = chapter_of(tmp_path).fits
     assert [autosave.place for autosave in fit.autosaves[:6]] == [place(0, b) for b in range(5)] + [place(1, 0)]
-    assert all(autosave.seconds > 0 and not autosave.is_behind for autosave in fit.autosaves)
+    assert all(autosave.seconds > 0 and not autosave.is_in_background for autosave in fit.autosaves)
 
 
 def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path) -> None:
@@ -147,12 +147,12 @@ def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path
     assert run(fit_one(tmp_path, Waits(), KillAt(4), async_save=True)).exit_code == -signal.SIGKILL
     assert run(fit_one(tmp_path, async_save=True)).exit_code == 0
     first, second = chapter_of(tmp_path).fits
-    assert [autosave.is_behind for autosave in first.autosaves[:2]] == [False, True]
-    behind = [autosave for autosave in first.autosaves if autosave.is_behind]
+    assert [autosave.is_in_background for autosave in first.autosaves[:2]] == [False, True]
+    behind = [autosave for autosave in first.autosaves if autosave.is_in_background]
     assert all(autosave.taken < autosave.time for autosave in behind)
     assert second.resumed is not None
     assert os.path.basename(second.resumed.path) == first.autosaves[-1].name
-    assert second.autosaves[-1].is_behind is False
+    assert second.autosaves[-1].is_in_background is False
 
 
 def test_signal_while_the_end_is_told_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     assert f"begins epoch {epoch}" not in runs.outputs[-1]
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("is_in_background", [False, True])
 @pytest.mark.parametrize(
     ("bar", "hook"),
     [
@@ -92,12 +92,12 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
         ("tqdm that leaves", "on_train_epoch_end"),
     ],
 )
-def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_behind: bool) -> None:
+def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_in_background: bool) -> None:
     """A run resumes from a checkpoint of any hook, whether or not the bar's own hook has run by then."""
 
     def users() -> list[Callback]:
         both = [saver(hook, 1), BARS[bar]()]
-        return both if is_behind else both[::-1]
+        return both if is_in_background else both[::-1]
 
     assert_goes_on_from(hook, users=users, enable_progress_bar=True)
 

@@ -37,7 +37,7 @@ def test_what_a_process_tells_of_itself_is_read() -> None:
     assert fit.alive == ((108.5, Place(epoch=0, batch=42, global_step=42)),)
     [autosave] = fit.autosaves
     assert (autosave.taken, autosave.time, autosave.seconds, autosave.num_bytes) == (108, 108.5, 0.5, 1234)
-    assert (autosave.name, autosave.is_behind, autosave.number) == ("autosave-00000001.ckpt", False, 1)
+    assert (autosave.name, autosave.is_in_background, autosave.number) == ("autosave-00000001.ckpt", False, 1)
 
 
 def test_what_was_restored_is_read() -> None:

@@ -54,7 +54,7 @@ def _no_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
 
 
-def goes_on(monkeypatch: pytest.MonkeyPatch, state: Mapping[str, bytes], *num_drawn: int, **more: int) -> list[int]:
+def continues(monkeypatch: pytest.MonkeyPatch, state: Mapping[str, bytes], *num_drawn: int, **more: int) -> list[int]:
     """Return how much the devices of another process have drawn after it gets the state."""
     here = Devices(*num_drawn, **more)
     monkeypatch.setattr(torch, "cuda", here)
@@ -72,7 +72,7 @@ def test_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device continues where it was."""
     state = saved(monkeypatch, 1, 2, 3, current=1)
     assert set(state) >= {"cuda:0", "cuda", "cuda:2"}
-    assert goes_on(monkeypatch, state, 0, 0, 0, current=1) == [1, 2, 3]
+    assert continues(monkeypatch, state, 0, 0, 0, current=1) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (4, 3), (8, 2)])
@@ -80,8 +80,8 @@ def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devi
     """A rank's own device continues under any number; other devices that drew nothing are not missed."""
     state = saved(monkeypatch, 0, 0, 0, 0, 0, 0, 5, 0, current=6)
     expected = [5 if index == current else 0 for index in range(num_devices)]
-    assert goes_on(monkeypatch, state, *[9] * num_devices, current=current)[current] == 5
-    assert goes_on(monkeypatch, state, *[0] * num_devices, current=current) == expected
+    assert continues(monkeypatch, state, *[9] * num_devices, current=current)[current] == 5
+    assert continues(monkeypatch, state, *[0] * num_devices, current=current) == expected
 
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (2, 1)])
@@ -89,21 +89,21 @@ def test_draws_on_another_device_are_not_lost(monkeypatch: pytest.MonkeyPatch, n
     """State drawn on a device that is missing here, or is this process's own, can't continue: this is an error."""
     state = saved(monkeypatch, 3, 4, current=0)
     with pytest.raises(ValueError, match="device 'cuda:1', which this process does not have"):
-        goes_on(monkeypatch, state, *[0] * num_devices, current=current)
+        continues(monkeypatch, state, *[0] * num_devices, current=current)
 
 
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device, state drawn on one can't continue; if nothing was drawn, everything continues."""
-    assert goes_on(monkeypatch, saved(monkeypatch, 0, 0)) == []
+    assert continues(monkeypatch, saved(monkeypatch, 0, 0)) == []
     with pytest.raises(ValueError, match="device 'cuda', which"):
-        goes_on(monkeypatch, saved(monkeypatch, 1))
+        continues(monkeypatch, saved(monkeypatch, 1))
 
 
 def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """If CUDA is not in use yet, the state waits for it, and reading does not start it."""
     state = saved(monkeypatch, 6)
     assert not [name for name in saved(monkeypatch, 1, in_use=False) if name.startswith("cuda")]
-    assert goes_on(monkeypatch, state, 0, in_use=False) == [6]
+    assert continues(monkeypatch, state, 0, in_use=False) == [6]
 
 
 def test_states_of_other_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def cause_of(mismatch: Mismatch) -> Cause:
         source = _source_of(mismatch)
         if source is not None:
             return cause_of(source)
-        return _LOGGED if _goes_on_equal(mismatch) else _WEIGHTS
+        return _LOGGED if _continues_equal(mismatch) else _WEIGHTS
     return _of_end(mismatch)
 
 
@@ -177,7 +177,7 @@ def _of_validation(mismatch: Mismatch) -> Cause:
             text="The validation data differ: in their order, or in what was made of them.",
             advice=(*_ORDER.advice[:1], *_AUGMENTATION.advice[:2]),
         )
-    return _METRICS if _goes_on_equal(mismatch) else _WEIGHTS
+    return _METRICS if _continues_equal(mismatch) else _WEIGHTS
 
 
 def _of_end(mismatch: Mismatch) -> Cause:
@@ -191,7 +191,7 @@ def _of_end(mismatch: Mismatch) -> Cause:
     return causes.get(mismatch.fields[0], _COURSE)
 
 
-def _goes_on_equal(mismatch: Mismatch) -> bool:
+def _continues_equal(mismatch: Mismatch) -> bool:
     """Return whether the weights are the same in everything that follows the mismatch."""
     if any(event.kind == ledger.BATCH for event in mismatch.expected_next):
         return mismatch.num_batches_equal_behind > 0

@@ -47,10 +47,10 @@ class Event:
 
     def __str__(self) -> str:
         epoch, batch = self.place[1:]
-        behind = f"after batch {batch - 1} of epoch {epoch}"
+        after_last = f"after batch {batch - 1} of epoch {epoch}"
         where = {
             ledger.BATCH: f"batch {batch - 1} of epoch {epoch}",
-            ledger.VALIDATED: f"the validation run {behind}",
+            ledger.VALIDATED: f"the validation run {after_last}",
             ledger.LOG: f"values logged at step {self.values.get('step')}",
         }.get(self.kind, "the end of the fit")
         return where if self.fit == 1 else f"{where} of fit {self.fit}"

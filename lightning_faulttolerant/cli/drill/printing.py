@@ -78,8 +78,8 @@ def _before(difference: Difference, found: DrillResult) -> str:
     where = f" on rank {difference.rank}" if difference.rank else ""
     if not number:
         return f"No batch{where} comes before it."
-    behind = number - found.strikes[0].resumed_at if found.strikes else 0
-    since = f", {behind:,} of them after a restart" if behind > 0 else ""
+    num_after = number - found.strikes[0].resumed_at if found.strikes else 0
+    since = f", {num_after:,} of them after a restart" if num_after > 0 else ""
     return f"Equal before it{where}: {plural(number, 'batch')}{since}."
 
 

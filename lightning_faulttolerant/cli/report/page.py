@@ -166,13 +166,13 @@ def _autosave_section(chapter: ChapterReport) -> Child:
     seconds = sum(autosave.seconds for autosave in autosaves)
     sizes = [autosave.num_bytes for autosave in autosaves if autosave.num_bytes is not None]
     longest = max(autosave.longest for autosave in autosaves)
-    behind = sum(autosave.number for autosave in autosaves if autosave.is_behind)
+    in_background = sum(autosave.number for autosave in autosaves if autosave.is_in_background)
     text = f"Training waited {duration_text(seconds)} for {plural(number, 'autosave')}"
     text += f": {duration_text(seconds / number)} each, {duration_text(longest)} at most." if number > 1 else "."
     if sizes:
         text += f" {size_text(sum(sizes))} were written."
-    if behind:
-        text += f" {'All' if behind == number else count_text(behind)} of them in the background."
+    if in_background:
+        text += f" {'All' if in_background == number else count_text(in_background)} of them in the background."
     return tag("section", tag("h2", "Autosaves"), tag("p", text), autosave_bars(chapter, autosaves))
 
 

@@ -286,8 +286,8 @@ def without_narrow(segments: Sequence[Segment]) -> list[Segment]:
     for segment in segments:
         before = made[-1] if made else None
         is_narrow = segment.kind == SAVING and segment.seconds < narrow
-        goes_on = before is not None and before.process == segment.process and before.fit == segment.fit
-        if before is not None and goes_on and (is_narrow or before.kind == segment.kind):
+        continues = before is not None and before.process == segment.process and before.fit == segment.fit
+        if before is not None and continues and (is_narrow or before.kind == segment.kind):
             made[-1] = replace(before, ended=segment.ended)
         else:
             made.append(segment)

@@ -44,7 +44,7 @@ class Buckets:
         if self._is_laid_out:  # DDP would report it relative to that order
             return {"order": self._order}
         order = compat.reduction_order(self._ddp)
-        is_lost = order is None and compat.is_behind_its_first_backward(self._ddp)
+        is_lost = order is None and compat.is_after_its_first_backward(self._ddp)
         return {"order": order, "is_lost": True} if is_lost else {"order": order}
 
     def why_not_exact(self) -> list[str]:

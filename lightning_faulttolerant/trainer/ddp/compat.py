@@ -44,7 +44,7 @@ def reduction_order(ddp: Any) -> list[int] | None:
     return [int(number) for number in text.replace(",", " ").split()] if text else None
 
 
-def is_behind_its_first_backward(ddp: Any) -> bool:
+def is_after_its_first_backward(ddp: Any) -> bool:
     """Return whether a static graph is recorded, but not yet the order of its gradients."""
     data = ddp._get_ddp_logging_data()
     return bool(ddp.static_graph and data.get("iteration") == 1 and not data.get(_READY))

@@ -74,7 +74,7 @@ def has_begun_before(logger: WandbLogger) -> bool:
     return has_begun(logger) or getattr(wandb, "run", None) is not None
 
 
-def begins_anew(logger: TrackingLogger) -> bool:
+def starts_over(logger: TrackingLogger) -> bool:
     """Return whether the user requests a new run at each start, or says where the run continues."""
     if isinstance(logger, MLFlowLogger):
         return False

@@ -116,7 +116,7 @@ class Experiments:
         own = compat.run_id(logger)
         if own == run_id:
             return True
-        if compat.begins_anew(logger):
+        if compat.starts_over(logger):
             self.notes.append(f"{key} is to begin a run at each start; what was logged so far is in the run {run_id}")
             return False
         if not compat.has_begun(logger):
@@ -187,6 +187,6 @@ def _finalize_once_as(logger: Logger, status: str) -> None:
 def _advice(logger: Logger) -> str | None:
     """Return what to do so that a logger continues its run after a restart; ``None`` if it does so by itself."""
     if isinstance(logger, WandbLogger) and compat.is_tracking(logger):
-        is_own = compat.given_id(logger) is not None or compat.begins_anew(logger)
+        is_own = compat.given_id(logger) is not None or compat.starts_over(logger)
         return None if is_own or not compat.has_begun_before(logger) else _BEGUN
     return _ADVICE.get(type(logger).__qualname__, _UNKNOWN) if compat.is_unknown(logger) else None

@@ -152,7 +152,7 @@ class CheckpointFiles:
 
         def wrap(original: Any) -> Any:
             def save(*args: Any, **kwargs: Any) -> None:
-                if is_first or not self._goes_on_saving(callback):
+                if is_first or not self._keeps_saving(callback):
                     self._begin_save(callback)
                 self._is_saving = True
                 try:
@@ -164,7 +164,7 @@ class CheckpointFiles:
 
         return wrap
 
-    def _goes_on_saving(self, callback: ModelCheckpoint) -> bool:
+    def _keeps_saving(self, callback: ModelCheckpoint) -> bool:
         step, save = self._trainer.global_step, self._save
         is_of_this_step = save is not None and save.callback is callback and save.step == step
         return is_of_this_step and compat.saved_last_at(callback) == step

@@ -23,7 +23,7 @@ def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
     if not files.has_config:
         return
     ended_at_once = choice.autosave is None and (run.was_killed or _was_stopped(run))
-    if files.goes_on or choice.is_autosave or ended_at_once:
+    if files.continues or choice.is_autosave or ended_at_once:
         files.let_config_be_there()
 
 
@@ -52,7 +52,7 @@ def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
     later = run.later_autosaves() if _is_finished(part) else []
     own = choice.path if choice.is_autosave else choice.autosave
     files.resume_loggers(written, later=[_written(part_of(path)) for path in later], autosave=own or "")
-    files.goes_on = True
+    files.continues = True
 
 
 def _is_finished(part: Mapping[str, Any] | None) -> bool:

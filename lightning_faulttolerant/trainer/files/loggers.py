@@ -66,7 +66,7 @@ class LoggerFiles:
             logger = loggers.get(state["key"])
             if logger is None:
                 self.notes.append(f"there is no {state['key']} any more, which logged to {state['log_dir']}")
-            elif self._goes_on(logger, state, moves):
+            elif self._continues(logger, state, moves):
                 cuts = kept is not None and state["log_dir"] not in kept
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
                 if state.get("purge_step", 0) > 0:  # from 0 on, TensorBoard drops hp_metric too
@@ -90,7 +90,7 @@ class LoggerFiles:
 
         return log_hyperparams
 
-    def _goes_on(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
+    def _continues(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
         """Return whether the logger continues in its saved version; if so, give it that version again."""
         key, root = state["key"], absolute(logger.root_dir)
         save_dir = None if root == state["root_dir"] else _first_save_dir(logger, state, moves)

@@ -38,7 +38,7 @@ class RunFiles:
         self._checkpoints = CheckpointFiles(trainer, patches)
         self.mark = uuid.uuid4().hex
         """Tells the files of this run, of all its processes, from those of others; draws no random number."""
-        self.goes_on = False
+        self.continues = False
         """Whether the existing files belong to the run that continues."""
         self._roots = roots_of(trainer)
         self._undo: list[Callable[[], None]] = []
@@ -136,7 +136,7 @@ class RunFiles:
             state: The result of `state_dict`.
             path: The checkpoint that `state` was in.
         """
-        self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on, is_ours=self._is_ours)
+        self._checkpoints.resume(state["checkpoints"], path, is_own=self.continues, is_ours=self._is_ours)
 
     def _is_ours(self, path: str) -> bool:
         """Return whether a file may be this run's: the mark of another run says that it is not."""

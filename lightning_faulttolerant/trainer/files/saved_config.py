@@ -43,12 +43,12 @@ def _wrap_setup(callback: Any, original: Any) -> Any:
         if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
             original(trainer, *args, **kwargs)
         else:
-            _save_anew(callback, trainer, lambda: original(trainer, *args, **kwargs))
+            _save_again(callback, trainer, lambda: original(trainer, *args, **kwargs))
 
     return setup
 
 
-def _save_anew(callback: Any, trainer: Trainer, save: Any) -> None:
+def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
     """Call `save`, which refuses to begin if its file exists, with that file moved aside."""
     directory = _log_dir(trainer)
     path = os.path.join(directory or "", callback.config_filename)

@@ -28,7 +28,7 @@ def logger_connector(trainer: Trainer) -> Any:
     return trainer._logger_connector
 
 
-def is_behind_the_batches(trainer: Trainer) -> bool:
+def is_after_the_batches(trainer: Trainer) -> bool:
     """Return whether values logged now are of a whole epoch or validation run, rather than of a batch."""
     return trainer._logger_connector._first_loop_iter is None
 

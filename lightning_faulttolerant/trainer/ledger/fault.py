@@ -54,9 +54,9 @@ class Fault:
             patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_before)
             patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_before)
         elif hook == "step":
-            patches.wrap(trainer.strategy, "backward", self._wrap_behind)
+            patches.wrap(trainer.strategy, "backward", self._wrap_after)
         else:
-            patches.wrap(logger_connector(trainer), "on_batch_end", self._wrap_behind)
+            patches.wrap(logger_connector(trainer), "on_batch_end", self._wrap_after)
 
     def _wrap_before(self, original: Method) -> Method:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Fault:
 
         return method
 
-    def _wrap_behind(self, original: Method) -> Method:
+    def _wrap_after(self, original: Method) -> Method:
         def method(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._strike()

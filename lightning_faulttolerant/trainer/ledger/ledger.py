@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, 
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
     fetches_seen,
-    is_behind_the_batches,
+    is_after_the_batches,
     logger_connector,
 )
 from lightning_faulttolerant.trainer.ledger.digests import (
@@ -249,7 +249,7 @@ class FitLedger:
         def log_metrics(metrics: Any, step: int | None = None) -> None:
             trainer = self._trainer
             if metrics and not trainer.sanity_checking:
-                self._log(*as_logged(trainer, metrics, step), closes_epoch=is_behind_the_batches(trainer))
+                self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
             self._is_logging = True
             try:
                 original(metrics, step=step)

@@ -84,7 +84,7 @@ class Loaders:
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are. The state still includes what their objects hold."""
-        self.goes_on = False
+        self.continues = False
         """Whether this fit continues from a checkpoint with the loaders' places."""
         self.lightning_restores = False
         """Whether Lightning restores the loaders' own states, from a checkpoint that this package did not write."""
@@ -181,7 +181,7 @@ class Loaders:
             return reason
         if stage == TRAIN and self.lightning_restores:
             return "the checkpoint was saved without FaultTolerance and holds a state that the loader is to load itself"
-        if was_given_position(loader) and not self.goes_on:
+        if was_given_position(loader) and not self.continues:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
         if self._seeds is not None and stateful_dataset(loader) is not None:
             return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
-from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_behind, why_not_replayed
+from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 
 OfWholeLoader = OwnLoader | ReplayedLoader
@@ -30,7 +30,7 @@ def track(loader: Any, *, place: str, older: Sequence[OfWholeLoader]) -> OfWhole
 def user_loader(loader: Any) -> Any:
     """Return the loader that `loader` is our copy of, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
-    return user_loader_behind(loader) if tracker is None else tracker.user_loader
+    return user_loader_of(loader) if tracker is None else tracker.user_loader
 
 
 def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:

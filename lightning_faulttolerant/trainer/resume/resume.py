@@ -132,7 +132,7 @@ class Resume:
         self._part = {name: value for name, value in part.items() if name != "ranks"}
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
-        self._loaders.goes_on = "loaders" in self._state
+        self._loaders.continues = "loaders" in self._state
         self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
 
     def _look_for_parts(self, known: Collection[str]) -> None:
@@ -321,11 +321,11 @@ class Resume:
         return (self._part or {}).get(name)
 
     @property
-    def is_behind_the_end(self) -> bool:
+    def is_after_the_end(self) -> bool:
         """Return whether the state is from a finished fit and not restored yet."""
         return self.is_pending and self.position is not None and self.position.where == FINISHED
 
-    def go_on_behind_the_end(self) -> None:
+    def continue_after_the_end(self) -> None:
         """Prepare a finished fit to train further, and check that it can.
 
         Raises:

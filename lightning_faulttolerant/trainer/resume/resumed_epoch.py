@@ -99,7 +99,7 @@ class ResumedEpoch:
         elif self._where == VALIDATION:
             compat.finish_batch(trainer)
         elif self._where == VALIDATION_END:
-            callbacks, module = self._behind()
+            callbacks, module = self._pending()
             compat.end_validation(trainer, callbacks, module=module, before=self._before_validation)
             compat.finish_batch(trainer, validate=False)
         elif self._where == EPOCH_END:
@@ -108,7 +108,7 @@ class ResumedEpoch:
     def end(self, original: Callable[[], None]) -> None:
         """Replace the fit loop's ``on_advance_end``. Call only the end-of-epoch hooks that are still owed."""
         if self._is_ending:
-            callbacks, module = self._behind()
+            callbacks, module = self._pending()
             with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):
                 original()
         else:
@@ -116,9 +116,9 @@ class ResumedEpoch:
         begin_next(self._trainer)
 
     def _call(self, hook: str, *args: Any) -> None:
-        callbacks, module = self._behind()
+        callbacks, module = self._pending()
         compat.run_hooks(self._trainer, hook, callbacks, *args, module=module)
 
-    def _behind(self) -> tuple[list[Callback], bool]:
+    def _pending(self) -> tuple[list[Callback], bool]:
         named = named_callbacks(compat.callbacks(self._trainer))
         return [callback for name, callback in named.items() if name in self._owed], MODULE in self._owed

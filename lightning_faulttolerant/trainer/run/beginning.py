@@ -35,7 +35,7 @@ class _Told:
 
     choice: Choice | None = None
     mark: str = ""
-    goes_on: bool = False
+    continues: bool = False
     moved_roots: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
 
@@ -130,7 +130,7 @@ class Beginning:
         own = _Told(
             choice=self.choice and self.choice.with_checkpoint(None),
             mark=self._files.mark,
-            goes_on=self._files.goes_on,
+            continues=self._files.continues,
             moved_roots=self._files.moved_roots,
             error=self._error and _picklable(self._error),
         )
@@ -138,7 +138,7 @@ class Beginning:
         if told.error is not None:
             raise self._error or told.error
         if self.ranks.rank > 0:
-            self._files.mark, self._files.goes_on = told.mark, told.goes_on
+            self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
             self.choice = told.choice
         self._read_on_others()

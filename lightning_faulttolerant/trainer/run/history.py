@@ -120,7 +120,7 @@ class History:
 
     @_without_harm
     def autosave(self, series: AutosaveSeries | None, path: str, position: Position, *, seconds: float, taken: float,
-                 is_behind: bool = False) -> None:  # fmt: skip
+                 is_in_background: bool = False) -> None:  # fmt: skip
         """Note that an autosave is written and verified. May be called in the thread that wrote it.
 
         Args:
@@ -129,7 +129,7 @@ class History:
             position: The position of its state.
             seconds: How many seconds training waited for it.
             taken: When its state was taken, by ``time.perf_counter``.
-            is_behind: Whether it was written in the background.
+            is_in_background: Whether it was written in the background.
         """
         self._add(
             AUTOSAVE,
@@ -138,7 +138,7 @@ class History:
             taken=round(time.time() - (time.perf_counter() - taken), 3),
             seconds=round(seconds, 6),
             bytes=None if series is None else series.num_bytes.get(path),
-            behind=is_behind,
+            behind=is_in_background,
         )
         self.saved = position
 

@@ -93,7 +93,7 @@ class Autosaver:
         """Whether an autosave is due by steps rather than by time."""
         self.save_seconds = 0.0
         """The duration of the longest save that training waited for."""
-        self._behind: Position | None = None
+        self._in_background: Position | None = None
         """The position of the last state that was given to the background writer."""
         self._is_proven = False
         """Whether this process has written an autosave and loaded it again."""
@@ -117,9 +117,9 @@ class Autosaver:
         error = self._writer.take_error()
         if error is None:
             return
-        if self._behind is None or not isinstance(error, OSError):
+        if self._in_background is None or not isinstance(error, OSError):
             raise error
-        self.pace.note_failure(self._behind, described(error), self.pace.now())
+        self.pace.note_failure(self._in_background, described(error), self.pace.now())
 
     def save_due(self, position: Position) -> None:
         """Save the state of this boundary: in the background with ``async_save``, except for the first autosave."""
@@ -135,7 +135,7 @@ class Autosaver:
         self._writer.wait()
         self._take_failure()
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
-        self._by_first(position, began, lambda: self._save_behind(checkpoint, position, began))
+        self._by_first(position, began, lambda: self._save_in_background(checkpoint, position, began))
 
     def _save_first(self, position: Position) -> None:
         try:
@@ -156,7 +156,7 @@ class Autosaver:
             self.pace.begin_saved(position)
         return is_saved
 
-    def _save_behind(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
+    def _save_in_background(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
         """Begin to write in the background. Return whether the checkpoint was written immediately instead."""
         assert checkpoint is not None
         self._run_state.files.flush()
@@ -166,8 +166,8 @@ class Autosaver:
             _log.warning("A copy to be written in the background failed, so this save is waited for: %r", error)
             self._write_now(checkpoint, position, began)
             return True
-        waited, self._behind = self.pace.now() - began, position
-        self._writer.start(partial(self._write_behind, staged, position, began, waited))
+        waited, self._in_background = self.pace.now() - began, position
+        self._writer.start(partial(self._write_in_background, staged, position, began, waited))
         self._note(position, began)
         return False
 
@@ -224,7 +224,7 @@ class Autosaver:
         part = self._part_of_all(ranks, save.position, save.state, checkpoint, save.instead)
         if part is not None:
             own = {name: dict(value) for name, value in more.items() if value is not None}
-            checkpoint[KEY] = {**part, "behind": list(save.behind), "inexact": list(inexact), **own}
+            checkpoint[KEY] = {**part, "behind": list(save.pending), "inexact": list(inexact), **own}
 
     def _part_of_all(
         self,
@@ -351,11 +351,11 @@ class Autosaver:
         self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=is_first)
         return path
 
-    def _write_behind(self, checkpoint: dict[str, Any], position: Position, began: float, waited: float) -> None:
+    def _write_in_background(self, checkpoint: dict[str, Any], position: Position, began: float, waited: float) -> None:
         try:
             path = self._write(checkpoint, position)
             self._has_saved(position, path)
-            self._history.autosave(self._series, path, position, seconds=waited, taken=began, is_behind=True)
+            self._history.autosave(self._series, path, position, seconds=waited, taken=began, is_in_background=True)
             self.pace.note_written()
         except BaseException:
             self.pace.is_urgent = True

@@ -160,7 +160,7 @@ class RunState:
     def _is_iterating(self, position: Position) -> bool:
         """Return whether the next batch comes from the iterators that the training loaders have here."""
         if position.where == EPOCH_START:
-            return not compat.begins_anew(self._trainer)
+            return not compat.starts_over(self._trainer)
         return position.where not in (EPOCH_END, FINISHED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:

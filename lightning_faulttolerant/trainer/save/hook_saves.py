@@ -58,7 +58,7 @@ class HookSave:
     Args:
         position: The position at which the run continues.
         state: The state at that position; empty if there is none.
-        behind: Names of the callbacks, and of the module, with a hook that still has to be called.
+        pending: Names of the callbacks, and of the module, with a hook that still has to be called.
         inexact: Why the run can't continue exactly.
         instead: Values that replace parts of Lightning's checkpoint on a resume.
         before_validation: Values to restore after the validation run that is under way.
@@ -67,7 +67,7 @@ class HookSave:
 
     position: Position
     state: Mapping[str, Any]
-    behind: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     instead: Mapping[str, Any] | None = None
     before_validation: Mapping[str, Any] | None = None
@@ -115,7 +115,7 @@ class HookSaves:
             position = position_of(self._trainer, hook or "a call", hook)
             return HookSave(position=position, state={}, inexact=("it was saved before the first batch",))
         position = position_of(self._trainer, where, hook)
-        behind, lost = self._behind(hook, saver)
+        pending, lost = self._pending(hook, saver)
         before = None
         if where == VALIDATION_END and capture is not None:
             first_loop_iter = capture.state["results"]["connector"]["first_loop_iter"]
@@ -123,7 +123,7 @@ class HookSaves:
         return HookSave(
             position=position,
             state=self._run_state.state_dict(position),
-            behind=tuple(behind),
+            pending=tuple(pending),
             inexact=tuple(f"{name} stood after the hook that saved, and can't be called again" for name in lost),
             before_validation=before,
         )
@@ -139,7 +139,7 @@ class HookSaves:
         position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
 
-    def _behind(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
+    def _pending(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
         """Return the owners of the hooks to call after the saving one, and the hooks that can't be called again."""
         module = self._trainer.lightning_module
         named = named_callbacks(compat.callbacks(self._trainer))
@@ -147,10 +147,10 @@ class HookSaves:
         if hook == "on_train_epoch_end":  # here Lightning calls callbacks that watch a metric last
             order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
-        behind, lost = [], []
+        pending, lost = [], []
         if self._run_state.files.saves_in_its_hook(saver):
             name, function = order[own][0], _overridden(saver, hook)
-            behind += [name] if _is_lightnings(function) else []
+            pending += [name] if _is_lightnings(function) else []
             lost += [] if _is_lightnings(function) else [f"the rest of {type(saver).__name__}.{hook}"]
         for name, owner in order[own + 1 :]:
             function = _overridden(owner, hook)
@@ -164,8 +164,8 @@ class HookSaves:
             if not can_be_called:
                 lost.append(f"{type(owner).__name__}.{hook}")
             elif hook not in _NOT_AGAIN:
-                behind.append(name)
-        return behind, lost
+                pending.append(name)
+        return pending, lost
 
 
 def _overridden(owner: Any, hook: str) -> Any:

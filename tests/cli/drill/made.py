@@ -104,7 +104,7 @@ def since(epoch: int, batch: int, **values: Any) -> Change:
     """Change the values of each batch from one on."""
 
     def change(found: Line) -> Line:
-        is_behind = found["event"] == ledger.BATCH and (found["epoch"], found["batch"]) >= (epoch, batch)
-        return {**found, **values} if is_behind else found
+        is_in_background = found["event"] == ledger.BATCH and (found["epoch"], found["batch"]) >= (epoch, batch)
+        return {**found, **values} if is_in_background else found
 
     return change

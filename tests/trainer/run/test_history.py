@@ -84,7 +84,7 @@ def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
     history.begin(HERE)
     for _ in range(2):
         history.start(None, None)
-    history.autosave(None, "/runs/a.ckpt", position, seconds=0.5, taken=time.perf_counter() - 2, is_behind=True)
+    history.autosave(None, "/runs/a.ckpt", position, seconds=0.5, taken=time.perf_counter() - 2, is_in_background=True)
     history.alive()
     for _ in range(2):
         history.end(None)
