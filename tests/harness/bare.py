@@ -51,7 +51,7 @@ class Starter:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         with tempfile.NamedTemporaryFile("r") as output:
-            variables = {**_outer_variables(), **environment}
+            variables = {**outer_variables(), **environment}
             asked = {"script": str(script), "environment": variables, "output": output.name}
             print(json.dumps(asked), file=self._server.stdin, flush=True)
             code = self._server.stdout.readline()
@@ -68,7 +68,8 @@ def starter() -> Iterator[Starter]:
         yield Starter(server)
 
 
-def _outer_variables() -> dict[str, str]:
+def outer_variables() -> dict[str, str]:
+    """Return the environment variables of a script, without those of an outer run or of pytest."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_"))}
     return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

@@ -137,7 +137,6 @@ class Suite:
         self._stops_at_failure = not {"-x", "--exitfirst"}.isdisjoint(options)
         self._directory = directory
         self._running: list[FileRun] = []
-        self._paths: dict[str, str] = {}
         self.reports: dict[str, durations.Report] = {}
         self.failures: dict[str, str] = {}
         """The files that failed, with all their output."""
@@ -147,7 +146,6 @@ class Suite:
     def run(self, files: dict[str, list[str]]) -> None:
         """Run the files in this order."""
         try:
-            self._paths = {file: arguments[0].partition("::")[0] for file, arguments in files.items()}
             # Not a `for` loop: a `for` line that leads to a fit means that its script runs several fits.
             waiting = list(enumerate(files.items()))[::-1]
             while waiting:
@@ -161,13 +159,13 @@ class Suite:
                 self._running.append(run)
             while self._running and not self._has_to_stop():
                 self._wait()
-            self._run_again()
+            self._run_again(files)
         finally:
             for run in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(run.process_id, signal.SIGKILL)
 
-    def _run_again(self) -> None:
+    def _run_again(self, files: dict[str, list[str]]) -> None:
         """Run failed tests once more, one file at a time, if there are only a few."""
         failed = {file: self.reports[file] for file in self.failures}
         num_failed = sum(len(report.not_passed) for report in failed.values())
@@ -177,7 +175,8 @@ class Suite:
             if not before.failed:  # the file did not finish
                 continue
             output = self.failures.pop(file)
-            names = [f"{self._paths[file]}::{nodeid.partition('::')[2]}" for nodeid in before.failed]
+            path = files[file][0].partition("::")[0]
+            names = [f"{path}::{nodeid.partition('::')[2]}" for nodeid in before.failed]
             run = FileRun(file=file, arguments=names, directory=self._directory / f"again-{number}")
             run.start(self._options)
             self._running.append(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer import bases, serving
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests import runs
-from tests.harness.bare import Started, Starter, starter
+from tests.harness.bare import Started, Starter, outer_variables, starter
 from tests.processes import run
 
 pytorch_lightning: Any = sys.modules["pytorch_lightning"]
@@ -91,11 +90,10 @@ def result_of_plain(scripts: Starter, tmp_path_factory: pytest.TempPathFactory) 
 
 def start_as_users(script: Path, **environment: str) -> Started:
     """Run a script in its directory, in a separate process."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=script.parent,
-        env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
+        env={**outer_variables(), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
