@@ -1,8 +1,10 @@
-"""Questions about other processes on this machine."""
+"""Questions about other processes on this machine, and which machine this is."""
 
 from __future__ import annotations
 
 import os
+from functools import lru_cache
+from pathlib import Path
 
 
 def is_alive(process_id: int) -> bool:
@@ -16,3 +18,23 @@ def is_alive(process_id: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def this_machine() -> str:
+    """Return an id that two processes share if each can tell whether the other is alive, as far as is known.
+
+    Containers may share a host name (``--network=host``), and process ids mean nothing across containers.
+    """
+    try:
+        return f"{this_boot()} {os.readlink('/proc/self/ns/pid')}" if this_boot() else ""
+    except OSError:  # not Linux
+        return ""
+
+
+@lru_cache(maxsize=1)
+def this_boot() -> str:
+    """Return the id of the current boot of this machine. Empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return ""

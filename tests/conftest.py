@@ -9,7 +9,9 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
+import fsspec.config
 import hypothesis
 import pytest
 import torch
@@ -28,6 +30,7 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 _LAWS = "tests/law/"
+_PART_BYTES = 5 * 1024 * 1024
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,3 +132,26 @@ def s3(s3_endpoint: str, _s3_clients: None, monkeypatch: pytest.MonkeyPatch) -> 
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client(s3_endpoint).create_bucket(Bucket=bucket)
     return f"s3://{bucket}"
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Yield a directory that does not exist yet, in each kind of store."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/runs/run"
+    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote_url(request: pytest.FixtureRequest) -> str:
+    """Yield a directory that does not exist yet, in each kind of store that is not a local directory."""
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/runs/run"
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let uploads to S3 send parts of the smallest size, in bytes."""
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART_BYTES})
+    return _PART_BYTES

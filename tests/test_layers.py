@@ -28,7 +28,8 @@ LAYERS = (
     ("state",),
     ("samplers",),
     ("streaming",),
-    ("clients", "errors", "processes", "records", "translation"),
+    ("storage",),
+    ("errors", "processes", "records", "translation"),
     ("advice", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
@@ -47,7 +48,7 @@ THIRD_PARTY = {
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
     "advice": set(),
     "early_signals": set(),
-    "clients": {"fsspec"},
+    "storage": {"fsspec"},
     "errors": set(),
     "processes": set(),
     "records": set(),

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
-    from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
     from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
-    from lightning_faulttolerant.checkpoint.lock import RunLock
     from lightning_faulttolerant.checkpoint.manifest import read_manifest
     from lightning_faulttolerant.checkpoint.outcome import Verification
     from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-    from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
     from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
+    from lightning_faulttolerant.storage.atomic_file import atomic_writer
+    from lightning_faulttolerant.storage.lock import RunLock
+    from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
 __all__ = [
     "AutosaveSeries",
@@ -40,28 +40,28 @@ __all__ = [
 
 # Loaded on first use: some need torch, which takes a second to import. The command line works without it.
 _LAZY = {
-    "AutosaveSeries": "series",
-    "RunLock": "lock",
-    "Verification": "outcome",
-    "atomic_torch_save": "atomic",
-    "atomic_write_bytes": "atomic",
-    "atomic_writer": "atomic_file",
-    "is_url": "store",
-    "load_file": "verify",
-    "open_file": "store",
-    "open_store": "store",
-    "read_manifest": "manifest",
-    "unsafe_paths": "verify",
-    "verify_directory": "contents",
-    "verify_file": "verify",
-    "verify_path": "verify",
-    "write_manifest": "contents",
+    "AutosaveSeries": "lightning_faulttolerant.checkpoint.series",
+    "RunLock": "lightning_faulttolerant.storage.lock",
+    "Verification": "lightning_faulttolerant.checkpoint.outcome",
+    "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
+    "atomic_write_bytes": "lightning_faulttolerant.checkpoint.atomic",
+    "atomic_writer": "lightning_faulttolerant.storage.atomic_file",
+    "is_url": "lightning_faulttolerant.storage.store",
+    "load_file": "lightning_faulttolerant.checkpoint.verify",
+    "open_file": "lightning_faulttolerant.storage.store",
+    "open_store": "lightning_faulttolerant.storage.store",
+    "read_manifest": "lightning_faulttolerant.checkpoint.manifest",
+    "unsafe_paths": "lightning_faulttolerant.checkpoint.verify",
+    "verify_directory": "lightning_faulttolerant.checkpoint.contents",
+    "verify_file": "lightning_faulttolerant.checkpoint.verify",
+    "verify_path": "lightning_faulttolerant.checkpoint.verify",
+    "write_manifest": "lightning_faulttolerant.checkpoint.contents",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any, final
 
 import torch
 
-from lightning_faulttolerant.checkpoint.store import open_writer
+from lightning_faulttolerant.storage.store import open_writer
 
 
 def atomic_torch_save(

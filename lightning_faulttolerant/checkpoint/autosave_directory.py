@@ -10,16 +10,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic_file import (
+from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.storage.atomic_file import (
     fsync_directory,
     make_directory,
     target_name,
     temporary_name,
 )
-from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
-from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
-from lightning_faulttolerant.errors import DamagedCheckpointError
 
 
 def begin(path: str | os.PathLike[str]) -> str:

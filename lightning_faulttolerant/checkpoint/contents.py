@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
-from lightning_faulttolerant.checkpoint.atomic_file import fsync_directory
 from lightning_faulttolerant.checkpoint.chunks import read_chunks
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -25,8 +24,9 @@ from lightning_faulttolerant.checkpoint.manifest import (
     save_manifest,
 )
 from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.storage.atomic_file import fsync_directory
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
 
 _MAX_THREADS = 8
 _MAX_SHOWN = 5

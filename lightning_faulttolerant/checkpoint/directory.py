@@ -17,8 +17,8 @@ from lightning_faulttolerant.checkpoint.contents import commit_files, deal_files
 from lightning_faulttolerant.checkpoint.directory_ranks import find_ranks, together
 from lightning_faulttolerant.checkpoint.directory_series import DirectorySeries
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, check_metadata
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 _Result = TypeVar("_Result")
 

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import final
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
-from lightning_faulttolerant.checkpoint.atomic_file import (
-    find_leftovers,
-    fsync_directory,
-    make_directory,
-    temporary_name,
-)
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.directory_state import (
     State,
@@ -35,6 +29,12 @@ from lightning_faulttolerant.checkpoint.directory_state import (
 )
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.storage.atomic_file import (
+    find_leftovers,
+    fsync_directory,
+    make_directory,
+    temporary_name,
+)
 
 _logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, this_machine
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.processes import is_alive
+from lightning_faulttolerant.processes import is_alive, this_machine
+from lightning_faulttolerant.storage.atomic_file import ABANDONED_AFTER_SECONDS
 
 # The directories that this process began and did not end, by path. A series that is gone after an error writes no more.
 being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
 from lightning_faulttolerant.checkpoint.outcome import describe_damage
-from lightning_faulttolerant.checkpoint.store import open_file, open_store
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.storage.atomic_file import atomic_writer
+from lightning_faulttolerant.storage.store import open_file, open_store
 
 MANIFEST_NAME = "checkpoint_manifest.json"
 

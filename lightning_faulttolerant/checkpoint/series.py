@@ -16,19 +16,19 @@ from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import (
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.storage.atomic_file import (
     flushed_meanwhile,
     is_of_this_process,
     is_unchanged_for_long,
     leftovers,
     target_name,
 )
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
-from lightning_faulttolerant.checkpoint.manifest import FileEntry
-from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
-from lightning_faulttolerant.checkpoint.stores.listing import Listing
-from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
-from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.storage.listing import Listing
+from lightning_faulttolerant.storage.store import Store, is_url, open_store
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pwd
 import stat
 from collections.abc import Iterator
 
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 _ACCESS_LIST = "system.posix_acl_access"
 _MAX_LINKS = 40

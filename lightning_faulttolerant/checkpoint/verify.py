@@ -24,8 +24,8 @@ from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksum
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
-from lightning_faulttolerant.checkpoint.store import is_url, local_copy, local_path, open_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.storage.store import is_url, local_copy, local_path, open_file
 
 _logger = logging.getLogger(__name__)
 

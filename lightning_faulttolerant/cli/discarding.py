@@ -8,14 +8,14 @@ import os
 import sys
 
 from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
-from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.runs import directory_of_run, registry_here
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.runs import FILE_NAME
+from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\
 Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory

@@ -6,8 +6,8 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from lightning_faulttolerant.checkpoint.store import is_url
 from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.storage.store import is_url
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def remote_errors(path: str) -> Iterator[None]:
     if not is_url(path):
         yield
         return
-    from lightning_faulttolerant.checkpoint.stores import file_systems
+    from lightning_faulttolerant.storage import file_systems
 
     with file_systems.remote_errors(path):
         yield

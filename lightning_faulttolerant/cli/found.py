@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.cli.errors import remote_errors
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 
 AUTOSAVE = "autosave"
 SET_ASIDE = "set aside"
@@ -214,7 +214,7 @@ def _committed_at(folder: str) -> float:
 
 
 def _remote(url: str) -> Iterator[FoundFile]:
-    from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
+    from lightning_faulttolerant.storage.file_systems import file_system
 
     with remote_errors(url):
         fs, root = file_system(url)

@@ -9,14 +9,14 @@ import sys
 from dataclasses import dataclass, field
 
 from lightning_faulttolerant.checkpoint.autosave_names import fit_number
-from lightning_faulttolerant.checkpoint.locks import open_lock
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store
 from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe, size_text
 from lightning_faulttolerant.cli.verdict import verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
+from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 DESCRIPTION = """\
 Delete the autosaves of each fit below DIR that are older than its newest N that verify. Only files with the names of

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.found import FoundFile, find_checkpoints
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.registry import Entry, Registry, registry_at
+from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

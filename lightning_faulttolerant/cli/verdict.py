@@ -11,11 +11,11 @@ from typing import IO, cast
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
 from lightning_faulttolerant.cli.found import open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 VERIFIED = "verified"
 DAMAGED = "damaged"

@@ -6,13 +6,13 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.cli.verdict import Verdict, verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 DESCRIPTION = """\
 Verify checkpoints by the checksums in them. PATH is a file, a directory with a manifest, any other directory (all

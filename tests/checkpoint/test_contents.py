@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.checkpoint import contents, manifest, verify_path
 from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
-from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.testing import FaultyFiles, fail_with
 
 CONTENTS = {"a.bin": b"0123456789", "shards/0.bin": b"\x00" * 100, "shards/deep/ü 1.bin": b"", ".hidden": b"h"}

@@ -15,9 +15,9 @@ import torch
 
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import directory_series, read_manifest, verify_path
-from lightning_faulttolerant.checkpoint.atomic_file import this_machine
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.processes import this_machine
 from lightning_faulttolerant.testing import FaultyFiles, fail_with
 
 

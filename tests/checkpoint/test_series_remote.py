@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint.stores import uploads
 from lightning_faulttolerant.errors import (
     DamagedCheckpointError,
     NoValidCheckpointError,
     RunInUseError,
     UnsafeCheckpointError,
 )
+from lightning_faulttolerant.storage import uploads
 from tests.checkpoint.test_store import calls_of_s3, damage_what_is_not_sent_yet, read, write
 from tests.s3 import client
 

@@ -147,8 +147,8 @@ def test_the_lock_is_held_while_files_are_deleted(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that starts while its directory is pruned is refused, and afterwards the lock is gone."""
-    from lightning_faulttolerant.checkpoint.stores.local import LocalStore
     from lightning_faulttolerant.errors import RunInUseError
+    from lightning_faulttolerant.storage.local import LocalStore
 
     save_series(tmp_path / "run" / "fit-1", 2)
     delete, refused = LocalStore.delete, []

@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import run
 from tests.runs import fit_net

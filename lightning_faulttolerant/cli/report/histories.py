@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store, split_path
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, History
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from lightning_faulttolerant.processes import this_boot
+from lightning_faulttolerant.storage.atomic_file import target_name
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
-from lightning_faulttolerant.streaming.cache.temporary import SUFFIX as TEMPORARY_SUFFIX
 from lightning_faulttolerant.streaming.cache.temporary import sweep
 from lightning_faulttolerant.streaming.format.hashes import digest
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
@@ -171,7 +172,7 @@ class KeptShards:
         for entry, name in _files(self.directory, ""):
             with contextlib.suppress(FileNotFoundError):
                 # Temporary files are counted through their locks.
-                if not name.startswith(marks.DIRECTORY + "/") and not name.endswith(TEMPORARY_SUFFIX):
+                if not name.startswith(marks.DIRECTORY + "/") and target_name(entry.name) is None:
                     num_bytes += entry.stat().st_size
         return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
@@ -232,7 +233,7 @@ class KeptShards:
             )
             for checksum, path in zip(checksums, self._paths(shard), strict=True)
         )
-        mark = marks.Mark(index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=files)
+        mark = marks.Mark(index=self._index_digest, boot=this_boot(), is_downloaded=is_downloaded, files=files)
         marks.write(self._mark_path(shard), mark)
         self.touch(shard)
 

@@ -7,7 +7,6 @@ system can't lock (some network file systems), and on Windows, each process fetc
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sys
@@ -15,19 +14,16 @@ import time
 from collections.abc import Iterator
 from typing import final
 
+from lightning_faulttolerant.storage.file_lock import is_still_at, try_lock
 from lightning_faulttolerant.streaming.cache.forks import ProcessLock
 from lightning_faulttolerant.streaming.cache.patience import pause
-
-if sys.platform != "win32":
-    import fcntl
 
 _logger = logging.getLogger(__name__)
 
 _FIRST_LOOK_SECONDS = 0.002
 _LAST_LOOK_SECONDS = 0.05
 
-# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it. So
-# this process must know its locks, and never open such a file again. A fork inherits descriptors, but no lock.
+# The descriptors of the locks that this process holds.
 _held: dict[str, int] = {}
 _held_lock = ProcessLock()
 
@@ -101,7 +97,7 @@ class FileLock:
                 if os.path.exists(self.path):
                     return False  # another user's
                 raise
-            if not (_lock(descriptor) and _is_still_at(self.path, descriptor)):
+            if not (_lock(descriptor) and is_still_at(self.path, descriptor)):
                 os.close(descriptor)
                 return False
             _held[self.path] = self._descriptor = descriptor
@@ -137,21 +133,8 @@ def is_abandoned(path: str) -> bool:
 
 
 def _lock(descriptor: int) -> bool:
-    if sys.platform == "win32":
-        return True
     try:
-        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive the process that
-        # took it. They would keep holding a flock. A record lock belongs to the process.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(descriptor)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
         _logger.debug("A cache directory can't be locked (%s): each process fetches for itself.", error)
-    return True
-
-
-def _is_still_at(path: str, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        return True

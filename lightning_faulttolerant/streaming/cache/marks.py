@@ -13,10 +13,10 @@ import json
 import os
 import zlib
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.streaming.cache.temporary import temporary_for
 
 DIRECTORY = ".faulttolerant"
@@ -112,12 +112,3 @@ def crc32(path: str) -> str:
         while num_bytes := file.readinto(block):
             checksum = zlib.crc32(memoryview(block)[:num_bytes], checksum)
     return f"{checksum:08x}"
-
-
-@lru_cache(maxsize=1)
-def this_boot() -> str:
-    """Return the id of the current boot of this machine. Empty if unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
-        return ""

@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.streaming.format.compression import FAMILIES
 from lightning_faulttolerant.streaming.format.extras import extra
 from lightning_faulttolerant.streaming.format.index import FORMATS, INDEX_BASENAME
-from lightning_faulttolerant.streaming.format.places import LocalPlace, Place, is_remote, place_of
+from lightning_faulttolerant.streaming.format.places import LocalPlace, Place, place_of
 
 _SHARD_NAME = re.compile(
     rf"shard\.\d{{5,}}\.(?:{'|'.join(FORMATS)})(?:\.meta)?(?:\.(?:{'|'.join(FAMILIES)}))?"
-    rf"|{re.escape(INDEX_BASENAME)}(?:\.tmp\..*)?"
+    rf"|{re.escape(INDEX_BASENAME)}|\.{re.escape(INDEX_BASENAME)}\.tmp-.*"
 )
 _MAX_DELAY_SECONDS = 30.0
 # Errors that another attempt would raise again.
@@ -143,7 +144,7 @@ def _places(
 ) -> tuple[Place | None, Place | None]:
     """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):
-        if len(out) != 2 or is_remote(os.fspath(out[0])):
+        if len(out) != 2 or is_url(out[0]):
             raise ValueError(f"out={out!r}: a pair is a directory of this machine, and an address.")
         return place_of(out[0]), place_of(out[1], storage_options)
     place = place_of(out, storage_options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import fsspec
+
+from lightning_faulttolerant.storage.atomic_file import atomic_writer
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 
 class Place(ABC):
@@ -49,11 +50,6 @@ class Place(ABC):
         """Return the name of a file by its address, or ``None`` if it is not below this place."""
 
 
-def is_remote(address: str) -> bool:
-    """Return whether an address is not a local path."""
-    return ("://" in address or "::" in address) and not address.startswith("file://")
-
-
 def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:
     """Return the place at an address.
 
@@ -62,7 +58,7 @@ def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any]
         storage_options: Options for the file system of an address.
     """
     text = os.fspath(address)
-    return RemotePlace(text, storage_options or {}) if is_remote(text) else LocalPlace(text.removeprefix("file://"))
+    return RemotePlace(text, storage_options or {}) if is_url(text) else LocalPlace(local_path(text))
 
 
 class LocalPlace(Place):
@@ -94,18 +90,10 @@ class LocalPlace(Place):
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file under a temporary name, then rename it."""
-        temporary = f"{name}.tmp.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-        try:
-            self.write(temporary, data)
-            os.replace(self._path(temporary), self._path(name))
-        except BaseException:
-            self.delete([temporary])
-            raise
-        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        path = self._path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_writer(path) as file:
+            file.write(data)
 
     def names(self) -> list[str]:
         """Return the names directly in the directory."""
@@ -127,9 +115,9 @@ class LocalPlace(Place):
 
     def relative(self, address: str) -> str | None:
         """Return the name of a file by its path."""
-        if is_remote(address):
+        if is_url(address):
             return None
-        path = os.path.relpath(os.path.abspath(os.path.expanduser(address.removeprefix("file://"))), self.path)
+        path = os.path.relpath(os.path.abspath(os.path.expanduser(local_path(address))), self.path)
         return None if path == os.pardir or path.startswith(os.pardir + os.sep) else path
 
     def _path(self, name: str) -> str:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.records.registry import Entry, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
+from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.identity import trials
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint

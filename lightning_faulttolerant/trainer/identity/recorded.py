@@ -7,9 +7,9 @@ import logging
 import os
 
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, fit_folders
-from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.runs import FILE_NAME, RunRecord, record_from_json
+from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.parts import KEY, are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell

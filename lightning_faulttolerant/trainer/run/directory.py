@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
-from lightning_faulttolerant.checkpoint.lock import LOCK_NAME
-from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
+from lightning_faulttolerant.storage.lock import LOCK_NAME
+from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.places import unregister
 from lightning_faulttolerant.trainer.identity.recorded import read_record, remove_record, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
-from lightning_faulttolerant.checkpoint.store import is_url, open_writer
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, DONE, FILE_NAME
 from lightning_faulttolerant.records.lines import Line, append_line, parse_lines, read_lines
 from lightning_faulttolerant.records.shortening import shortened, text_of
+from lightning_faulttolerant.storage.store import is_url, open_writer
 
 if TYPE_CHECKING:
-    from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
+    from lightning_faulttolerant.storage.remote import RemoteStore
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class RemoteHistory:
 
     @property
     def _store(self) -> RemoteStore:
-        from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
+        from lightning_faulttolerant.storage.remote import RemoteStore
 
         return RemoteStore(self._url)
 

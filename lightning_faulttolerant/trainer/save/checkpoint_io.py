@@ -7,10 +7,10 @@ import pathlib
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import remove_abandoned
-from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store, split_path
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.storage.atomic_file import remove_abandoned
+from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
 from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
 from lightning_faulttolerant.trainer.serving import served_of_any
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
 
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
 from lightning_faulttolerant.trainer.run.launched import Script
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
 from lightning_faulttolerant.cli.report.text import report_lines
 from lightning_faulttolerant.cli.report.words import duration_text, end_text
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS
 from lightning_faulttolerant.records.shortening import text_of
+from lightning_faulttolerant.storage.remote import RemoteStore
 from tests.cli.checkpoints import call, save_series
 from tests.records.made import Story
 

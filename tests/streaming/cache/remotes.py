@@ -112,7 +112,7 @@ def assert_fetched(cache: ShardCache, data: Data) -> None:
 
 def assert_tidy(directory: Path) -> None:
     """Check that a cache holds only shards, their marks, and the index."""
-    left = [path for path in directory.rglob("*") if path.name.endswith((".tmp", ".lock"))]
+    left = [path for path in directory.rglob("*") if ".tmp-" in path.name or path.name.endswith(".lock")]
     assert left == []
 
 

@@ -107,7 +107,8 @@ def test_a_file_that_lost_its_content_with_the_power_is_fetched_again(
         mark = json.loads((tmp_path / MARK).read_bytes())
         mark["files"][0]["identity"] = marks.identity(str(tmp_path / SHARD))
         (tmp_path / MARK).write_text(json.dumps(mark))
-    monkeypatch.setattr(marks, "this_boot", lambda: "the next")
+    for module in (marks, kept):
+        monkeypatch.setattr(module, "this_boot", lambda: "the next")
     assert asked_by_next_run(data, tmp_path) == [SHARD] * is_lost
     assert json.loads((tmp_path / MARK).read_bytes())["boot"] == "the next"
 

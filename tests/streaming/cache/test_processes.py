@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks, temporary
+from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks
 from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
 from tests.processes import in_child
 from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
@@ -75,9 +75,9 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
     num_left = 0
     for _ in range(8):
         with child(lambda: fetch_slowly(data, tmp_path)):
-            wait_for(lambda: any(tmp_path.rglob("*.tmp")))
+            wait_for(lambda: any(tmp_path.rglob(".*.tmp-*")))
             time.sleep(draws.uniform(0, 0.15))
-        num_left += sum(1 for _ in tmp_path.rglob("*.tmp"))
+        num_left += sum(1 for _ in tmp_path.rglob(".*.tmp-*"))
         with flaky(data.files) as (remote, _):
             cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=1)
             (tmp_path / SHARD).unlink(missing_ok=True)  # to have something to fetch
@@ -200,13 +200,13 @@ def test_a_cache_goes_to_another_process(tmp_path: Path) -> None:
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path) -> None:
     """A temporary file goes if its process is dead, had this process's number, or was silent for long elsewhere."""
     data = make_data()
-    host = socket.gethostname().replace(".", "-")
+    host = socket.gethostname()
     dead = Child(lambda: None)
     dead.wait()
     old, new = time.time() - 7200, time.time()
 
     def leave(host: str, process_id: int, modified: float) -> str:
-        path = tmp_path / f"{SHARD}.{host}.{process_id}.0123456789abcdef{temporary.SUFFIX}"
+        path = tmp_path / f".{SHARD}.tmp-{host}-{process_id}-0123456789abcdef"
         path.write_bytes(b"")
         os.utime(path, (modified, modified))
         return path.name
@@ -222,7 +222,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     own = tmp_path / marks.DIRECTORY
     own.mkdir()
     (own / "shard.00002.mds.lock").write_bytes(b"")
-    (own / f"{SHARD}.mark.{host}.{dead.process_id}.0123456789abcdef.tmp").write_bytes(b"")
+    (own / f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef").write_bytes(b"")
     with flaky(data.files) as (remote, _):
         cache_of(data, tmp_path, remote).fetch(1)
     left = {path.name for path in tmp_path.iterdir()}

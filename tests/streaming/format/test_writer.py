@@ -237,7 +237,7 @@ def test_shards_are_on_the_disk_before_the_index_has_its_name(tmp_path: Path, mo
     monkeypatch.setattr(os, "replace", lambda *names: (events.append("renamed"), rename(*names)))
     write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES[:1], size_limit=1)
     assert events[:2] == ["shard.00000.mds", "shard.00001.mds"]
-    assert events[2].startswith("index.json.tmp.")
+    assert events[2].startswith(".index.json.tmp-")
     assert events[3:] == ["renamed", "out"]
 
 
@@ -252,7 +252,12 @@ def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> No
     for name in kept:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_bytes(b"mine")
-    for name in ("shard.00007.json", "shard.00007.json.meta.zstd", "shard.123456.csv.gz", "index.json.tmp.host.1.ab"):
+    for name in (
+        "shard.00007.json",
+        "shard.00007.json.meta.zstd",
+        "shard.123456.csv.gz",
+        ".index.json.tmp-host-1-0123456789abcdef",
+    ):
         (out / name).write_bytes(b"of an older data set")
     write(MDSWriter, out, COLUMNS, SAMPLES[:2], exist_ok=True)
     assert set(files(out)) == {"index.json", "shard.00000.mds", *kept}

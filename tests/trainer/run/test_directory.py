@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.checkpoint.stores.local import LocalStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.storage.local import LocalStore
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.run import directory as run_module
 from lightning_faulttolerant.trainer.run.directory import check_run_id, open_run, run_id_of

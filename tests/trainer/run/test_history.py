@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
 from lightning_faulttolerant.errors import RunInUseError, TrainingStopped
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
+from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position
 from lightning_faulttolerant.trainer.run import history_file
 from lightning_faulttolerant.trainer.run.history import History, process_began, reason_of

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import IO, Protocol
 
-from lightning_faulttolerant.checkpoint.stores import local
-from lightning_faulttolerant.checkpoint.stores.listing import Listing
+from lightning_faulttolerant.storage import local
+from lightning_faulttolerant.storage.listing import Listing
 
 # At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
@@ -167,6 +167,6 @@ def local_copy(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def _remote() -> ModuleType:
-    from lightning_faulttolerant.checkpoint.stores import remote
+    from lightning_faulttolerant.storage import remote
 
     return remote

@@ -13,9 +13,9 @@ import logging
 import re
 from typing import Any, Protocol
 
-from lightning_faulttolerant.checkpoint.atomic_file import temporary_name
-from lightning_faulttolerant.checkpoint.stores.file_systems import is_gcs, is_s3, move, remote_errors
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.storage.atomic_file import temporary_name
+from lightning_faulttolerant.storage.file_systems import is_gcs, is_s3, move, remote_errors
 
 _logger = logging.getLogger(__name__)
 

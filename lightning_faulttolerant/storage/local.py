@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, final
 
-from lightning_faulttolerant.checkpoint.atomic_file import (
+from lightning_faulttolerant.storage.atomic_file import (
     atomic_writer,
     fsync_directory,
     make_directory,
     remove_directory,
 )
-from lightning_faulttolerant.checkpoint.stores.listing import Listing
+from lightning_faulttolerant.storage.listing import Listing
 
 
 @final

@@ -21,10 +21,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from lightning_faulttolerant.checkpoint import verify_path
-from lightning_faulttolerant.checkpoint.store import is_url, local_copy, open_file, open_store, open_writer, split_path
-from lightning_faulttolerant.checkpoint.stores import remote, uploads
-from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.storage import remote, uploads
+from lightning_faulttolerant.storage.file_systems import file_system
+from lightning_faulttolerant.storage.store import is_url, local_copy, open_file, open_store, open_writer, split_path
 from tests.s3 import PAGE, client
 
 MIB = 1024 * 1024
@@ -505,9 +505,9 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
 NO_CLIENT = """
 import sys
 import lightning_faulttolerant.checkpoint as checkpoint
-from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.storage.locks import open_lock
 checkpoint.open_store("run").names()
-print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.checkpoint.stores.remote")
+print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.storage.remote")
        if name in sys.modules])
 """
 
@@ -520,7 +520,7 @@ def test_local_files_need_no_client() -> None:
 
 RETRIES = """
 import random
-from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.storage.store import open_store
 before = random.getstate()
 try:
     open_store("s3://bucket/run").names()

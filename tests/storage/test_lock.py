@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint import RunLock, lock
+from lightning_faulttolerant.checkpoint import RunLock
 from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.storage import lock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -54,7 +55,7 @@ def test_message_names_host_process_and_directory(tmp_path):
     """The error must name the holder, the place and the remedy, even in a process that shares no code with this one."""
     script = (
         "import sys, pathlib\n"
-        "from lightning_faulttolerant.checkpoint.lock import RunLock\n"
+        "from lightning_faulttolerant.storage.lock import RunLock\n"
         "RunLock(pathlib.Path(sys.argv[1])).acquire()\n"
     )
     with RunLock(tmp_path):

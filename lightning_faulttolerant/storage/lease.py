@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic_file import this_machine
-from lightning_faulttolerant.checkpoint.lock import LOCK_NAME, describe_holder
-from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
-from lightning_faulttolerant.processes import is_alive
+from lightning_faulttolerant.processes import is_alive, this_machine
+from lightning_faulttolerant.storage.lock import LOCK_NAME, describe_holder
+from lightning_faulttolerant.storage.remote import RemoteStore
 
 _logger = logging.getLogger(__name__)
 

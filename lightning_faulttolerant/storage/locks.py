@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from lightning_faulttolerant.checkpoint.lock import RunLock
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.storage.lock import RunLock
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 
 class Lock(Protocol):
@@ -31,6 +31,6 @@ def open_lock(path: str | os.PathLike[str]) -> Lock:
     """
     if not is_url(path):
         return RunLock(Path(local_path(path)))
-    from lightning_faulttolerant.checkpoint.lease import RunLease
+    from lightning_faulttolerant.storage.lease import RunLease
 
     return RunLease(os.fspath(path))

@@ -11,13 +11,13 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from lightning_faulttolerant.clients import (
+from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
+from lightning_faulttolerant.storage.clients import (
     S3_PROTOCOLS,
     client_options,
     let_retries_draw_elsewhere,
     missing_package,
 )
-from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
 
 _GCS_PROTOCOLS = ("gs", "gcs")
 # Not EIO: a disk that reports EIO has lost the data, a network has only failed to deliver it.

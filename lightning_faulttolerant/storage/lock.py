@@ -6,30 +6,24 @@ A process that dies, in whatever way, no longer holds the lock.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic_file import make_directory
 from lightning_faulttolerant.errors import RunInUseError
-
-if sys.platform != "win32":
-    import fcntl
+from lightning_faulttolerant.storage.atomic_file import make_directory
+from lightning_faulttolerant.storage.file_lock import is_still_at, try_lock
 
 _logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 
-# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it. So
-# this process must track what it holds, and never open such a file again. The value is the process id: after a fork
-# the child has a copy of the entry, but not the lock.
+# The directories that this process holds. The value is its id: after a fork the child has the entry, but not the lock.
 _holders: dict[str, int] = {}
 _holders_lock = threading.Lock()
 
@@ -110,7 +104,7 @@ def _open_locked(directory: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor, directory)
-            if _is_still_at(path, descriptor):
+            if is_still_at(path, descriptor):
                 _write_holder(descriptor)
                 return descriptor
         except BaseException:
@@ -120,33 +114,20 @@ def _open_locked(directory: Path) -> int:
 
 
 def _lock(descriptor: int, directory: Path) -> None:
-    if sys.platform == "win32":
-        _warn_unprotected(directory, "there are no POSIX locks on Windows")
-        return
     try:
-        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
-        # that was killed with SIGKILL. They would keep holding a flock, and the restarted run would be refused. A
-        # record lock belongs to the process that took it.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = try_lock(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            _warn_unprotected(directory, str(error))
-            return
+        _warn_unprotected(directory, str(error))
+        return
+    if not is_locked:
         hostname, process_id = _read_holder(descriptor)
-        raise RunInUseError(describe_holder(directory, hostname, process_id)) from error
+        raise RunInUseError(describe_holder(directory, hostname, process_id))
 
 
 def _warn_unprotected(directory: Path, reason: str) -> None:
     _logger.warning(
         "Can't lock %s (%s). Training continues; make sure yourself that no second run writes there.", directory, reason
     )
-
-
-def _is_still_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _write_holder(descriptor: int) -> None:

@@ -19,16 +19,17 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-
-from lightning_faulttolerant.checkpoint import AutosaveSeries, lease
-from lightning_faulttolerant.checkpoint.atomic_file import this_machine
-from lightning_faulttolerant.checkpoint.lease import RunLease
-from lightning_faulttolerant.checkpoint.lock import LOCK_NAME, RunLock
-from lightning_faulttolerant.checkpoint.locks import open_lock
-from lightning_faulttolerant.checkpoint.store import open_store
-from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
-from lightning_faulttolerant.errors import RunInUseError
 from tests.checkpoint.test_store import calls_of_s3
+
+from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.processes import this_machine
+from lightning_faulttolerant.storage import lease
+from lightning_faulttolerant.storage.lease import RunLease
+from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLock
+from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.remote import RemoteStore
+from lightning_faulttolerant.storage.store import open_store
 
 FORK = multiprocessing.get_context("fork")
 LEASE_SECONDS = 0.6
@@ -117,8 +118,8 @@ def test_second_one_in_this_process_is_refused_at_once(remote_url: str) -> None:
 OTHER = """
 import sys, time
 from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint.atomic_file import this_machine
-from lightning_faulttolerant.checkpoint.lease import RunLease
+from lightning_faulttolerant.processes import this_machine
+from lightning_faulttolerant.storage.lease import RunLease
 from lightning_faulttolerant.errors import RunInUseError
 held = RunLease(sys.argv[1], lease_seconds=float(sys.argv[2]))
 held.acquire()

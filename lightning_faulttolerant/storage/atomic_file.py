@@ -265,18 +265,6 @@ def temporary_name(name: str) -> str:
     return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
 
 
-def this_machine() -> str:
-    """Return an id that two processes share if each can tell whether the other is alive, as far as is known.
-
-    Containers may share a host name (``--network=host``), and process ids mean nothing across containers.
-    """
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{booted} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return ""
-
-
 def _token() -> str:
     return _tokens.setdefault(os.getpid(), secrets.token_hex(4))
 
