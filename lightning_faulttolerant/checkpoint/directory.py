@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from lightning_faulttolerant.checkpoint.contents import commit_files, deal_files, list_files, sum_files
-from lightning_faulttolerant.checkpoint.directory_ranks import find_ranks, together
+from lightning_faulttolerant.checkpoint.directory_ranks import find_ranks
 from lightning_faulttolerant.checkpoint.directory_series import DirectorySeries
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, check_metadata
+from lightning_faulttolerant.checkpoint.ranks import together
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_path
 
@@ -107,7 +108,7 @@ class AtomicDirectory:
         self._prepared: Path | None = None
         self._series = DirectorySeries(Path(self.output_directory), name=self.name, verify=verify, fsync=fsync)
         self._master = self._agree_on_master(is_master)
-        self.is_master = self._ranks.place == self._master
+        self.is_master = self._ranks.rank == self._master
         self.latest()
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
@@ -126,7 +127,7 @@ class AtomicDirectory:
             OSError: If it can't be created.
             CheckpointError: If another rank fails or does not answer.
         """
-        wishes = self._ranks.gather("prepare", bool(force_save))
+        wishes = self._ranks.to_all("prepare", bool(force_save))
         forced = all(wishes) if self.strategy == "sync_all" else any(wishes)
         path = self._here(self._by_master("begin", lambda: self._begin(forced=forced)))
         together(self._ranks, "wait", lambda: self._wait_for(path))
@@ -156,7 +157,7 @@ class AtomicDirectory:
         # On a network file system one rank's listing may be stale: a file counts if any rank sees it.
         names = set().union(*together(self._ranks, "list", lambda: list_files(path)))
         shares = self._by_master("deal", lambda: deal_files(path, names, num_shares=self._ranks.num_ranks))
-        summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.place], fsync=self._fsync))
+        summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.rank], fsync=self._fsync))
         files = {name: entry for share in summed for name, entry in share.items()}
         self._by_master("commit", lambda: self._commit(path, files, metadata or {}))
         self._prepared = None
@@ -226,7 +227,7 @@ class AtomicDirectory:
 
     def _agree_on_master(self, is_master: bool) -> int:
         mine = {"strategy": self.strategy, "name": self.name}
-        answers = self._ranks.gather("make a saver", (mine, is_master))
+        answers = self._ranks.to_all("make a saver", (mine, is_master))
         for place, (others, _) in enumerate(answers):
             if others != answers[0][0]:
                 raise ValueError(
@@ -266,7 +267,7 @@ class AtomicDirectory:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{path}, made by {self._ranks.label(self._master)}, is not seen by "
-                    f"{self._ranks.label(self._ranks.place)} after {self._timeout}. The ranks must share the output "
+                    f"{self._ranks.label(self._ranks.rank)} after {self._timeout}. The ranks must share the output "
                     'directory. Put it on a file system that all see, or pass strategy="async".'
                 )
             time.sleep(pause_seconds)

@@ -8,12 +8,12 @@ from typing import NoReturn
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, Position, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.run.history import History
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.save.capture import Capture, RunState

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.loader.dealt import Deal, Share
 from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
@@ -32,7 +33,6 @@ from lightning_faulttolerant.trainer.loaders.worker_init import default_worker_i
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
 
 _log = logging.getLogger(__name__)

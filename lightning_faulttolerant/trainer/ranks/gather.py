@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of, patched
@@ -19,7 +20,6 @@ from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.position import Position
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 
 LIGHTNINGS = "lightning"
 """The parts of Lightning's checkpoint that may differ between ranks, in the state of a rank."""

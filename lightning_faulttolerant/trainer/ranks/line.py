@@ -18,8 +18,8 @@ import time
 import weakref
 from typing import Any, Protocol, final
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 
 Message = dict[str, Any]
 

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.tensors import shard_of, sums_of_bits
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 
 _log = logging.getLogger(__name__)

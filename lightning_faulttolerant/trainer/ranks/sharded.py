@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.state.tensors import load_buffers
@@ -26,7 +27,6 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
-from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.outage import described
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
@@ -22,7 +23,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.identity.finding import Finder
 from lightning_faulttolerant.trainer.identity.fingerprint import start_fingerprint
 from lightning_faulttolerant.trainer.identity.messages import advise
-from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
+from lightning_faulttolerant.trainer.ranks.group import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.run.directory import Run
 from lightning_faulttolerant.trainer.run.history import History

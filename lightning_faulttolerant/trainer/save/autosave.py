@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.opaque import Packed, pack
+from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks, by_first
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
@@ -29,7 +30,6 @@ from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
     without_state,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
-from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.run.history import History

@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.trainer.ranks.group import RankGroup
+from lightning_faulttolerant.trainer.ranks.group import connect_all
 from tests.ranks import on_ranks
 
 
@@ -15,7 +15,7 @@ def test_ranks_that_may_not_open_enough_connections_say_so(tmp_path: Path) -> No
     def main(rank: int) -> Any:
         num_open = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 5, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        return RankGroup().num_ranks
+        return connect_all().num_ranks
 
     for answer in on_ranks(main, tmp_path):
         assert answer.startswith("UnsupportedTrainerError: This process may have")

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.checkpoint.ranks import Alone
 from lightning_faulttolerant.trainer.ranks import group
-from lightning_faulttolerant.trainer.ranks.group import Alone, RankGroup
+from lightning_faulttolerant.trainer.ranks.group import connect_all
 from tests.ranks import on_ranks
 
 
@@ -27,7 +28,7 @@ def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
     """Rank 0 gets every value in the ranks' order, and its own value reaches all ranks."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup()
+        ranks = connect_all()
         told = ranks.to_first("values", {"rank": rank, "size": rank * 1000 * "x"})
         numbers = None if told is None else [value["rank"] for value in told]
         answer = [ranks.rank, ranks.num_ranks, numbers, ranks.from_first("value", f"of {rank}")]
@@ -44,7 +45,7 @@ def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path, method: s
     """Ranks at different steps don't take each other's values for their own."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup()
+        ranks = connect_all()
         return getattr(ranks, method)(f"step {rank}", rank)
 
     answers = on_ranks(main, tmp_path / "ranks")
@@ -58,7 +59,7 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     """A rank that waits for a killed rank raises immediately."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup()
+        ranks = connect_all()
         ranks.from_first("connected", rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +75,7 @@ def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=1))
 
     def main(rank: int) -> Any:
-        ranks = RankGroup()
+        ranks = connect_all()
         if rank == 1:
             time.sleep(3)
             return "silent"

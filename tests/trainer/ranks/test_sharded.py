@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position
-from lightning_faulttolerant.trainer.ranks.group import RankGroup
+from lightning_faulttolerant.trainer.ranks.group import connect_all
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
 from lightning_faulttolerant.trainer.resume import choice
 from tests.ranks import on_ranks
@@ -48,7 +48,7 @@ class Writes:
 def _save_three(
     rank: int, directory: Path, fails: tuple[int, int] | None, *, raises: bool = True, error: BaseException = FULL
 ) -> list[str]:
-    ranks = RankGroup()
+    ranks = connect_all()
     series = AutosaveSeries(directory, keep_last=2) if rank == 0 else None
     writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails, error=error)), series, ranks)  # type: ignore[arg-type]
     outcomes = []

@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.channel import Channel
+from lightning_faulttolerant.checkpoint.ranks import RankGroup
 from tests.ranks import on_ranks
 
 
@@ -14,7 +14,7 @@ def test_channel_that_was_closed_can_be_made_again(tmp_path: Path) -> None:
     def main(rank: int) -> Any:
         answers = []
         for number in range(3):
-            channel = Channel(range(2), timedelta(seconds=10))
+            channel = RankGroup(range(2), timedelta(seconds=10))
             answers.append(channel.to_all("step", [number, rank]))
             channel.close()
         return answers
