@@ -7,13 +7,13 @@ overwritten, is never taken for the right one.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import struct
 import time
 import weakref
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _WAIT_SECONDS = 5.0
 
 
 _rings: weakref.WeakSet[WorkerRing] = weakref.WeakSet()
+_finalizers: dict[int, Finalize] = {}
+"""The finalizer of this process, by its id: a forked process starts without."""
 
 
 class WorkerRing:
@@ -49,6 +51,7 @@ class WorkerRing:
             for slot in range(num_slots):
                 self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))
         _rings.add(self)
+        _close_at_the_end()
 
     @property
     def _worker_bytes(self) -> int:
@@ -175,9 +178,17 @@ def _bytes_of(memory: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
 
 
-@atexit.register
+def _close_at_the_end() -> None:
+    """Close this process's rings when it ends, before multiprocessing ends its children and waits for them.
+
+    The functions of atexit are too late, since a process of multiprocessing does not call them. A finalizer belongs to
+    the process that created it.
+    """
+    if os.getpid() not in _finalizers:
+        _finalizers[os.getpid()] = Finalize(None, _close_all, exitpriority=0)
+
+
 def _close_all() -> None:
-    """Tell all workers to exit. multiprocessing's exit handler runs next, and waits for them."""
     for ring in _rings:
         if ring._process_id == os.getpid():
             ring.close()

@@ -85,7 +85,8 @@ def _of_object(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes |
 
 
 def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
-    yield f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    shape = f"{tensor.size(0)} parts" if tensor.is_nested else tuple(tensor.shape)
+    yield f"{shape} {tensor.dtype}".encode()
     if tensor.is_meta or tensor.is_quantized:
         return
     tensor = tensor.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -208,6 +209,23 @@ def test_offline_run_is_told(tmp_path: Path) -> None:
     ended = interrupted(tmp_path, lambda directory: wandb(directory, offline=True))
     assert "W&B is offline" in ended.output
     assert len(rows(tmp_path)) == 1
+
+
+def test_run_of_wandb_whose_rows_cannot_be_counted_is_told(tmp_path: Path) -> None:
+    """A version of W&B that logs in another way doesn't end the fit: the report says that rows may come twice."""
+
+    def without_its_method(directory: Path) -> WandbLogger:
+        logger = wandb(directory)
+        kind = importlib.import_module("wandb.wandb_run").Run
+        if hasattr(kind, "_log"):
+            kind.log = kind._log
+            del kind._log
+        return logger
+
+    ended = interrupted(tmp_path, without_its_method)
+    assert "has no `_log`" in ended.output
+    [found] = rows(tmp_path).values()
+    assert len(found) > len({row["loss_step"] for row in found if "loss_step" in row})
 
 
 class Other(Logger):

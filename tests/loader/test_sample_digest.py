@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import types
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch.nested import nested_tensor
 
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 
@@ -16,6 +18,11 @@ class Graph:
 
     nodes: torch.Tensor
 
+
+# torch warns that nested tensors are a prototype.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    RAGGED = [nested_tensor([torch.ones(2), end]) for end in (torch.ones(3), torch.zeros(3))]
 
 SAMPLES = {
     "tensor": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])),
@@ -38,6 +45,7 @@ SAMPLES = {
     "data class": (Graph(nodes=torch.ones(2)), Graph(nodes=torch.zeros(2))),
     "set": ({1, 2}, {1, 3}),
     "sparse": (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+    "ragged": (RAGGED[0], RAGGED[1]),
     "where one list ends": (["a", ["b"]], ["a", "b"]),
     "nested": ({"x": [torch.ones(2)]}, {"x": [torch.zeros(2)]}),
 }

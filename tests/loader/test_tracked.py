@@ -631,6 +631,23 @@ def test_process_with_living_workers_can_end() -> None:
     assert ended.stderr.strip().endswith("RuntimeError: of the user")
 
 
+def _fail_with_an_iterator() -> None:
+    tracker = TrackedLoader(loader := DataLoader(Drawing(40), batch_size=1, num_workers=1))
+    batches = iter(tracker.copy_of(loader))
+    next(batches)
+    raise RuntimeError("of the user")
+
+
+def test_process_of_multiprocessing_with_living_workers_can_end() -> None:
+    """The same in a process that calls no function of atexit, such as a rank that Lightning spawns."""
+    child = multiprocessing.get_context("fork").Process(target=_fail_with_an_iterator)
+    child.start()
+    child.join(20)
+    exitcode = child.exitcode
+    child.kill()
+    assert exitcode == 1
+
+
 @pytest.mark.slow
 def test_spawned_workers_resume_exactly() -> None:
     """Spawned workers get ring, state and setup by pickle, and continue exactly."""

@@ -121,7 +121,7 @@ def _leaf(value: Any) -> str:
 
 
 def _array(value: Any) -> str:
-    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_meta):
         raise NotPlainError("a tensor without elements")
     flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.reshape(-1)
     stride = max(1, len(flat) // _NUM_SAMPLED)

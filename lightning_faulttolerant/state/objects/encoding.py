@@ -362,7 +362,7 @@ class Encoder:
     def _tensor(self, tensor: Tensor) -> list[Any]:
         self._take(tensor.numel() * tensor.element_size())
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not is_plain or tensor.is_meta or tensor.is_quantized:
+        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
             raise CantCarryError(f"a {type(tensor).__name__} that is not a plain tensor")
         if tensor.nbytes > _MAX_BYTES:
             raise CantCarryError(f"a tensor of {tensor.nbytes / (1 << 20):.0f} MiB, which is too large")

@@ -234,8 +234,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether the elements of `tensor` can be compared: it is dense, and its memory exists."""
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor)
+    """Return whether the elements of `tensor` can be compared: it is dense, has one shape, and its memory exists."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor)
 
 
 def _is_lazy(tensor: Tensor) -> bool:

@@ -281,7 +281,7 @@ class ObjectState:
 
 
 def _form(tensor: Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype, tensor.device
+    return None if tensor.is_nested else tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:

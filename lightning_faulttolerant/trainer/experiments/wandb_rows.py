@@ -20,6 +20,7 @@ from lightning_faulttolerant.trainer.patches import Patches
 _OFFLINE = (
     "W&B is offline: `wandb sync` joins the parts of the run, with rows after the autosave twice where it was killed"
 )
+_NOT_COUNTED = "this version of W&B has no `_log`, so rows after the autosave may be in the run twice"
 _NOT_NUMBERED = "rows after the autosave may be in the run twice, as not W&B alone has numbered them"
 
 # W&B sends rows, and writes them to its file, every 15 seconds.
@@ -37,12 +38,14 @@ class WandbRows:
 
     def __init__(self, logger: WandbLogger, patches: Patches) -> None:
         self._run = logger.experiment
-        self._num_rows = None if compat.syncs_tensorboard(logger) else _num_rows_of(self._run)
+        self._original = getattr(self._run, compat.LOG, None)
+        is_counted = self._original is not None and not compat.syncs_tensorboard(logger)
+        self._num_rows = _num_rows_of(self._run) if is_counted else None
         self._num_found = self._num_rows
         self._num_to_pass = 0
         self._kept: deque[tuple[float, dict[str, Any] | None]] = deque(maxlen=_MAX_KEPT)
-        self._original = getattr(self._run, compat.LOG)
-        patches.wrap(self._run, compat.LOG, self._wrap)
+        if self._original is not None:
+            patches.wrap(self._run, compat.LOG, self._wrap)
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
         """Skip what the run already had when this process continued it; return what a user should know.
@@ -52,6 +55,8 @@ class WandbRows:
         """
         if self._run.offline:
             return [_OFFLINE]
+        if self._original is None:
+            return [_NOT_COUNTED]
         num_logged = state.get("num_rows")
         if self._num_rows is None or self._num_found is None or num_logged is None:
             return [_NOT_NUMBERED]

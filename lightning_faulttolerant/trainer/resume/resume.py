@@ -28,6 +28,7 @@ from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
+from lightning_faulttolerant.trainer.resume import cut_epoch
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.loaded_weights import LoadedWeights
 from lightning_faulttolerant.trainer.resume.precision import convert_module, rounded
@@ -134,6 +135,8 @@ class Resume:
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.continues = "loaders" in self._state
         self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
+        if cut_epoch.would_be_lost(self._trainer, self.position, checkpoint, self.saved("trainer")):
+            self._fails(cut_epoch.reason(self._path, self.position), remedy=cut_epoch.REMEDY)
 
     def _look_for_parts(self, known: Collection[str]) -> None:
         """Report the missing parts. `known` names the parts that the version that saved knew."""
@@ -340,10 +343,7 @@ class Resume:
         num_batches = self._trainer.num_training_batches
         is_inside = position is not None and 0 < position.batch < num_batches
         if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):
-            self._fails(
-                f"{self._path} is of a fit that ended in the middle of an epoch, after its batch {position.batch}."
-                " Its epoch was closed there, so the rest of it can't be trained any more"
-            )
+            self._fails(cut_epoch.reason(self._path, position))
 
     def restore(self, run_state: RunState) -> None:
         """Restore the state. Call this when only the next fetch, or work that is still owed, comes after it.

@@ -208,7 +208,7 @@ def _file_names(values: Sequence[Any]) -> str | None:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     is_numpy = numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
-    return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided)
+    return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested)
 
 
 def _digest(array: Any) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.objects.kinds import Namespace
@@ -306,9 +307,11 @@ def numbers() -> Any:
         (lambda: iter([1, 2, 3]), next, "an iterator (list_iterator)"),
         (lambda: iter(torch.utils.data.DataLoader([1, 2, 3])), next, "an iterator"),
         (lambda: torch.eye(2).to_sparse(), lambda value: value.mul_(2), "not a plain tensor"),
+        (lambda: nested_tensor([torch.ones(2), torch.ones(3)]), lambda value: value.mul_(2), "not a plain tensor"),
     ],
-    ids=["generator", "list iterator", "loader iterator", "sparse"],
+    ids=["generator", "list iterator", "loader iterator", "sparse", "nested"],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_change_that_cannot_be_carried_is_named(make: Any, change: Any, reason: str) -> None:
     """It is named by its path, but only once it has changed."""
     owner = SimpleNamespace(value=make(), count=0)
@@ -478,3 +481,13 @@ def test_contents_by_path() -> None:
     other = contents(1, 1, [2])  # the list has another number now
     assert {path for path in first if first[path] != other[path]} == {"root.items"}
     assert contents(["new", 0]) == contents(["new", 0])  # a list of the user's
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_tensor_without_one_shape_is_no_copy_of_a_weight() -> None:
+    """A nested tensor beside copies of the weights is passed over."""
+    weight = torch.nn.Parameter(torch.arange(3.0))
+    owner = SimpleNamespace(ragged=nested_tensor([torch.ones(2), torch.ones(3)]), copied=weight.detach().clone())
+    state = ObjectState({"root": owner})
+    state.carry_copies([weight])
+    assert list(state.state_dict()[NODES]) == ["root.copied"]
