@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from lightning_faulttolerant.state.objects.modules import users_namespaces
 from tests.harness import durations, oldest
 from tests.harness.s3 import shared_endpoint
 from tests.harness.shared_runs import SharedRuns, share
@@ -81,7 +82,8 @@ def _is_slow(number: int, count: int) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Hide shared objects from the garbage collector of forked processes. It would copy each page that it visits."""
+    """Keep forked processes from copying pages: of shared objects by garbage collection, of modules by a search."""
+    users_namespaces({})  # looks at all modules, and again only after an import
     gc.collect()
     gc.freeze()
 

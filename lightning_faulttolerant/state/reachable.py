@@ -57,7 +57,7 @@ def path_name(path: Path) -> str:
 
 def is_generator(value: Any) -> bool:
     """Return whether `value` has a state that draws change: a generator of Python, NumPy or torch, or its seeds."""
-    if isinstance(value, torch.Generator):
+    if torch.Generator in type(value).__mro__:  # its metaclass makes `isinstance` slow
         return True
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
@@ -121,8 +121,9 @@ def is_pythons(key: Any) -> bool:
 
 def _is_bare(value: Any) -> bool:
     """Return whether `value` is a function that holds nothing."""
-    held = ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
-    return type(value) is types.FunctionType and not any(getattr(value, name) for name in held)
+    if type(value) is not types.FunctionType:
+        return False
+    return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__)
 
 
 def is_opaque(value: Any) -> bool:

@@ -74,8 +74,12 @@ def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, A
 
 def of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the attributes, the defaults, and the closure of a function."""
-    yield from ((f"{path}.{name}", child) for name, child in kinds.attributes(function).items())
-    yield from ((f"{path}.__defaults__[{i}]", child) for i, child in enumerate(function.__defaults__ or ()))
-    yield from ((f"{path}.__kwdefaults__[{name}]", child) for name, child in (function.__kwdefaults__ or {}).items())
-    names = function.__code__.co_freevars
-    yield from ((f"{path}.{name}", cell) for name, cell in zip(names, function.__closure__ or (), strict=True))
+    for name, child in kinds.attributes(function).items():
+        yield f"{path}.{name}", child
+    if function.__defaults__:  # most functions hold nothing
+        yield from ((f"{path}.__defaults__[{i}]", child) for i, child in enumerate(function.__defaults__))
+    if function.__kwdefaults__:
+        yield from ((f"{path}.__kwdefaults__[{name}]", child) for name, child in function.__kwdefaults__.items())
+    if function.__closure__:
+        names = function.__code__.co_freevars
+        yield from ((f"{path}.{name}", cell) for name, cell in zip(names, function.__closure__, strict=True))

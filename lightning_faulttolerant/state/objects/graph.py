@@ -58,9 +58,9 @@ class Graph:
 
     def is_met(self, value: Any) -> bool:
         """Return whether `value` was met."""
-        return self._path_of_single(value) is not None or any(
-            records.place_of(value) for records in self.records.values()
-        )
+        if self._path_of_single(value) is not None:
+            return True
+        return bool(self.records) and any(records.place_of(value) for records in self.records.values())
 
     def may_have_met(self, ids: frozenset[int]) -> bool:
         """Return whether an object with one of these ids was met. It may be gone, and its id used by another."""

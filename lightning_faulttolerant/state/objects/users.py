@@ -85,12 +85,18 @@ def is_users_file(path: str) -> bool:
 
 def is_users_module(module: types.ModuleType) -> bool:
     """Return whether a module's file belongs neither to Python nor to an installed package."""
-    if module.__name__.partition(".")[0] == _OWN:
-        return False
-    if module.__name__ == _MAIN:
-        return not is_installed(getattr(module, "__file__", None) or "")
     path = getattr(module, "__file__", None)
-    return isinstance(path, str) and os.path.isabs(path) and not is_installed(path)
+    return _is_users_name(module.__name__, path if isinstance(path, str) else None)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _is_users_name(name: str, path: str | None) -> bool:
+    """Return whether a module of this name and file is the user's."""
+    if name.partition(".")[0] == _OWN:
+        return False
+    if name == _MAIN:
+        return not is_installed(path or "")
+    return path is not None and os.path.isabs(path) and not is_installed(path)
 
 
 @functools.lru_cache(maxsize=16_384)

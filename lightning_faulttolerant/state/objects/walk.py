@@ -198,7 +198,8 @@ def _is_wrappers(owner: Any, name: str, value: Any) -> bool:
 
 def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Add a function that other objects hold, which may keep a count as an attribute, and yield what it holds."""
-    graph.nodes[path] = Node(kept=function, attributes=kinds.attributes(function), raw=_raw_of(function))
+    own = kinds.attributes(function)  # all that is in its `__dict__`
+    graph.nodes[path] = Node(kept=function, attributes=own, raw=(list(own), list(map(id, own.values()))))
     yield from of_function(path, function)
 
 
