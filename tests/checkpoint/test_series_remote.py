@@ -21,8 +21,8 @@ from lightning_faulttolerant.errors import (
     UnsafeCheckpointError,
 )
 from lightning_faulttolerant.storage import uploads
-from tests.checkpoint.test_store import calls_of_s3, damage_what_is_not_sent_yet, read, write
 from tests.s3 import client
+from tests.storage.test_store import calls_of_s3, damage_what_is_not_sent_yet, read, write
 
 FORK = multiprocessing.get_context("fork")
 
