@@ -35,7 +35,7 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
-from lightning_faulttolerant.checkpoint.channel import Channel
+from lightning_faulttolerant.checkpoint.ranks import RankGroup
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.blobs import pack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of
@@ -94,7 +94,7 @@ def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
 def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
     dist.init_process_group("gloo")
     descriptors, began = len(os.listdir("/proc/self/fd")), time.perf_counter()
-    channel = Channel(range(dist.get_world_size()), timedelta(seconds=60))
+    channel = RankGroup(range(dist.get_world_size()), timedelta(seconds=60))
     connect = time.perf_counter() - began
     descriptors = len(os.listdir("/proc/self/fd")) - descriptors
     value = os.urandom(num_bytes)
