@@ -1,7 +1,4 @@
-"""Durable files: atomic writing, verifying, the series of autosaves and the lock of a run's directory.
-
-This layer knows only bytes and paths, not Lightning.
-"""
+"""Checkpoints on disk: formats, the series of autosaves, verification, trust. Knows torch and files, not Lightning."""
 
 from __future__ import annotations
 
