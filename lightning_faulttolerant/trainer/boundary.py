@@ -166,7 +166,8 @@ class Boundary:
     def _save_capture(self, capture: Capture) -> bool:
         """Save `capture` if parameters and optimizer states have not changed since. Return whether a save was tried.
 
-        None is tried if user code overrides ``on_save_checkpoint``: the hook would add values of now, not of then.
+        None is tried if user code overrides ``on_save_checkpoint``, or the data module's ``state_dict``: they would add
+        values of now, not of then.
         """
         as_they_are: AbstractContextManager[None] = nullcontext()
         swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []

@@ -134,7 +134,8 @@ class HookSaves:
             self.wants_captures = True
             inexact.append(f"parameters have moved since {capture.position}, the last state before {hook or 'it'}")
         if overrides_save_hook(self._trainer):
-            inexact.append(f"what on_save_checkpoint gives is of {hook or 'the call'}, the rest of {capture.position}")
+            adds = "what on_save_checkpoint, or the data module's state_dict, adds"
+            inexact.append(f"{adds} is of {hook or 'the call'}, the rest of {capture.position}")
         kept = capture.position
         position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
