@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, save, saving_module
 from tests.law.test_faults import RaiseIn
-from tests.runs import Net, fit_net
+from tests.runs import Net, fit_net, make_trainer
 
 ALWAYS = {"overhead_budget": 1.0}
 
@@ -38,6 +40,35 @@ def test_exception_keeps_its_capture() -> None:
     options = {**ALWAYS, "every_n_train_steps": 100}
     [cost] = assert_resumes_exactly(fit_from_data_module, [RaiseIn("on_after_backward", 3)], options=options)
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (1, 0, 3, 1)
+
+
+class StatefulData(LightningDataModule):
+    """Has a state, which a checkpoint would hold as it is when it is written."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(8), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"global_step": self.trainer.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def test_exception_with_a_stateful_data_module_keeps_no_capture() -> None:
+    """The data module's state would be of the exception, not of the capture: the last autosave stays."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Net(), datamodule=StatefulData())
+        return trainer
+
+    options = {**ALWAYS, "every_n_train_steps": 2}
+    [cost] = assert_resumes_exactly(fit, [RaiseIn("on_after_backward", 3)], options=options)
+    assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (1, 0, 2, 2)
 
 
 @pytest.mark.parametrize(("hook", "at"), [("training_step", 2), ("on_train_batch_start", 7)])
