@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.trainer.position import EPOCH_END, Position
 
 REMEDY = (
-    "Resume from a checkpoint that ModelCheckpoint saved after a batch (by its every_n_train_steps): it continues in the"
-    " middle of the epoch"
+    "Resume from a checkpoint that ModelCheckpoint saved after a batch (by its every_n_train_steps): it continues in"
+    " the middle of the epoch"
 )
 
 
