@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
+from lightning_faulttolerant.storage.atomic_file import atomic_writer
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
-from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.cache.temporary import sweep
 
 _logger = logging.getLogger(__name__)
 
@@ -139,9 +140,8 @@ def _kept(directory: str) -> bytes | None:
 def _write(text: bytes, directory: str) -> None:
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, INDEX_NAME)
-    with temporary_for(path) as temporary:
-        Path(temporary).write_bytes(text)
-        os.replace(temporary, path)
+    with atomic_writer(path, fsync=False) as file:
+        file.write(text)
 
 
 def _is_complete(text: bytes) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.processes import this_boot
-from lightning_faulttolerant.streaming.cache.temporary import temporary_for
+from lightning_faulttolerant.storage.atomic_file import atomic_writer
 
 DIRECTORY = ".faulttolerant"
 """The folder of marks and locks, in the directory of the cache."""
@@ -90,9 +90,8 @@ def write(path: str, mark: Mark) -> None:
     """Write a mark. If nothing can be written, the next process checks the shard again."""
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with temporary_for(path) as temporary:
-            Path(temporary).write_text(json.dumps(asdict(mark)), encoding="utf-8")
-            os.replace(temporary, path)
+        with atomic_writer(path, fsync=False) as file:
+            file.write(json.dumps(asdict(mark)).encode())
 
 
 def identity(path: str) -> tuple[int, ...]:

@@ -236,9 +236,9 @@ def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypat
     data = make_data()
     replaced = []
 
-    def swept(source: str, target: str) -> None:
-        replaced.append(target)
-        if target.endswith(".mds"):
+    def swept(source: str | Path, target: str | Path) -> None:
+        replaced.append(os.fspath(target))
+        if os.fspath(target).endswith(".mds"):
             raise FileNotFoundError(source)
 
     monkeypatch.setattr(os, "replace", swept)
@@ -275,9 +275,9 @@ def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp
     data = make_data()
     replace = os.replace
 
-    def killed_behind(source: str, target: str) -> None:
+    def killed_behind(source: str | Path, target: str | Path) -> None:
         replace(source, target)
-        if target.endswith(SHARD):
+        if os.fspath(target).endswith(SHARD):
             os._exit(9)
 
     def first() -> None:
