@@ -14,12 +14,11 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 from typing import final
 
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.processes import is_alive, this_machine
-from lightning_faulttolerant.storage.lock import LOCK_NAME, describe_holder
+from lightning_faulttolerant.storage.lock import LOCK_NAME, Lock, describe_holder
 from lightning_faulttolerant.storage.remote import RemoteStore
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class _Holder:
 
 
 @final
-class RunLease:
+class RunLease(Lock):
     """A lock that keeps other processes out of a run's directory in an object store, like a local ``RunLock``.
 
     The lock is the object ``run.lock``, and a thread renews it. Another process may take over a lock that was not
@@ -64,15 +63,9 @@ class RunLease:
         self.url = url
         self._store = RemoteStore(url)
         self._lease_seconds = lease_seconds
-        self._process_id: int | None = None
         self._held = _Holder(hostname="", process_id=0, token="")
         self._is_over = threading.Event()
         self._thread = threading.Thread()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this object took the lock in this process; False in a forked child of the holder."""
-        return self._process_id == os.getpid()
 
     def acquire(self) -> None:
         """Take the lock. Wait for the length of a lease if it is unknown whether its holder is alive.
@@ -129,15 +122,6 @@ class RunLease:
             holder = _decoded(self._store.read(LOCK_NAME) or b"")
             if holder is not None and holder.token == self._held.token:
                 self._store.delete(LOCK_NAME)
-
-    def __enter__(self) -> RunLease:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _wait_for_silence(self, found: bytes) -> None:
         holder = _decoded(found)

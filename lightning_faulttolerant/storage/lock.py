@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.storage.atomic_file import make_directory
@@ -23,13 +24,48 @@ _logger = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 
+_Lock = TypeVar("_Lock", bound="Lock")
+
 # The directories that this process holds. The value is its id: after a fork the child has the entry, but not the lock.
 _holders: dict[str, int] = {}
 _holders_lock = threading.Lock()
 
 
+class Lock(ABC):
+    """A lock that keeps other processes out of a run's directory; also a context manager."""
+
+    _process_id: int | None = None
+    """The process that took it, while it is held."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object took the lock in this process; False in a forked child of the holder."""
+        return self._process_id == os.getpid()
+
+    @abstractmethod
+    def acquire(self) -> None:
+        """Take the lock, or raise ``RunInUseError``."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ``RunInUseError`` if another process has taken it over."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release the lock; does nothing if this object does not hold it, such as in a forked child."""
+
+    def __enter__(self: _Lock) -> _Lock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
 @final
-class RunLock:
+class RunLock(Lock):
     """A lock that keeps other processes, and other ``RunLock`` objects of this one, out of a run's directory.
 
     The lock is ``run.lock`` in the directory. It holds the host name and process id of the holder for the error
@@ -50,12 +86,6 @@ class RunLock:
         self.directory = Path(directory)
         self._key = ""
         self._descriptor = -1
-        self._process_id: int | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this object holds the lock in this process; False in a forked child of the holder."""
-        return self._process_id == os.getpid()
 
     def acquire(self) -> None:
         """Take the lock, or fail without waiting.
@@ -87,15 +117,6 @@ class RunLock:
             os.close(self._descriptor)
             self._process_id = None
             del _holders[self._key]
-
-    def __enter__(self) -> RunLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 def _open_locked(directory: Path) -> int:

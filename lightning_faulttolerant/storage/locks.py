@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
-from lightning_faulttolerant.storage.lock import RunLock
+from lightning_faulttolerant.storage.lock import Lock, RunLock
 from lightning_faulttolerant.storage.store import is_url, local_path
-
-
-class Lock(Protocol):
-    """A lock that keeps other processes out of a run's directory."""
-
-    def acquire(self) -> None:
-        """Take the lock, or raise ``RunInUseError``."""
-
-    def check(self) -> None:
-        """Raise ``RunInUseError`` if another process has taken it over."""
-
-    def release(self) -> None:
-        """Release the lock."""
 
 
 def open_lock(path: str | os.PathLike[str]) -> Lock:
