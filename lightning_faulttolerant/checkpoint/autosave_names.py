@@ -11,7 +11,7 @@ AUTOSAVE_NAME = re.compile(
 """The name of an autosave, also of one that was set aside because it is damaged."""
 
 SUPERSEDED_NAME = re.compile(r"superseded-(?P<number>\d{4,})-.+")
-"""The name of a directory with the autosaves that a run left behind for another checkpoint."""
+"""The name of a directory with the autosaves that a run left for another checkpoint."""
 
 _FIT_NAME = re.compile(r"fit-(\d+)")
 

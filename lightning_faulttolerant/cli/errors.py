@@ -12,7 +12,7 @@ from lightning_faulttolerant.storage.store import is_url
 
 @contextlib.contextmanager
 def remote_errors(path: str) -> Iterator[None]:
-    """Turn any error of the package behind a URL into an ``OSError``. Local files raise no others.
+    """Turn any error of the package that opens a URL into an ``OSError``. Local files raise no others.
 
     Args:
         path: Path or URL that the block reads.

@@ -25,7 +25,7 @@ def to_json(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_json(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state behind `packed`, which `to_json` returned, or, in an older version, `pack_blobs`."""
+    """Return the state in `packed`, which `to_json` returned, or, in an older version, `pack_blobs`."""
     data = packed[POOL]["data"]
     if isinstance(data, str):
         packed = {**packed, POOL: {**packed[POOL], "data": blob_to_tensor(base64.b64decode(data))}}

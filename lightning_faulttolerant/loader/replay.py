@@ -1,6 +1,6 @@
 """Iterations resumed by a replay: each begins again, and the batches already drawn are drawn again and dropped.
 
-A chain is everything that is drawn again: one iteration, or several if one depends on what those before it left behind.
+A chain is everything that is drawn again: one iteration, or several if one depends on what those before it left.
 An iterator that persists from one to the next can't be copied, so the chain begins where it was created.
 """
 

@@ -1,6 +1,6 @@
 """Reads the lines of a history into chapters, processes, and fits. Anything malformed counts as missing.
 
-Times in the result never go back: if the clock of another machine is behind, a line gets the time of the previous line.
+Times in the result never go back: if the clock of another machine is slow, a line gets the time of the previous line.
 """
 
 from __future__ import annotations

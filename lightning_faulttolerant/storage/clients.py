@@ -1,4 +1,4 @@
-"""Settings for the clients behind fsspec's file systems, for all reads and writes through them."""
+"""Settings for the clients of fsspec's file systems, for all reads and writes through them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def let_retries_draw_elsewhere() -> None:
 
 
 def missing_package(error: ImportError) -> str:
-    """Return the name of the missing package behind fsspec's `error`."""
+    """Return the name of the missing package that caused fsspec's `error`."""
     # fsspec raises its own ImportError, with advice, from the one that names the module.
     missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
     return (missing.name or "the package that it needs").partition(".")[0]

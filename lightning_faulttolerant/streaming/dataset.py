@@ -34,7 +34,7 @@ _BATCHES_AHEAD = 8  # the original's value, if predownload is None
 
 
 class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
-    """An iterable data set of shards in a directory or behind a URL, resumable in the middle of an epoch.
+    """An iterable data set of shards in a directory or at a URL, resumable in the middle of an epoch.
 
     Every iteration is one epoch. The order of an epoch depends only on `shuffle_seed`, the epoch, and
     `num_canonical_nodes`. Ranks and data-loading workers take their parts of it. A position therefore means the same

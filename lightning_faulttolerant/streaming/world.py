@@ -105,7 +105,7 @@ def current_world(environment: Mapping[str, str] | None = None) -> World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedWorld:
-    """The world that a main process found, for a worker that it starts anew and that might find another one.
+    """The world that a main process found, for a worker that it starts again and that might find another one.
 
     Args:
         process_id: The id of the main process.

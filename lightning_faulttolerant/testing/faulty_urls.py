@@ -94,7 +94,7 @@ class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
 
 @final
 class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
-    """The file system behind ``faulty://``."""
+    """The file system of ``faulty://``."""
 
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]

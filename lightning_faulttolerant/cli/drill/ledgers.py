@@ -187,7 +187,7 @@ def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
 
     Args:
         rank: Number of the rank.
-        processes: The lines of each process of the drill, in order. A rank that a launcher restarts goes on writing to
+        processes: The lines of each process of the drill, in order. A rank that a launcher restarts keeps writing to
             the same file.
     """
     run = RankOfRun(rank=rank)

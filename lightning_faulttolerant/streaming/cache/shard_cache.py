@@ -30,7 +30,7 @@ _NUM_OPENINGS = 5
 class ShardCache:
     """The files of one stream in one directory, which all ranks and workers of a machine share.
 
-    All shared information is in that directory. A process that is killed leaves nothing behind except temporary files,
+    All shared information is in that directory. A process that is killed leaves nothing except temporary files,
     which the next process sweeps. It can be pickled, and used after a fork.
 
     Args:

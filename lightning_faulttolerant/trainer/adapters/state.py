@@ -46,7 +46,7 @@ class Adapter(Protocol):
 
 
 class _LearningRates:
-    """LearningRateMonitor's history, which is created anew at each start."""
+    """LearningRateMonitor's history, which each start creates."""
 
     def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
         return {
@@ -75,7 +75,7 @@ class _Times:
 
 
 class _Throughputs:
-    """ThroughputMonitor: its counters, time, and windows are created anew at each start.
+    """ThroughputMonitor: its counters, time, and windows are new at each start.
 
     They continue together, without the time between two processes, so its rates remain those of training.
     """

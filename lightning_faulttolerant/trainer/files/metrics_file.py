@@ -47,7 +47,7 @@ class MetricsFile:
         return [dict(zip(names, row, strict=False)) for row in rows]
 
     def put_back(self, columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, num_kept: int) -> None:
-        """Undo `cut`: rows that were added after the `num_kept` rows stay, behind all of `rows`.
+        """Undo `cut`: rows that were added after the `num_kept` rows stay, after all of `rows`.
 
         Args:
             columns: The columns before the cut.

@@ -28,7 +28,7 @@ def read_record(directory: str) -> RunRecord | None:
 
 
 def write_record(directory: str, record: RunRecord) -> None:
-    """Replace the record of a run. If that fails, training goes on, but a later start knows less to tell runs apart."""
+    """Replace the record of a run. If that fails, training continues, but later starts know less to tell runs apart."""
     try:
         with open_store(directory).writer(FILE_NAME, fsync=False) as file:
             file.write(record.to_json())

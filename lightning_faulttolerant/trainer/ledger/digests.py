@@ -1,4 +1,4 @@
-"""Digests of what a run trains and leaves behind: equal if the values are equal, bit for bit."""
+"""Digests of what a run trains and what it leaves: equal if the values are equal, bit for bit."""
 
 from __future__ import annotations
 

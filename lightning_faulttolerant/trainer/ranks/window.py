@@ -11,7 +11,7 @@ from lightning_faulttolerant.loader.dealt import Share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The samples behind the gradients that were carried over.
+    """The samples of the gradients that were carried over.
 
     Args:
         num_samples: The number of samples of all ranks together; ``None`` if unknown.

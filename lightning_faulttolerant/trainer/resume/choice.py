@@ -101,7 +101,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
-    """Set aside the autosaves that `choice` leaves behind."""
+    """Set aside the autosaves that `choice` does not continue from."""
     if choice.sets_aside is None:
         return
     aside = series.set_aside("another-ckpt_path")

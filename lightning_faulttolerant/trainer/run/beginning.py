@@ -171,7 +171,7 @@ class Beginning:
         return None if self.choice is None else self.choice.path
 
     def set_aside(self) -> None:
-        """Set aside the autosaves that the choice leaves behind."""
+        """Set aside the autosaves that the choice does not continue from."""
         if self.series is not None and self.choice is not None:
             set_aside(self.series, self.choice)
 

@@ -1,4 +1,4 @@
-"""Fits that Lightning runs in separate processes, which it creates anew for each fit (``ddp_spawn``, ``ddp_fork``).
+"""Fits that Lightning runs in separate processes, which it creates for each fit (``ddp_spawn``, ``ddp_fork``).
 
 The script's process created the callback and only waits for them. It alone knows how many fits there were and whether
 the script has ended well. Its children report to it in a file that only these processes know.

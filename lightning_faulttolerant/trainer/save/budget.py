@@ -80,7 +80,7 @@ class Budget:
         return seconds
 
     def spend_on_failure(self, began: float, num_failures: int) -> None:
-        """Note that training has waited from `began` until now for a save that failed. Intervals double anew.
+        """Note that training has waited from `began` until now for a save that failed. Intervals double again.
 
         Args:
             began: When the save began.
