@@ -6,6 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import lightning_faulttolerant.clock  # noqa: F401 - before anyone replaces what it binds
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import (
     AdvancedTooFarError,

@@ -30,7 +30,7 @@ LAYERS = (
     ("streaming",),
     ("storage",),
     ("errors", "processes", "records", "translation"),
-    ("advice", "early_signals"),
+    ("advice", "clock", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
@@ -47,6 +47,7 @@ THIRD_PARTY = {
     "samplers": {"torch"},
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
     "advice": set(),
+    "clock": set(),
     "early_signals": set(),
     "storage": {"fsspec"},
     "errors": set(),

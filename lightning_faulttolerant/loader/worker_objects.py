@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.loader.objects import COPIES_RULES
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
@@ -71,12 +71,12 @@ class WorkerObjects:
         return self._state.load_state_dict(state)
 
     def _look_far(self) -> None:
-        began = time.perf_counter()
+        began = perf_counter()
         if (began - self._far_at) * _FAR_SHARE < self._far_seconds:
             return
         changed = self._state.changed_of(path for path in self._far if path not in self._changing)
         self._changing.update(dict.fromkeys(changed))
-        self._far_at = time.perf_counter()
+        self._far_at = perf_counter()
         self._far_seconds = self._far_at - began
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import logging
 import random
-import time
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import devices, packing, seeds
 from lightning_faulttolerant.state.reachable import (
@@ -77,12 +77,12 @@ class HeldGenerators:
             if entry.has_changed():
                 self._look_at(entry)
         if num_near < len(watched):
-            began = time.perf_counter()
+            began = perf_counter()
             if whole or (began - self._far_at) * _FAR_SHARE >= self._far_seconds:
                 for entry in watched[num_near:]:
                     if entry.has_changed():
                         self._look_at(entry)
-                self._far_at = time.perf_counter()
+                self._far_at = perf_counter()
                 self._far_seconds = self._far_at - began
         if self._made:
             self._look_at_made()

@@ -6,6 +6,7 @@ import csv
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from lightning.pytorch import Callback
@@ -39,7 +40,8 @@ class Moves(Callback):
     """Moves the clock: each batch takes another time, and the start of a training takes long."""
 
     def __init__(self) -> None:
-        self.clock = throughput_monitor.time = adapters.time = Clock()
+        self.clock = throughput_monitor.time = Clock()
+        adapters.perf_counter = self.clock.perf_counter
 
     def on_train_start(self, *_: Any) -> None:
         self.clock.pass_seconds(1000)
@@ -96,6 +98,27 @@ def test_only_the_first_rank_counts() -> None:
     """With two ranks, one of which keeps no state, both continue."""
     module = type("MeasuredRank", (RankNet,), {"flops_per_batch": 64})
     assert_ranks_go_on(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
+
+
+def test_times_that_a_mock_counts_are_all_the_monitors(tmp_path: Path) -> None:
+    """A test that replaces ``time.perf_counter`` expects its own calls only. One call too many ended each epoch."""
+
+    def main() -> None:
+        logger = Mock(save_dir=tmp_path)
+        times = [0.0, *(0.5 + step for step in range(1, 6))]
+        with patch("time.perf_counter", side_effect=times):
+            fit_net(
+                [FaultTolerance(tmp_path), ThroughputMonitor(len, window_size=4)],
+                tmp_path,
+                logger=logger,
+                max_epochs=1,
+                module=Measured(),
+                limit_val_batches=0,
+            )
+        print([call.kwargs["metrics"].get("train/time") for call in logger.log_metrics.mock_calls])
+
+    ended = run(main)
+    assert "[1.5, 2.5, 3.5, 4.5, 5.5]" in ended.output.replace(", None", ""), ended.output
 
 
 def test_saved_in_front_of_its_hook() -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging,
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.trainer.compat import callbacks
 
 SEAMS = {
@@ -119,7 +120,7 @@ def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
 
     The last value of each window is the count so far.
     """
-    now = time.perf_counter()
+    now = perf_counter()
     return {
         stage.value: {
             "elapsed": now - monitor._t0s[stage],
@@ -136,7 +137,7 @@ def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> lis
     Its windows refuse a time or a count that is not above the previous one, so these and the counters continue
     together.
     """
-    now = time.perf_counter()
+    now = perf_counter()
     # Lightning 2.5 has only the lengths, and takes the other two from the loops.
     counters = {"lengths": monitor._lengths}
     counters |= {"batches": monitor._batches, "samples": monitor._samples} if hasattr(monitor, "_batches") else {}

@@ -18,6 +18,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.history import (
     ALIVE,
@@ -75,7 +76,7 @@ class History:
         self.saved: Position | None = None
         """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
-        self._began = time.perf_counter()
+        self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
 
@@ -135,7 +136,7 @@ class History:
             AUTOSAVE,
             **_place_of(position),
             name=name_of(path),
-            taken=round(time.time() - (time.perf_counter() - taken), 3),
+            taken=round(time.time() - (perf_counter() - taken), 3),
             seconds=round(seconds, 6),
             bytes=None if series is None else series.num_bytes.get(path),
             behind=is_in_background,
@@ -182,7 +183,7 @@ class History:
 
     def _add(self, event: str, **more: Any) -> None:
         assert self.file is not None
-        now, (least, most) = time.perf_counter(), ALIVE_EVERY_SECONDS
+        now, (least, most) = perf_counter(), ALIVE_EVERY_SECONDS
         # Set before the line is written: after a failure, the next try is as far away.
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})

@@ -7,10 +7,11 @@ reach the budget's. So a run that is killed often still advances, and any other 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from statistics import fmean
+
+from lightning_faulttolerant.clock import perf_counter
 
 _NUM_RECENT = 8
 # Half the time of a start: a run that is always killed after three times the time of a start has saved before.
@@ -35,7 +36,7 @@ class Budget:
         share: float,
         *,
         paces_saves: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._share = share
         self._paces_saves = paces_saves
