@@ -47,6 +47,7 @@ class Interruption:
         batch: The batch of the epoch at which it continued.
         num_batches_twice: How many training batches ran both before and after the interruption.
         num_batches_kept: How many ran before and not again.
+        num_validation_batches_twice: How many validation batches ran both before and after it.
     """
 
     exit_code: int
@@ -54,6 +55,7 @@ class Interruption:
     batch: int
     num_batches_twice: int
     num_batches_kept: int
+    num_validation_batches_twice: int = 0
 
 
 def assert_resumes_exactly(
@@ -266,21 +268,22 @@ class _Interrupted:
         if (epoch, batch) == (0, 0) and not self._may_begin_anew:
             raise NotTheSame("A restart began from the beginning.")
         kept = [before(events, resumed) for events in self._events]
-        again = _num_batches(self._events[0][len(kept[0]) :])
+        again = self._events[0][len(kept[0]) :]
         self._events = kept
         self._costs.append(
             Interruption(
                 exit_code=last.exit_code,
                 epoch=epoch,
                 batch=batch,
-                num_batches_twice=again,
+                num_batches_twice=_num_batches(again),
                 num_batches_kept=_num_batches(kept[0]),
+                num_validation_batches_twice=_num_batches(again, "validation batch"),
             )
         )
 
 
-def _num_batches(events: list[Event]) -> int:
-    return sum(event["event"] == "batch" for event in events)
+def _num_batches(events: list[Event], kind: str = "batch") -> int:
+    return sum(event["event"] == kind for event in events)
 
 
 def _leave_out(path: Path, part: str) -> set[str]:

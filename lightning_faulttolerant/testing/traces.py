@@ -77,10 +77,12 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
         return []
     name = "validation" if "validation" in resumed["text"] else "batch"
     place = (resumed["epoch"], resumed["batch"])
-    for i, event in enumerate(events):
-        if event["event"] == name and (event["epoch"], event["batch"]) == place:
-            return events[:i]
-    return list(events)
+    found = (i for i, e in enumerate(events) if e["event"] == name and (e["epoch"], e["batch"]) == place)
+    end = next(found, len(events))
+    if resumed["validation_batch"]:  # this many batches of that validation run are done
+        batches = [i for i, event in enumerate(events) if i > end and event["event"] == "validation batch"]
+        end = [*batches, len(events)][min(resumed["validation_batch"], len(batches))]
+    return events[:end]
 
 
 def compare(expected: Sequence[list[Event]], found: Sequence[list[Event]], what: str) -> None:

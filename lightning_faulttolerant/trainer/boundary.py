@@ -12,7 +12,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, Position, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, Position, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import History
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
@@ -123,17 +123,31 @@ class Boundary:
         raise stopped_by(reason, place, self._pace.unsaved_at(position))
 
     def before_validation(self) -> None:
-        """Capture the start of a validation run: a fit that ends inside it resumes from there."""
+        """Capture the start of a validation run: a fit that ends inside it may have to repeat it."""
+        self._run_state.validation.begin()
         self._take_capture(VALIDATION)
         self._handed_out = -1
 
     def before_validation_batch(self) -> None:
-        """Stop inside a validation run, if a stop was requested and the start of the run can be saved."""
-        if self._agreement.at_validation_batch() and self.capture is not None:
-            self._stop_in_validation(self.capture)
+        """Pass a boundary inside a validation run. If the run can't be resumed here, its start is saved instead."""
+        if self._agreement.at_validation_batch():
+            if self._run_state.validation.can_be_resumed:
+                self.capture = None  # the start of the run is older than what is saved now
+                self._stop_here(position_of(self._trainer, IN_VALIDATION))
+            if self.capture is not None:
+                self._stop_in_validation(self.capture)
+        elif self._is_due_in_validation():
+            self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
+            self.capture = None  # it is older than the autosave
         if self._budget.now() >= self._history.due_at:
             self._history.alive()
         self._stop.fetch_began = time.monotonic()
+
+    def _is_due_in_validation(self) -> bool:
+        """Return whether an autosave is due by time. The first one of a fit is written between training batches."""
+        if self._autosaver.counts_steps or self._pace.is_first or self._budget.now() < self._pace.due_at:
+            return False
+        return self._run_state.validation.can_be_resumed and self._autosaver.is_due()
 
     def _stop_in_validation(self, capture: Capture) -> None:
         self._pace.is_ending = True

@@ -12,10 +12,11 @@ BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
 BATCH_END = "batch end"
 VALIDATION = "validation"
+IN_VALIDATION = "in validation"
 VALIDATION_END = "validation end"
 EPOCH_END = "epoch end"
 FINISHED = "finished"
-IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, VALIDATION_END, EPOCH_END)
+IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDATION_END, EPOCH_END)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,13 +26,14 @@ class Position:
     Args:
         where: ``boundary``: before batch `batch` of the epoch is fetched; ``epoch start``: in ``on_train_epoch_start``;
             ``batch end``: in ``on_train_batch_end`` of batch `batch` - 1; ``validation``: at the start of the
-            validation run after that batch; ``validation end``: in its ``on_validation_end``; ``epoch end``: in
-            ``on_train_epoch_end``; ``finished``: after the last batch of the fit. Any other value is the name of a
-            hook where no run can be resumed.
+            validation run after that batch; ``in validation``: before batch `validation_batch` of that run;
+            ``validation end``: in its ``on_validation_end``; ``epoch end``: in ``on_train_epoch_end``; ``finished``:
+            after the last batch of the fit. Any other value is the name of a hook where no run can be resumed.
         epoch: Counted from 0.
         batch: How many batches of the epoch are consumed.
         global_step: Optimizer steps so far.
         hook: The hook in which other code requested the checkpoint; empty for an autosave.
+        validation_batch: How many batches of a validation run are consumed, if it was taken inside one.
     """
 
     where: str
@@ -39,6 +41,7 @@ class Position:
     batch: int
     global_step: int
     hook: str = ""
+    validation_batch: int = 0
 
     @property
     def is_resumable(self) -> bool:
@@ -55,12 +58,14 @@ class Position:
         return asdict(self)
 
     def __str__(self) -> str:
+        run = f"the validation run after batch {self.batch} of epoch {self.epoch}"
         places = {
             BOUNDARY: f"before batch {self.batch} of epoch {self.epoch}",
             EPOCH_START: f"at the start of epoch {self.epoch}",
             BATCH_END: f"after the step of batch {self.batch - 1} of epoch {self.epoch}",
-            VALIDATION: f"at the validation run after batch {self.batch} of epoch {self.epoch}",
-            VALIDATION_END: f"at the end of the validation run after batch {self.batch} of epoch {self.epoch}",
+            VALIDATION: f"at {run}",
+            IN_VALIDATION: f"before batch {self.validation_batch} of {run}",
+            VALIDATION_END: f"at the end of {run}",
             EPOCH_END: f"at the end of epoch {self.epoch}",
             FINISHED: "after the end of the fit",
         }
@@ -73,7 +78,15 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> Position:
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
     batch = progress.ready if where == BATCH_END else progress.completed
-    return Position(where=where, epoch=trainer.current_epoch, batch=batch, global_step=trainer.global_step, hook=hook)
+    validated = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed if where == IN_VALIDATION else 0
+    return Position(
+        where=where,
+        epoch=trainer.current_epoch,
+        batch=batch,
+        global_step=trainer.global_step,
+        hook=hook,
+        validation_batch=validated,
+    )
 
 
 def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -> float:
@@ -113,6 +126,7 @@ def load_into_loops(loops: dict[str, Any], position: Position) -> None:
 def place_of(trainer: Trainer, position: Position | None) -> dict[str, Any]:
     """Return the fields of a report for a position, or for the place where Lightning takes the run to be."""
     if position is not None:
-        return {"position": str(position), "epoch": position.epoch, "batch": position.batch}
+        place = {"epoch": position.epoch, "batch": position.batch, "validation_batch": position.validation_batch}
+        return {"position": str(position), **place}
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return {"position": "where Lightning takes it to be", "epoch": trainer.current_epoch, "batch": batch}

@@ -59,6 +59,7 @@ class Recorder(AnyCallback):
     ) -> None:
         """Record the contents of a validation batch."""
         if not trainer.sanity_checking:
+            self._tell_resume(trainer)
             content = served(trainer).recorded.digest(batch)
             self.write("validation batch", batch=batch_idx, loader=dataloader_idx, content=content)
 
@@ -76,6 +77,7 @@ class Recorder(AnyCallback):
             report = callback.resume_report if isinstance(callback, FaultTolerance) else None
             if report is not None:
                 place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
+                place["validation_batch"] = report.validation_batch
                 self.write("resumed", exact=report.is_exact, **place)
 
 

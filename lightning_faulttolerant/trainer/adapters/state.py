@@ -179,6 +179,11 @@ def why_ended(trainer: Trainer) -> str | None:
     return None
 
 
+def swaps_weights(trainer: Trainer) -> bool:
+    """Return whether a callback swaps the weights for a validation run."""
+    return any(isinstance(callback, WEIGHT_AVERAGING) for callback in compat.callbacks(trainer))
+
+
 @contextmanager
 def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
     """Within the block, undo the swap of weights that WeightAveraging makes for a validation run."""

@@ -296,21 +296,19 @@ class Loaders:
             self.mark()
 
     def _training(self) -> dict[str, Tracker]:
-        return {
-            place: tracker
-            for place, tracker in self.trackers.items()
-            if place.startswith(TRAIN) and not tracker.is_gone
-        }
+        followed = self.trackers.items()
+        return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool) -> dict[str, Any]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, Any]:
         """Return the position of each loader.
 
         Args:
             in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
+            validated: How many batches are consumed of the validation loader in use, by its place.
         """
         mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, Any] = {
-            place: tracker.state_dict(None)
+            place: tracker.state_dict(validated.get(place))
             for place, tracker in self.trackers.items()
             if not place.startswith(TRAIN) and not tracker.is_gone
         }

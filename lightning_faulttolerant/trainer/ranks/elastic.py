@@ -23,7 +23,14 @@ from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.logged.merge import merged_results
-from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
+from lightning_faulttolerant.trainer.position import (
+    BATCH_END,
+    EPOCH_END,
+    IN_VALIDATION,
+    VALIDATION,
+    VALIDATION_END,
+    Position,
+)
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
@@ -78,6 +85,11 @@ class Resized:
                 f"The checkpoint can't continue with another number of ranks ({self.ranks}) under tensor parallelism:"
                 " several ranks see the same batches, and what each of them has added up would be counted as if it were"
                 " of batches of its own. Start with as many ranks as before."
+            )
+        if self._position.where == IN_VALIDATION:
+            raise NotExactError(
+                f"The checkpoint was saved {self._position}. Another number of ranks can't continue this run"
+                f" ({self.ranks}). Start with as many ranks as before, at least to the end of the run."
             )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])

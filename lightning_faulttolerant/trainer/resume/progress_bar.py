@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_faulttolerant.trainer.evaluation.compat import forget_loader_of_bar
 from lightning_faulttolerant.trainer.position import VALIDATION_END, Position
 
 
@@ -55,3 +56,14 @@ def begin_next(trainer: Trainer) -> None:
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar):
         bar.train_progress_bar.initial = 0
+
+
+def begin_validation(trainer: Trainer) -> None:
+    """Start the bar of a validation run that continues. Its hook at the start of the run is not called again."""
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    if isinstance(bar, TQDMProgressBar):
+        TQDMProgressBar.on_validation_start(bar, trainer, module)
+        forget_loader_of_bar(bar)
+    elif isinstance(bar, RichProgressBar):
+        RichProgressBar.on_validation_start(bar, trainer, module)
+        forget_loader_of_bar(bar)

@@ -12,17 +12,19 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.evaluation.validation import zeroed
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,
     EPOCH_START,
+    IN_VALIDATION,
     VALIDATION,
     VALIDATION_END,
 )
-from lightning_faulttolerant.trainer.resume.progress_bar import begin_next
+from lightning_faulttolerant.trainer.resume.progress_bar import begin_next, begin_validation
 from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.save.capture import RunState, named_callbacks
+from lightning_faulttolerant.trainer.save.capture import VALIDATION_RUN, RunState, named_callbacks
 from lightning_faulttolerant.trainer.save.hook_saves import MODULE
 
 
@@ -83,8 +85,15 @@ class ResumedEpoch:
             original(data_fetcher)
         loaders.holds_back = False
         compat.load_fetcher(trainer, state.get("combined"))
+        validation = self._resume.saved(VALIDATION_RUN)
+        if self._where == IN_VALIDATION:
+            run_state.validation.prepare(validation)
         self._resume.restore(run_state)
         compat.set_not_restarting(trainer)
+        if self._where == IN_VALIDATION:
+            with run_state.validation.continued(validation, lambda: begin_validation(trainer)):
+                compat.finish_batch(trainer)
+            return
         with self._resume.as_due():
             self._finish()
 
@@ -97,7 +106,8 @@ class ResumedEpoch:
             compat.close_batch(trainer)
             compat.finish_batch(trainer)
         elif self._where == VALIDATION:
-            compat.finish_batch(trainer)
+            with zeroed(trainer):
+                compat.finish_batch(trainer)
         elif self._where == VALIDATION_END:
             callbacks, module = self._pending()
             compat.end_validation(trainer, callbacks, module=module, before=self._before_validation)

@@ -33,11 +33,12 @@ from lightning_faulttolerant.state.tensors import (
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_state
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.objects.objects import Objects
-from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
+from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, IN_VALIDATION, Position
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -61,6 +62,9 @@ PARTS = {
     "trainer": "trainer attributes",
     OBJECTS: OBJECT_STATE,
 }
+
+VALIDATION_RUN = "validation"
+"""What a checkpoint from inside a validation run has besides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,7 @@ class RunState:
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
+        self.validation = ValidationRun(trainer, loaders)
         self.files = files
         self.objects_not_restored: tuple[str, ...] = ()
         """After a resume, a line for each part of the object state that is not as it was."""
@@ -138,7 +143,9 @@ class RunState:
         in_shards = saves_shards(trainer.strategy)
         if has_gradients:
             reshard(trainer)
-        loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position))
+        is_validating = position.where == IN_VALIDATION
+        validated = self.validation.num_consumed() if is_validating else {}
+        loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position), validated=validated)
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
@@ -155,6 +162,7 @@ class RunState:
             "objects": self.objects.state_dict(position.where, loaders["places"]),
             "files": self.files.state_dict(),
             "began": {"buffers": self._buffers},
+            **({VALIDATION_RUN: self.validation.state_dict()} if is_validating else {}),
         }
 
     def _is_iterating(self, position: Position) -> bool:

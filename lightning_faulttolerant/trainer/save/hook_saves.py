@@ -111,15 +111,14 @@ class HookSaves:
         where = None if self._trainer.sanity_checking else _PLACES.get(hook)
         if where is None and capture is not None:
             return self._from_capture(hook, capture)
-        if where is None or (where == VALIDATION_END and capture is None):
+        if where is None:
             position = position_of(self._trainer, hook or "a call", hook)
             return HookSave(position=position, state={}, inexact=("it was saved before the first batch",))
         position = position_of(self._trainer, where, hook)
         pending, lost = self._pending(hook, saver)
         before = None
-        if where == VALIDATION_END and capture is not None:
-            first_loop_iter = capture.state["results"]["connector"]["first_loop_iter"]
-            before = compat.before_validation(self._trainer, first_loop_iter)
+        if where == VALIDATION_END:
+            before = compat.before_validation(self._trainer, self._run_state.validation.first_loop_iter)
         return HookSave(
             position=position,
             state=self._run_state.state_dict(position),

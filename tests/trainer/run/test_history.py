@@ -20,6 +20,7 @@ from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position
+from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run import history_file
 from lightning_faulttolerant.trainer.run.history import History, process_began, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
@@ -107,9 +108,9 @@ def test_sign_of_life_is_due_ten_seconds_later(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
     """Every line is a sign of life: the next one is due ten seconds later, or sooner in a young fit."""
-    monkeypatch.setattr(time, "perf_counter", lambda: 5000.0)
+    monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0)
     history = History(trainer, open_history(str(tmp_path), check=hold))
-    monkeypatch.setattr(time, "perf_counter", lambda: 5000.0 + age)
+    monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0 + age)
     history.alive()
     assert history.due_at == 5000 + age + seconds
 

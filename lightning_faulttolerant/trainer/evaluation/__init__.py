@@ -1,0 +1,1 @@
+"""Evaluation runs: their place, and how they continue there."""

@@ -1,0 +1,107 @@
+"""Private names of Lightning's evaluation loops that this package uses, checked on 2.5.6 to 2.6.6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.utilities.combined_loader import _Sequential
+from torch import Tensor
+
+from lightning_faulttolerant.state.tensors import plain_copy
+from lightning_faulttolerant.trainer.patches import Patches
+
+SEAMS = {
+    "trainer.fit_loop.epoch_loop.val_loop._logged_outputs": "values of the validation loaders that are done",
+    "trainer.fit_loop.epoch_loop.val_loop._has_run": "whether a validation run has had a batch",
+    "trainer.fit_loop.epoch_loop.val_loop._module_mode": "modules in training mode after a resumed validation run",
+    "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "a resume in a later validation loader",
+    "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
+}
+
+
+def why_unknown(val_loop: Any) -> str | None:
+    """Return why the place of a validation run can't be saved, or ``None`` if it can."""
+    fetcher = val_loop._data_fetcher
+    if not isinstance(fetcher, _PrefetchDataFetcher):
+        return "its steps take batches from the iterator themselves"
+    if fetcher.length is None:
+        return "a loader has no length, so that batches are fetched ahead"
+    if not isinstance(val_loop._combined_loader._iterator, _Sequential):
+        return "its loaders are iterated over together"
+    return None
+
+
+def run_state(val_loop: Any) -> dict[str, Any]:
+    """Return what the loop of a validation run keeps between two batches, as plain values and tensors."""
+    iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
+    return {
+        "loader": iterator._iterator_idx,
+        "index": iterator._idx,
+        "fetched": fetcher.fetched,
+        "progress": val_loop.batch_progress.state_dict(),
+        "has_run": val_loop._has_run,
+        "logged": _copied(val_loop._logged_outputs),
+        "logged_by": val_loop._results.dataloader_idx,
+        "training": dict(val_loop._module_mode.mode),
+    }
+
+
+def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
+    """Restore a result of `run_state` after the loop's ``reset``: begin to iterate over the loader that was current."""
+    iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
+    iterator._iterator_idx = state["loader"]
+    if state["loader"] > 0:
+        iterator._load_current_iterator()
+    iterator._idx = state["index"]
+    fetcher.fetched = state["fetched"]
+    fetcher.done = fetcher.fetched >= fetcher.length
+    val_loop.batch_progress.load_state_dict(dict(state["progress"]))
+    val_loop._has_run = state["has_run"]
+    val_loop._logged_outputs = _copied(state["logged"])
+    val_loop._results.dataloader_idx = state["logged_by"]
+    val_loop._module_mode.mode = dict(state["training"])
+
+
+def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: int) -> None:
+    """Keep the loop from storing the values of `loader` when its run continues inside it.
+
+    The loop takes any first batch of another loader than the first one for a change of the loader.
+    """
+    undecided = [loader > 0]
+
+    def wrap(original: Any) -> Any:
+        def store() -> None:
+            is_first, undecided[0] = undecided[0], False
+            has_fetched = val_loop._data_fetcher.fetched > fetched_before
+            if not (is_first and has_fetched and val_loop._combined_loader._iterator._iterator_idx == loader):
+                original()
+
+        return store
+
+    patches.wrap(val_loop, "_store_dataloader_outputs", wrap)
+
+
+def first_loop_iter(trainer: Trainer) -> bool | None:
+    """Return how far the logger connector is in its batch. The training loop keeps it during a validation run."""
+    return trainer._logger_connector._first_loop_iter
+
+
+def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:
+    """Restore a value of `first_loop_iter`."""
+    trainer._logger_connector._first_loop_iter = value
+
+
+def forget_loader_of_bar(bar: Any) -> None:
+    """Let a progress bar take the next validation batch for the first one of its loader."""
+    bar._current_eval_dataloader_idx = None
+
+
+def _copied(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _copied(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [_copied(value) for value in values]
+    return plain_copy(values) if isinstance(values, Tensor) else values

@@ -1,0 +1,135 @@
+"""A validation run inside ``fit``: its place between two batches, and how a resumed fit continues it there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import swaps_weights
+from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
+from lightning_faulttolerant.trainer.patches import Patches
+
+
+class ValidationRun:
+    """The validation run in progress.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        loaders: The trainer's loaders.
+    """
+
+    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._is_known: bool | None = None
+        self.first_loop_iter: bool | None = None
+        """How far the logger connector was in the training batch before the run."""
+        self.is_continuing = False
+        """Whether the run that begins next is one that an earlier process began."""
+
+    def begin(self) -> None:
+        """Note that a run begins."""
+        self._is_known = None
+        self.first_loop_iter = runs.first_loop_iter(self._trainer)
+
+    @property
+    def can_be_resumed(self) -> bool:
+        """Whether a fit can continue before the next batch of this run. If not, it repeats the run."""
+        if self._is_known is None:
+            self._is_known = self._why_repeated() is None
+        return self._is_known
+
+    def _why_repeated(self) -> str | None:
+        if self._trainer.world_size > 1:
+            return "several ranks train"
+        if swaps_weights(self._trainer):
+            return "a callback has swapped the weights"
+        trackers = self._trackers()
+        if len(trackers) < self._val_loop.num_dataloaders:
+            return "a loader is not followed"
+        return runs.why_unknown(self._val_loop)
+
+    @property
+    def _val_loop(self) -> Any:
+        return compat.validation_loop(self._trainer)
+
+    def _trackers(self) -> list[TrackedLoader]:
+        places = [f"{VALIDATION}/{number}" for number in range(self._val_loop.num_dataloaders)]
+        found = [self._loaders.trackers.get(place) for place in places]
+        return [tracker for tracker in found if isinstance(tracker, TrackedLoader)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run between two batches, without its loaders' places."""
+        return {**runs.run_state(self._val_loop), "first_loop_iter": self.first_loop_iter}
+
+    def num_consumed(self) -> dict[str, int]:
+        """Return how many batches of the current loader are consumed, by its place."""
+        number = runs.run_state(self._val_loop)["loader"]
+        iteration = self._trackers()[number].iteration
+        return {} if iteration is None else {f"{VALIDATION}/{number}": iteration.num_out}
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Set up the run again, at the place of `state`. Call this before the random states are restored.
+
+        The loaders have their places already. They are requested here if they are not set up, and the first of them
+        does not begin if a later one was current.
+        """
+        val_loop, number = self._val_loop, state["loader"]
+        compat.set_up_validation(self._trainer)
+        self._trainer.validating = True
+        first = self._trackers()[0]
+        first.is_held_back = lambda: number > 0
+        try:
+            val_loop.reset()
+        finally:
+            first.is_held_back = lambda: False
+        with self._loaders.iterated_by_trainer():
+            runs.load_run_state(val_loop, state)
+        self._trainer.training = True
+
+    @contextlib.contextmanager
+    def continued(self, state: Mapping[str, Any], begin: Callable[[], None]) -> Iterator[None]:
+        """Inside the context, let the loop continue the run that `prepare` has set up, instead of starting one.
+
+        Args:
+            state: A result of `state_dict`.
+            begin: Called in place of the hooks at the start of a run.
+        """
+        val_loop = self._val_loop
+        during, self.first_loop_iter = runs.first_loop_iter(self._trainer), state["first_loop_iter"]
+        self._is_known = None
+        runs.set_first_loop_iter(self._trainer, self.first_loop_iter)  # the training loop keeps it from here
+
+        def start() -> None:
+            runs.set_first_loop_iter(self._trainer, during)
+            begin()
+
+        patches = Patches()
+        for name in ("setup_data", "reset"):
+            patches.wrap(val_loop, name, lambda original: lambda: None)
+        patches.wrap(val_loop, "on_run_start", lambda original: start)
+        runs.store_once(val_loop, patches, fetched_before=state["fetched"], loader=state["loader"])
+        self.is_continuing = True
+        try:
+            with zeroed(self._trainer):
+                yield
+        finally:
+            self.is_continuing = False
+            patches.undo()
+
+
+@contextlib.contextmanager
+def zeroed(trainer: Trainer) -> Iterator[None]:
+    """Inside the context, skip the hook that zeroes gradients before a validation run: it ran before the save."""
+    patches = Patches()
+    patches.wrap(trainer.lightning_module, "on_validation_model_zero_grad", lambda original: lambda: None)
+    try:
+        yield
+    finally:
+        patches.undo()

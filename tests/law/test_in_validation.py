@@ -1,0 +1,208 @@
+"""A fit that is stopped inside a validation run continues before the same batch of it. No batch is seen twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, make_trainer
+
+# Advice of Lightning's: validation that shuffles must continue, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+
+
+class StopInValidation(Callback):
+    """Sends a signal in a validation batch, counted over all validation runs of this process."""
+
+    def __init__(self, batch: int, signum: int = signal.SIGTERM) -> None:
+        self.batch = batch
+        self.signum = signum
+        self.seen = -1
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.seen += not trainer.sanity_checking
+        if self.seen == self.batch and not trainer.sanity_checking:
+            os.kill(os.getpid(), self.signum)
+
+
+class Judged(Net):
+    """Draws in validation; keeps its results in a list, in a metric, and in logged values of steps and epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+        self.outputs: list[float] = []
+        self.calls: list[str] = []
+
+    def on_validation_start(self) -> None:
+        self.calls.append("start")
+
+    def on_validation_epoch_start(self) -> None:
+        self.calls.append("epoch start")
+
+    def on_validation_model_zero_grad(self) -> None:
+        self.calls.append("zero grad")
+        super().on_validation_model_zero_grad()
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = self.layers(batch).square().mean() + torch.rand(())
+        self.outputs.append(value.item())
+        self.metric.update(value)
+        self.log("val_loss", value, on_step=True, on_epoch=True)
+        self.log("metric", self.metric)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("listed", sum(self.outputs) / len(self.outputs))
+        for name in ("start", "epoch start", "zero grad"):
+            self.log(f"num {name}", float(self.calls.count(name)))
+        self.outputs.clear()
+
+
+def loader(num_workers: int = 0, *, size: int = 20, **arguments: Any) -> DataLoader:
+    """Return a loader of 5 noisy batches."""
+    return DataLoader(NoisyDataset(size), batch_size=4, num_workers=num_workers, **arguments)
+
+
+def assert_continues(
+    batch: int,
+    *,
+    validation: Callable[[], Any] = loader,
+    module: Callable[[], LightningModule] = Judged,
+    users: Callable[[], list[Callback]] = list,
+    logger: bool = False,
+    signum: int = signal.SIGTERM,
+    **arguments: Any,
+) -> Interruption:
+    """Check the law for a fit that is stopped in this validation batch."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        own: dict[str, Any] = {"logger": CSVLogger(directory)} if logger else {}
+        trainer = make_trainer([*users(), *callbacks], directory, **own, **arguments)
+        trainer.fit(module(), loader(shuffle=True), validation())
+        return trainer
+
+    options = {"every_n_train_steps": 1, "stop_signals": ("SIGTERM", "SIGINT", "SIGUSR1")}
+    [cost] = assert_resumes_exactly(fit, [StopInValidation(batch, signum)], options=options)
+    assert cost.num_batches_twice == 0
+    return cost
+
+
+def two_loaders(num_workers: int = 0) -> list[DataLoader]:
+    """Return a loader of 5 batches and one of 3."""
+    return [loader(num_workers), loader(num_workers, size=12, shuffle=True)]
+
+
+@pytest.mark.parametrize("batch", [0, 3, 7])
+def test_stopped(batch: int) -> None:
+    """Logged values, metrics, lists, and the draws of the run are those of the uninterrupted one."""
+    cost = assert_continues(batch)
+    assert (cost.exit_code, cost.num_validation_batches_twice) == (128 + signal.SIGTERM, 0)
+
+
+def test_stopped_in_the_last_batch() -> None:
+    """The run ends before the fit stops: there is no boundary after its last batch."""
+    assert assert_continues(4).num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_other_signals(signum: int) -> None:
+    """Each signal that stops a fit stops it inside a validation run."""
+    assert assert_continues(1, signum=signum).num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5, 6, 7, 12])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_loaders(batch: int, num_workers: int) -> None:
+    """Cut in each loader, and between them: each loader's values are stored once."""
+    cost = assert_continues(batch, validation=lambda: two_loaders(num_workers))
+    assert cost.num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_workers(batch: int, persistent: bool) -> None:
+    """Workers and their random states continue, also those that live from one run to the next."""
+    cost = assert_continues(batch, validation=lambda: loader(2, persistent_workers=persistent, shuffle=True))
+    assert cost.num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5])
+def test_limited(batch: int) -> None:
+    """Runs of 2 of 5 batches; two of them in an epoch, one inside an accumulation window."""
+    arguments = {"limit_val_batches": 2, "val_check_interval": 2, "accumulate_grad_batches": 3}
+    assert assert_continues(batch, **arguments).num_validation_batches_twice == 0
+
+
+def test_callbacks_and_a_logger(tmp_path: Path) -> None:
+    """ModelCheckpoint and EarlyStopping receive the values of the whole run."""
+
+    def users() -> list[Callback]:
+        best = ModelCheckpoint(monitor="listed", save_top_k=2, filename="{epoch}-{listed:.3f}")
+        return [best, EarlyStopping("listed", patience=2)]
+
+    cost = assert_continues(7, users=users, logger=True, enable_checkpointing=True, max_epochs=3)
+    assert cost.num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("rich", [False, True])
+def test_bars(rich: bool) -> None:
+    """The bar of the run is made again, without its hook at the start of the run."""
+    users = (lambda: [RichProgressBar()]) if rich else list
+    cost = assert_continues(2, users=users, enable_progress_bar=True)
+    assert cost.num_validation_batches_twice == 0
+
+
+def test_killed_after_an_autosave() -> None:
+    """Autosaves by time come inside a run, too: a kill repeats only the batches since the last one."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Judged(), loader(shuffle=True), loader())
+        return trainer
+
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_resumes_exactly(fit, [StopInValidation(8, signal.SIGKILL)], options=options)
+    assert (cost.exit_code, cost.num_batches_twice, cost.num_validation_batches_twice) == (-signal.SIGKILL, 0, 1)
+
+
+class Unsized(IterableDataset):
+    """Has no length, so Lightning fetches a batch ahead."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.rand(20, 4))
+
+
+@pytest.mark.parametrize("kind", ["unsized", "together"])
+def test_repeated(kind: str) -> None:
+    """Where the place can't be saved yet, the run is repeated from its start, and is exact."""
+
+    def validation() -> Any:
+        if kind == "unsized":
+            return DataLoader(Unsized(), batch_size=4)
+        return CombinedLoader(two_loaders(), "max_size_cycle")
+
+    module = Judged if kind == "unsized" else JudgedTogether
+    assert assert_continues(3, validation=validation, module=module).num_validation_batches_twice == 4
+
+
+class JudgedTogether(Judged):
+    """Gets a batch of each loader."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(torch.cat(batch), batch_idx)
