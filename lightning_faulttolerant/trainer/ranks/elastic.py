@@ -23,7 +23,7 @@ from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.logged.merge import merged_results
-from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
+from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
@@ -51,7 +51,7 @@ class Resized:
         self,
         trainer: Trainer,
         states: Sequence[State],
-        position: Position,
+        position: TrainerPosition,
         fingerprint: State,
         *,
         rank: int,
@@ -173,7 +173,7 @@ class Resized:
         """Whether the saved run was inside an epoch, with batches done and batches left."""
         return 0 < self._position.batch < self._num_batches
 
-    def fit_in(self, loaders: Loaders) -> Position:
+    def fit_in(self, loaders: Loaders) -> TrainerPosition:
         """Set Lightning's counters to the next batch, as if these ranks had run the whole epoch.
 
         Call it when the loaders are set up and nothing is fetched yet.
