@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import Outcome, compare
+from lightning_faulttolerant.testing.traces import RunOutcome, compare
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.runs import Net, fit_net
@@ -122,7 +122,7 @@ def assert_goes_on_from(
         compare(expected, [_unmarked(events) for events in _events(resumed)], f"the run that continues from {hook}")
 
 
-def _events(outcome: Outcome) -> list[list[dict[str, Any]]]:
+def _events(outcome: RunOutcome) -> list[list[dict[str, Any]]]:
     return [trace.events for trace in outcome.traces]
 
 

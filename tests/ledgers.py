@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_faulttolerant.records import ledger
-from lightning_faulttolerant.records.ledger import Fit, read_ledger
+from lightning_faulttolerant.records.ledger import FitLines, read_ledger
 
 __all__ = ["compared", "joined", "read_ledger"]
 
@@ -20,7 +20,7 @@ def compared(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in _NOT_COMPARED} for line in kept]
 
 
-def joined(processes: Sequence[Fit]) -> list[dict[str, Any]]:
+def joined(processes: Sequence[FitLines]) -> list[dict[str, Any]]:
     """Return what a fit did in all its processes together, as `records.ledger` defines it."""
     lines: list[dict[str, Any]] = []
     for process in processes:

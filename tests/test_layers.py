@@ -61,6 +61,12 @@ OF_THE_TWIN = {"lightning_fabric", "pytorch_lightning"}
 # Not declared as dependencies: imported when needed, never when a module is loaded.
 OPTIONAL = {"aiohttp", "numpy", "rich"}
 
+# Class names that stand more than once in one module, and why. A name never stands in two modules.
+DEFINED_TWICE = {
+    "AnyCallback": "one definition is for types, the other one for running",
+    "AnyCheckpointIO": "one definition is for types, the other one for running",
+}
+
 Sources = dict[Path, str]
 
 
@@ -244,6 +250,18 @@ def long_functions(files: Sources) -> Iterator[str]:
                     yield f"{path}:{node.lineno} {node.name}: {num_lines} lines, at most {MAX_FUNCTION_LINES}"
 
 
+def names_given_twice(files: Sources) -> Iterator[str]:
+    """Yield class names that stand for two classes, nested ones and those in functions included."""
+    places: dict[str, list[Path]] = {}
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path)
+    for name, paths in places.items():
+        if len(paths) > 1 and (name not in DEFINED_TWICE or len(set(paths)) > 1):
+            yield f"the class name {name} stands in {', '.join(map(str, paths))}"
+
+
 CHECKS = [
     unknown_parts,
     upward_imports,
@@ -252,6 +270,7 @@ CHECKS = [
     private_lightning_names,
     long_files,
     long_functions,
+    names_given_twice,
 ]
 
 
@@ -311,6 +330,23 @@ BROKEN = {
         {"trainer/results.py": "import lightning.pytorch._graveyard"},
     ),
     "a long file": (long_files, {"errors.py": "\n" * (MAX_FILE_LINES + 1)}),
+    "a class name in two parts": (
+        names_given_twice,
+        {"loader/ring.py": "class Place: ...", "state/rng.py": "class Place: ..."},
+    ),
+    "a private class name in two modules": (
+        names_given_twice,
+        {"loader/ring.py": "class _Place: ...", "loader/dealt.py": "class _Place: ..."},
+    ),
+    "the name of a nested class": (
+        names_given_twice,
+        {"loader/ring.py": "class Ring:\n    class Place: ...", "state/rng.py": "def f():\n    class Place: ..."},
+    ),
+    "a class name twice in a module": (names_given_twice, {"errors.py": "class Place: ...\nclass Place: ..."}),
+    "an allowed class name in two modules": (
+        names_given_twice,
+        {"trainer/bases.py": "class AnyCallback: ...", "trainer/callback.py": "class AnyCallback: ..."},
+    ),
     "a long function": (long_functions, {"errors.py": long_function(MAX_FUNCTION_LINES + 1)}),
 }
 ALLOWED = {
@@ -332,6 +368,10 @@ ALLOWED = {
     },
     "a private name in compat": {"trainer/compat.py": "trainer._results\nfrom lightning.x import _y"},
     "a private name of one's own": {"trainer/callback.py": "self._results\ncls._made\nx.__class__"},
+    "a class for types and one for running": {
+        "trainer/bases.py": "if TYPE_CHECKING:\n    class AnyCallback: ...\nelse:\n    class AnyCallback: ..."
+    },
+    "a class and what is like it": {"state/a.py": "class Place: ...", "state/b.py": "class Places: ...\nPlace = int"},
     "lengths at the limit": {"errors.py": long_function(MAX_FUNCTION_LINES), "cli.py": "\n" * MAX_FILE_LINES},
 }
 

@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class SeriesDirectory:
     """A directory with a name of the series.
 
     Args:
@@ -138,7 +138,7 @@ class DirectorySeries:
             self._delete(path)
         being_written.pop(str(path), None)
 
-    def committed(self) -> list[Entry]:
+    def committed(self) -> list[SeriesDirectory]:
         """List the directories that were committed, oldest first, without reading them."""
         states = list(self._states())
         limit = self._foreign_limit(states)
@@ -215,7 +215,7 @@ class DirectorySeries:
             self._told.add(path)
             _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
 
-    def _foreign_limit(self, states: list[tuple[Entry, State]]) -> int:
+    def _foreign_limit(self, states: list[tuple[SeriesDirectory, State]]) -> int:
         # By the rule of cycling_utils, a directory with a number above the link's is incomplete. If the link is lost,
         # our own directories show it: incomplete ones were set aside when the first of ours was begun.
         names = [_pointed_to(self.link), _pointed_to(self.pointer)]
@@ -227,11 +227,11 @@ class DirectorySeries:
         found = (pattern.fullmatch(name) for name in os.listdir(self.output_directory))
         return sorted((match for match in found if match), key=lambda match: (int(match["number"]), match.string))
 
-    def _states(self) -> Iterator[tuple[Entry, State]]:
+    def _states(self) -> Iterator[tuple[SeriesDirectory, State]]:
         for match in self._matches(self._current_name):
             path = self.output_directory / match.string
             if path.is_dir() and not path.is_symlink():
-                entry = Entry(path=path, number=int(match["number"]), is_forced=bool(match["forced"]))
+                entry = SeriesDirectory(path=path, number=int(match["number"]), is_forced=bool(match["forced"]))
                 yield entry, self._state_of(path)
 
     def _state_of(self, path: Path) -> State:
@@ -246,7 +246,7 @@ class DirectorySeries:
             known = self._known[path] = mark, state_of(path)
         return known[1]
 
-    def _remove_leftovers(self, states: list[tuple[Entry, State]], limit: int) -> None:
+    def _remove_leftovers(self, states: list[tuple[SeriesDirectory, State]], limit: int) -> None:
         for entry, state in states:
             if state is State.EMPTY and entry.number <= limit:  # a deletion was interrupted at its last step
                 with contextlib.suppress(OSError):
@@ -260,7 +260,7 @@ class DirectorySeries:
             elif target in (self.link.name, self.pointer.name):
                 path.unlink(missing_ok=True)
 
-    def _set_unfinished_aside(self, states: list[tuple[Entry, State]], limit: int) -> None:
+    def _set_unfinished_aside(self, states: list[tuple[SeriesDirectory, State]], limit: int) -> None:
         for entry, state in states:
             if state is State.FOREIGN and entry.number > limit and limit >= 0:
                 aside = self._set_aside(entry.path, "uncommitted")

@@ -187,7 +187,7 @@ def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> An
 
 def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
     """Return the bytes of objects. If one has none, move it to `failures` and return ``None``."""
-    pickler = _Pickler(places)
+    pickler = _ReferencePickler(places)
     pool: Pool = {}
     for path, value in found.items():
         place = "/".join(str(key) for key in path)
@@ -208,7 +208,7 @@ def _class_of(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-class _Pickler(pickle.Pickler):
+class _ReferencePickler(pickle.Pickler):
     """Pickles objects one after the other; for tensors and plain containers, it writes only references."""
 
     def __init__(self, places: Mapping[int, Path]) -> None:
@@ -236,7 +236,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads the bytes that `_Pickler` has written."""
+    """Loads the bytes that `_ReferencePickler` has written."""
 
     def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(b"".join(tensor_to_blob(entry["pickle"]) for entry in pool.values())))

@@ -15,7 +15,7 @@ from lightning_faulttolerant.cli.errors import reason_of, remote_errors
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.runs import UnfinishedRun, registry_here, unfinished_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
-from lightning_faulttolerant.cli.verdict import Verdict
+from lightning_faulttolerant.cli.verdict import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 
 DESCRIPTION = """\
@@ -49,7 +49,7 @@ class _Row:
     epoch: int | None
     batch: int | None
     world_size: int | None
-    verdict: Verdict
+    verdict: CheckpointVerdict
 
     @property
     def state(self) -> str:
@@ -171,13 +171,13 @@ def _print_tables(folders: dict[str, list[_Row]]) -> None:
 def _row(file: FoundFile, *, verify: bool) -> _Row:
     content, problem = (None, None) if file.kind == found.DIRECTORY else _content(file)
     if file.kind == found.SET_ASIDE:
-        checked = Verdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
+        checked = CheckpointVerdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
     elif problem is not None and problem.word in (verdict.UNREADABLE, verdict.MISSING):
         checked = problem
     elif verify:
         checked = verdict.verdict_of(file.path)
     else:
-        checked = problem or Verdict(word=verdict.NOT_VERIFIED)
+        checked = problem or CheckpointVerdict(word=verdict.NOT_VERIFIED)
     epoch, batch = part.epoch_of(content), part.batch_of(content)
     if file.place is not None and epoch is None:
         epoch, batch = file.place
@@ -191,19 +191,19 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
     )
 
 
-def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
+def _content(file: FoundFile) -> tuple[Any, CheckpointVerdict | None]:
     """Return the contents of a checkpoint, or the reason why they are unknown."""
     try:
         with remote_errors(file.path), found.open_checkpoint(found.content_path(file.path)) as opened:
             return read_summary(opened, name=file.name).content, None
     except FileNotFoundError:
-        return None, Verdict(word=verdict.MISSING)
+        return None, CheckpointVerdict(word=verdict.MISSING)
     except DamagedCheckpointError as error:
-        return None, Verdict(word=verdict.DAMAGED, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verdict.DAMAGED, reason=reason_of(error))
     except FaultToleranceError as error:
-        return None, Verdict(word=verdict.NOT_VERIFIED, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verdict.NOT_VERIFIED, reason=reason_of(error))
     except OSError as error:
-        return None, Verdict(word=verdict.UNREADABLE, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verdict.UNREADABLE, reason=reason_of(error))
 
 
 def _cell(number: int | None) -> str:

@@ -30,7 +30,7 @@ _SHOWN_EVERY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class CheckpointVerdict:
     """The result of verifying a checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ class Verdict:
         return f"{self.word}: {self.reason}" if self.reason else self.word
 
 
-def verdict_of(path: str) -> Verdict:
+def verdict_of(path: str) -> CheckpointVerdict:
     """Read a whole checkpoint once, and return whether it is as it was written.
 
     Args:
@@ -65,48 +65,50 @@ def verdict_of(path: str) -> Verdict:
         with remote_errors(path):
             return _verdict_of_path(path)
     except DamagedCheckpointError as error:
-        return Verdict(word=DAMAGED, reason=reason_of(error))
+        return CheckpointVerdict(word=DAMAGED, reason=reason_of(error))
     except OSError as error:
-        return Verdict(word=DAMAGED if is_damage(error) else UNREADABLE, reason=reason_of(error))
+        return CheckpointVerdict(word=DAMAGED if is_damage(error) else UNREADABLE, reason=reason_of(error))
     except FaultToleranceError as error:
-        return Verdict(word=UNREADABLE, reason=reason_of(error))
+        return CheckpointVerdict(word=UNREADABLE, reason=reason_of(error))
 
 
-def _verdict_of_path(path: str) -> Verdict:
+def _verdict_of_path(path: str) -> CheckpointVerdict:
     try:
         with open_checkpoint(path, whole=True) as file:
-            return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
+            return _verdict_of_file(cast("IO[bytes]", _ProgressFile(file, path)))
     except (FileNotFoundError, IsADirectoryError):
         return _verdict_of_directory(path)
 
 
-def _verdict_of_directory(path: str) -> Verdict:
+def _verdict_of_directory(path: str) -> CheckpointVerdict:
     try:
         manifest = read_manifest(path)
     except (FileNotFoundError, NotADirectoryError):
         if not is_url(path) and os.path.isdir(local_path(path)):
-            return Verdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
-        return Verdict(word=MISSING, reason="there is no such file")
+            return CheckpointVerdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
+        return CheckpointVerdict(word=MISSING, reason="there is no such file")
     if not manifest.is_committed:
-        return Verdict(word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} has begun it, and died or still writes")
+        return CheckpointVerdict(
+            word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} has begun it, and died or still writes"
+        )
     verification = verify_directory(path)
     extra = len(verification.extra_files)
     reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
-    return Verdict(word=VERIFIED, reason=reason)
+    return CheckpointVerdict(word=VERIFIED, reason=reason)
 
 
-def _verdict_of_file(file: IO[bytes]) -> Verdict:
+def _verdict_of_file(file: IO[bytes]) -> CheckpointVerdict:
     if is_legacy(file):
-        return Verdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
+        return CheckpointVerdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
     damage = find_damage(file)
     if damage is not None:
-        return Verdict(word=DAMAGED, reason=damage)
+        return CheckpointVerdict(word=DAMAGED, reason=damage)
     if not has_checksums(file):
-        return Verdict(word=NO_CHECKSUMS, reason="written after torch.serialization.set_crc32_options(False)")
-    return Verdict(word=VERIFIED)
+        return CheckpointVerdict(word=NO_CHECKSUMS, reason="written after torch.serialization.set_crc32_options(False)")
+    return CheckpointVerdict(word=VERIFIED)
 
 
-class _Shown:
+class _ProgressFile:
     """A file that passes reads on and, if it is large, shows the progress on a line of the terminal."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:

@@ -10,7 +10,7 @@ from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe
-from lightning_faulttolerant.cli.verdict import Verdict, verdict_of
+from lightning_faulttolerant.cli.verdict import CheckpointVerdict, verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.storage.store import is_url, local_path
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if is_unreadable else 0
 
 
-def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
+def _verdicts(paths: list[str]) -> Iterator[tuple[str, CheckpointVerdict]]:
     for path in paths:
         try:
             what = found.find_checkpoints(path)
@@ -67,16 +67,16 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
             yield path, verdict_of(path)
             continue
         except (OSError, FaultToleranceError) as error:
-            yield path, Verdict(word=verdict.UNREADABLE, reason=reason_of(error))
+            yield path, CheckpointVerdict(word=verdict.UNREADABLE, reason=reason_of(error))
             continue
         for problem in what.problems:
-            yield path, Verdict(word=verdict.UNREADABLE, reason=problem)
+            yield path, CheckpointVerdict(word=verdict.UNREADABLE, reason=problem)
         if len(what.files) == 1 and _is_at(what.files[0], path):
             yield path, verdict_of(path)
             continue
         files = [file for file in what.files if file.kind != found.SET_ASIDE]
         if not files and not what.problems:
-            yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
+            yield path, CheckpointVerdict(word=verdict.MISSING, reason="there are no checkpoints below it")
         for file in files:
             checked = verdict_of(file.path)
             # A run that continues in the meantime deletes its old autosaves and begins new directories.

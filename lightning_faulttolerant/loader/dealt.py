@@ -65,7 +65,7 @@ class GlobalOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankShare:
     """How the samples of an order are distributed to one rank, in batches.
 
     Args:
@@ -96,7 +96,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deal:
+class RemainingBatches:
     """One rank's part of an epoch whose first samples are already consumed.
 
     Args:
@@ -109,7 +109,7 @@ class Deal:
     order: GlobalOrder
     begin: int
     end: int
-    share: Share
+    share: RankShare
 
     @property
     def num_batches(self) -> int:
@@ -152,13 +152,13 @@ class Deal:
         return asdict(self)
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Deal:
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RemainingBatches:
         """Return the deal that `state` describes."""
-        order, share = GlobalOrder(**state["order"]), Share(**state["share"])
+        order, share = GlobalOrder(**state["order"]), RankShare(**state["share"])
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
-def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
+def share_of(sampler: Any, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
@@ -168,7 +168,7 @@ def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
             return None
     elif num_ranks > 1 or not _is_one_pass(inner):
         return None
-    return Share(
+    return RankShare(
         rank=rank,
         num_ranks=num_ranks,
         batch_size=None if batched is None else batched.batch_size,

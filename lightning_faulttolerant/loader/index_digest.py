@@ -44,13 +44,13 @@ def updated(digest: Digest, batch: object, not_compared: set[str]) -> Digest:
             return crc32(array("q", numbers), values), (sizes * 1_000_003 + size) % _MODULUS
         except (TypeError, OverflowError):  # not integers, or too large for 8 bytes
             pass
-    parts = _Parts(not_compared)
+    parts = _BatchParts(not_compared)
     for part in parts.of(batch):
         values = crc32(part, values)
     return values, (sizes * 1_000_003) % _MODULUS
 
 
-class _Parts:
+class _BatchParts:
     """Splits one batch into bytes that identify it."""
 
     def __init__(self, not_compared: set[str]) -> None:

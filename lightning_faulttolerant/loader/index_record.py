@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
+from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.index_digest import START, Digest
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
@@ -16,7 +16,7 @@ _HELD = "held/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class RandomStates:
     """The random states that a sampler may draw from, at one instant."""
 
     rng: Mapping[str, bytes]
@@ -31,14 +31,14 @@ class Moment:
         return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
 
     @classmethod
-    def from_states(cls, states: Mapping[str, bytes]) -> Moment:
+    def from_states(cls, states: Mapping[str, bytes]) -> RandomStates:
         """Return a moment with only `states` known."""
         held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
         rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
         return cls(rng=rng, held=held, sampler_epochs=[])
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any] | None) -> Moment | None:
+    def from_state_dict(cls, state: Mapping[str, Any] | None) -> RandomStates | None:
         """Return the moment that `state` describes, or ``None`` for ``None``: it had not come yet."""
         return None if state is None else cls(**state)
 
@@ -61,9 +61,9 @@ class IndexRecord:
 
     first_batch: int = 0
     handed_out: int = 0
-    birth: Moment | None = None
-    start: Moment | None = None
-    first: Moment | None = None
+    birth: RandomStates | None = None
+    start: RandomStates | None = None
+    first: RandomStates | None = None
     log: DrawLog = field(default_factory=DrawLog)
     recent: deque[Any] = field(default_factory=deque)
     digests: deque[Digest] = field(default_factory=lambda: deque([START]))
@@ -71,8 +71,8 @@ class IndexRecord:
     epoch: int = 0
     num_samples: int = 0
     order: GlobalOrder | None = None
-    share: Share | None = None
-    deal: Deal | None = None
+    share: RankShare | None = None
+    deal: RemainingBatches | None = None
 
     def go_to(self, plan: IndexPlan) -> None:
         """Count on from the position of a plan."""
@@ -88,9 +88,9 @@ class IndexPlan:
     With a ``deal``, the batches come from the deal and not from the sampler.
     """
 
-    birth: Moment | None
-    start: Moment | None = None
-    first: Moment | None = None
+    birth: RandomStates | None
+    start: RandomStates | None = None
+    first: RandomStates | None = None
     position: int = 0
     handed_out: int = 0
     log: bytes = b""
@@ -99,7 +99,7 @@ class IndexPlan:
     not_compared: frozenset[str] = frozenset()
     num_samples: int = 0
     order: GlobalOrder | None = None
-    deal: Deal | None = None
+    deal: RemainingBatches | None = None
 
     @property
     def digest(self) -> Digest | None:
@@ -138,9 +138,9 @@ def plan_from_state(
         digests = digests[: len(recent) + 1]
         handed_out, log = position, DrawLog(log).until(position).pack()
     return IndexPlan(
-        birth=Moment.from_state_dict(state["birth"]),
-        start=Moment.from_state_dict(state["start"]),
-        first=Moment.from_state_dict(state["first"]),
+        birth=RandomStates.from_state_dict(state["birth"]),
+        start=RandomStates.from_state_dict(state["start"]),
+        first=RandomStates.from_state_dict(state["first"]),
         position=position,
         handed_out=handed_out,
         log=log,
@@ -149,16 +149,16 @@ def plan_from_state(
         not_compared=frozenset(state.get("not_compared", ())),
         num_samples=state.get("num_samples", 0) - num_again,
         order=None if state.get("order") is None else GlobalOrder(**state["order"]),
-        deal=None if state.get("deal") is None else Deal.from_state_dict(state["deal"]),
+        deal=None if state.get("deal") is None else RemainingBatches.from_state_dict(state["deal"]),
     )
 
 
 def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
     """Return the plan for a new iteration in which the workers continue from their positions."""
-    return IndexPlan(birth=Moment.from_state_dict(state["birth"]))
+    return IndexPlan(birth=RandomStates.from_state_dict(state["birth"]))
 
 
-def moments_state(**moments: Moment | None) -> dict[str, Any]:
+def moments_state(**moments: RandomStates | None) -> dict[str, Any]:
     """Return moments by name as plain dicts; ``None`` for a moment that has not come yet."""
     return {name: None if moment is None else moment.state_dict() for name, moment in moments.items()}
 

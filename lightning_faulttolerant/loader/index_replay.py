@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.index_digest import START, updated
-from lightning_faulttolerant.loader.index_record import IndexPlan, Moment
+from lightning_faulttolerant.loader.index_record import IndexPlan, RandomStates
 from lightning_faulttolerant.loader.indices import NotKept, pack_indices
 from lightning_faulttolerant.loader.skipping import rest_of
 
@@ -48,7 +48,7 @@ class Replay:
         again = list(islice(indices, len(plan.recent)))
         return self._rest(again, indices) if self._is_recent(again) else None
 
-    def run_through(self, indices: Iterator[Any], restore: Callable[[Moment], None]) -> Iterator[Any]:
+    def run_through(self, indices: Iterator[Any], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
         """Return the batches after the position of an iterator that has just been started.
 
         Args:
@@ -68,12 +68,12 @@ class Replay:
         )
         return self._rest(found, indices)
 
-    def _drawn(self, indices: Iterator[Any], restore: Callable[[Moment], None]) -> Iterator[Any]:
+    def _drawn(self, indices: Iterator[Any], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
         num_drawn = 0
         for number, states in DrawLog(self._plan.log).states():
             yield from islice(indices, number - num_drawn)
             num_drawn = number
-            restore(Moment.from_states(states))
+            restore(RandomStates.from_states(states))
         yield from islice(indices, self._plan.handed_out - num_drawn)
 
     def _is_recent(self, again: list[Any]) -> bool:

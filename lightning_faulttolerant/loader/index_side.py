@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, Share, order_of, share_of
+from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, order_of, share_of
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_digest import START
 from lightning_faulttolerant.loader.index_iterator import IndexIterator
-from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
+from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
 from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
@@ -67,7 +67,7 @@ class IndexSide:
         self.has_other_workers = False
         """Whether the run had another number of workers before a resume."""
         self.global_rank, self.num_ranks = 0, 1
-        self._parked: Moment | None = None
+        self._parked: RandomStates | None = None
         self._sampler = sampler
         self._held = held
         self._window = window
@@ -75,7 +75,7 @@ class IndexSide:
         self.is_endless = is_endless
         self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
-        self._birth: Moment | None = None
+        self._birth: RandomStates | None = None
         self._is_aside = False
         self._is_begun = self._is_first_due = False
         self._iterator: IndexIterator | None = None
@@ -96,7 +96,7 @@ class IndexSide:
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]  # a sampler without a length raises the TypeError expected
 
-    def current_share(self) -> Share | None:
+    def current_share(self) -> RankShare | None:
         """Return how the samples are distributed to this rank, or ``None`` if that is not known."""
         if self.streamed is not None:
             return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
@@ -180,11 +180,11 @@ class IndexSide:
         if self._iterator is not None:
             self._iterator.open()
 
-    def moment(self) -> Moment:
+    def moment(self) -> RandomStates:
         """Return the current random states."""
-        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
+        return RandomStates(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
 
-    def _start_moment(self, before: Moment | None = None) -> Moment:
+    def _start_moment(self, before: RandomStates | None = None) -> RandomStates:
         """Return those current states that the sampler may draw from when it starts.
 
         Args:
@@ -196,9 +196,9 @@ class IndexSide:
             return replace(self.moment(), objects=objects)
         # torch's own samplers draw from torch's generator or from one passed to them.
         held = self._held.state_dict(of=generators_of(self._sampler))
-        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
+        return RandomStates(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
 
-    def _objects_of_workers(self, now: Moment) -> Mapping[str, Any]:
+    def _objects_of_workers(self, now: RandomStates) -> Mapping[str, Any]:
         """Return the changes on the objects that workers copy. `now` may contain them already."""
         if self._objects is None:
             return {}
@@ -330,14 +330,14 @@ class IndexSide:
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
-    def restore(self, moment: Moment) -> list[str]:
+    def restore(self, moment: RandomStates) -> list[str]:
         """Restore the random states of `moment`; return the paths of generators that are missing."""
         set_rng_state(moment.rng)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         put_epochs(self._samplers_with_epoch(), moment.sampler_epochs)
         return missing
 
-    def _go_back_to(self, moment: Moment) -> None:
+    def _go_back_to(self, moment: RandomStates) -> None:
         """Restore all the states of a process that is gone."""
         missing = self.restore(moment)
         if self._objects is not None:

@@ -26,7 +26,7 @@ from lightning_faulttolerant.loader.drawn_again import DrawnAgain
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
-from lightning_faulttolerant.loader.index_record import Moment, moments_state
+from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
 from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.plain_state import has_state
 from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
@@ -55,8 +55,8 @@ class IterableRecord:
     """
 
     way: str = _REPLAY
-    start: Moment | None = None
-    first: Moment | None = None
+    start: RandomStates | None = None
+    first: RandomStates | None = None
     log: DrawLog = field(default_factory=DrawLog)
     source: Any = None
     num_samples: int = 0
@@ -192,7 +192,8 @@ class IterableSide(IterableDataset[Any]):
     def _resumed(self, plan: Position) -> Iterator[Any]:
         before, record = self._moment(), self.record
         record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
-        record.start, record.first = Moment.from_state_dict(plan["start"]), Moment.from_state_dict(plan["first"])
+        record.start = RandomStates.from_state_dict(plan["start"])
+        record.first = RandomStates.from_state_dict(plan["first"])
         record.log, record.num_samples = DrawLog(plan["log"]), plan["samples"]
         moments = [moment for moment in (record.start, record.first) if moment is not None]
         owed = self._objects.as_now(*(moment.objects for moment in moments))
@@ -224,7 +225,7 @@ class IterableSide(IterableDataset[Any]):
         drawn = DrawnAgain(samples)
         for at, states in record.log.states():
             drawn.draw_up_to(at)
-            self._restore(Moment.from_states(states))
+            self._restore(RandomStates.from_states(states))
         drawn.draw_up_to(record.num_samples)
         if (drawn.num_drawn, drawn.digest) != (record.num_samples, record.digest):
             self._differs(record.num_samples)
@@ -333,15 +334,15 @@ class IterableSide(IterableDataset[Any]):
         epoch = getattr(self.user_dataset, "epoch", None)
         return epoch if isinstance(epoch, int) and callable(getattr(self.user_dataset, "set_epoch", None)) else None
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> RandomStates:
         self._held.refresh()
-        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=[self.user_epoch])
+        return RandomStates(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=[self.user_epoch])
 
-    def _moment_of_start(self) -> Moment:
+    def _moment_of_start(self) -> RandomStates:
         """Return the states from which an iteration can begin again, including those of the data set's objects."""
         return replace(self._moment(), objects=self._objects.at_start())
 
-    def _restore(self, moment: Moment) -> None:
+    def _restore(self, moment: RandomStates) -> None:
         set_rng_state(moment.rng)
         self._load(moment.objects)
         missing = self._held.load_state_dict(moment.held) if moment.held else []

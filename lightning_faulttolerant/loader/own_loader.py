@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.derived_class import class_of, swap
 from lightning_faulttolerant.loader.exactness import refuse
-from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
@@ -54,7 +54,7 @@ class Fetch:
     """The instant before a batch was fetched, and a digest of the batch."""
 
     state: Any
-    moment: Moment
+    moment: RandomStates
     digest: int | None = None
 
 
@@ -98,7 +98,7 @@ class OwnLoader(WholeLoader):
             if plan is not None:
                 self.loader.load_state_dict(copy.deepcopy(plan["state"]))
             self.iteration = OwnIteration(start=self._now())
-            return _Batches(make_iterator(), self, self.iteration)
+            return _NotedBatches(make_iterator(), self, self.iteration)
         before = self._moment()
         try:
             return self._resumed(plan, make_iterator)
@@ -106,14 +106,14 @@ class OwnLoader(WholeLoader):
             self._restore(before)
 
     def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        start, last = Fetch(state=plan["start"]["state"], moment=Moment(**plan["start"]["moment"])), plan["last"]
+        start, last = Fetch(state=plan["start"]["state"], moment=RandomStates(**plan["start"]["moment"])), plan["last"]
         self.loader.load_state_dict(copy.deepcopy((last or plan["start"])["state"]))
         self._restore(start.moment)
         self.iteration = OwnIteration(start=start)
-        batches = _Batches(make_iterator(), self, self.iteration)
+        batches = _NotedBatches(make_iterator(), self, self.iteration)
         if last is not None:
             self.iteration.num_out = plan["consumed"] - 1
-            self._restore(Moment(**last["moment"]))
+            self._restore(RandomStates(**last["moment"]))
             if batches.draw_again() != last["digest"]:
                 self._differs(plan["consumed"])
         return batches
@@ -172,16 +172,16 @@ class OwnLoader(WholeLoader):
     def _now(self) -> Fetch:
         return Fetch(state=state_of(self.loader), moment=self._moment())
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> RandomStates:
         self.held.refresh()
-        return Moment(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
+        return RandomStates(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
 
-    def _restore(self, moment: Moment) -> None:
+    def _restore(self, moment: RandomStates) -> None:
         set_rng_state(moment.rng)
         self.held.load_state_dict(moment.held)
 
 
-class _Batches(Iterator[Any]):
+class _NotedBatches(Iterator[Any]):
     """Passes on the batches of the user's iterator, and notes each fetch."""
 
     def __init__(self, batches: Iterator[Any], tracker: OwnLoader, iteration: OwnIteration) -> None:

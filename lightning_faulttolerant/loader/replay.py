@@ -13,14 +13,14 @@ from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 
 _KEPT_DIGESTS = 8  # the trainer is at most one batch behind what was fetched
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class ChainIteration:
     """One iteration of a chain. Its first step creates the iterator. Each batch is a step, and so is the end.
 
     ``num_before`` is the number of steps before it in the chain. ``objects`` holds the changes on the loader's objects
@@ -65,45 +65,45 @@ class Chain:
         runs: The iterations.
     """
 
-    start: Moment
+    start: RandomStates
     log: DrawLog = field(default_factory=DrawLog)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ChainIteration] = field(default_factory=list)
 
     @property
     def num_batches(self) -> int:
         """The number of batches it has yielded."""
         return sum(run.num_out for run in self.runs)
 
-    def begin(self, objects: Mapping[str, Any]) -> Run:
+    def begin(self, objects: Mapping[str, Any]) -> ChainIteration:
         """Note that an iteration begins now."""
         last = self.runs[-1] if self.runs else None
-        run = Run(num_before=0 if last is None else last.num_steps, objects=objects)
+        run = ChainIteration(num_before=0 if last is None else last.num_steps, objects=objects)
         run.digests.append((0, 0 if last is None else last.digests[-1][1]))
         self.runs.append(run)
         return run
 
-    def note_iterator(self, before: Moment, after: Moment) -> None:
+    def note_iterator(self, before: RandomStates, after: RandomStates) -> None:
         """Note the moments before and after the last iteration's iterator was created."""
         self.log.note(self.runs[-1].num_before, before.states(), after.states())
 
-    def note(self, batch: Any, before: Moment, after: Moment) -> None:
+    def note(self, batch: Any, before: RandomStates, after: RandomStates) -> None:
         """Note a batch of the last iteration, and the moments before and after it was drawn."""
         run = self.runs[-1]
         self.log.note(run.num_steps, before.states(), after.states())
         self._count(run, batch)
 
-    def note_end(self, before: Moment, after: Moment) -> None:
+    def note_end(self, before: RandomStates, after: RandomStates) -> None:
         """Note the end of the last iteration, and the moments before and after the end was found."""
         run = self.runs[-1]
         if not run.has_ended:
             self.log.note(run.num_steps, before.states(), after.states())
             run.has_ended = True
 
-    def _count(self, run: Run, batch: Any) -> None:
+    def _count(self, run: ChainIteration, batch: Any) -> None:
         run.num_out += 1
         run.digests.append((run.num_out, sample_digest(batch, run.digests[-1][1])))
 
-    def state_dict(self, run: Run, consumed: int | None) -> dict[str, Any]:
+    def state_dict(self, run: ChainIteration, consumed: int | None) -> dict[str, Any]:
         """Return the state that `play` needs to draw everything again up to a position.
 
         Args:
@@ -125,14 +125,14 @@ class Chain:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Chain:
         """Return a chain that has drawn nothing yet."""
-        return cls(start=Moment(**state["start"]), log=DrawLog(state["log"]))
+        return cls(start=RandomStates(**state["start"]), log=DrawLog(state["log"]))
 
     def play(
         self,
         state: Mapping[str, Any],
         make_iterator: Callable[[], Iterator[Any]],
         *,
-        restore: Callable[[Moment], None],
+        restore: Callable[[RandomStates], None],
         load_objects: Callable[[Mapping[str, Any]], None],
     ) -> tuple[Iterator[Any], bool]:
         """Draw the batches of `state_dict` again; return the last iterator, and whether the result is the same."""
@@ -142,7 +142,7 @@ class Chain:
         def step(number: int) -> None:
             nonlocal upcoming
             if upcoming is not None and upcoming[0] == number:
-                restore(Moment.from_states(upcoming[1]))
+                restore(RandomStates.from_states(upcoming[1]))
                 upcoming = next(noted, None)
 
         restore(self.start)

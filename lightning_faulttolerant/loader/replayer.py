@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
-from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.live_objects import LiveObjects, digest_of
-from lightning_faulttolerant.loader.replay import Chain, Run
+from lightning_faulttolerant.loader.replay import Chain, ChainIteration
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 class ReplayedIteration:
     """One iteration: its places in the chains that it belongs to, the longest chain first."""
 
-    places: tuple[tuple[Chain, Run], ...]
+    places: tuple[tuple[Chain, ChainIteration], ...]
 
     @property
     def num_out(self) -> int:
         """The number of batches that it has yielded."""
         return self.places[0][1].num_out
 
-    def place_to_compare(self, consumed: int | None) -> tuple[Chain, Run]:
+    def place_to_compare(self, consumed: int | None) -> tuple[Chain, ChainIteration]:
         """Return the shortest chain that has a batch to compare after this many batches."""
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
@@ -44,12 +44,12 @@ class ReplayedIteration:
         for _, run in self.places:
             run.first = objects if digest_of(objects) != digest_of(run.objects) else {}
 
-    def note(self, batch: Any, before: Moment, after: Moment) -> None:
+    def note(self, batch: Any, before: RandomStates, after: RandomStates) -> None:
         """Note a batch, and the moments before and after it was drawn."""
         for chain, _ in self.places:
             chain.note(batch, before, after)
 
-    def note_end(self, before: Moment, after: Moment) -> None:
+    def note_end(self, before: RandomStates, after: RandomStates) -> None:
         """Note its end, and the moments before and after the end was found."""
         for chain, _ in self.places:
             chain.note_end(before, after)
@@ -148,12 +148,12 @@ class Replayer:
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
-    def moment(self) -> Moment:
+    def moment(self) -> RandomStates:
         """Return the current random states."""
         self.held.refresh()
-        return Moment(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
+        return RandomStates(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
 
-    def _restore(self, moment: Moment) -> None:
+    def _restore(self, moment: RandomStates) -> None:
         set_rng_state(moment.rng)
         self._load(moment.objects)
         missing = self.held.load_state_dict(moment.held) if moment.held else []

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
-from lightning_faulttolerant.loader.index_record import IndexPlan, Moment
+from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.index_record import IndexPlan, RandomStates
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.fresh import fresh_torch_state
 
@@ -73,12 +73,12 @@ def _begin_of(state: Mapping[str, Any]) -> int:
 
 
 def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None, *, begin: int) -> dict[str, Any]:
-    order, share = GlobalOrder(**record["order"]), Share(**record["share"])
+    order, share = GlobalOrder(**record["order"]), RankShare(**record["share"])
     if record.get(DEAL) is None:
         end, num_of_loader = order.length, share.num_batches(order.length - begin) - consumed
         begin = min(end, begin + consumed * share.samples_at_once)
     else:
-        deal = Deal.from_state_dict(record[DEAL])
+        deal = RemainingBatches.from_state_dict(record[DEAL])
         begin, end = deal.consumed_before(consumed), deal.end
         num_of_loader = deal.first_batch + deal.num_batches - consumed
     if num_left is not None and num_left < num_of_loader:
@@ -122,7 +122,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
             f"The epoch in progress has {order.length} samples, and the data set now {now}. Its rest can't be dealt. Go"
             " on with the same data."
         )
-    deal = Deal(order=order, begin=state["begin"], end=state["end"], share=share)
+    deal = RemainingBatches(order=order, begin=state["begin"], end=state["end"], share=share)
     moment = fresh_moment(order, deal.begin, side.global_rank, side.num_ranks, loader=loader)
     first = deal.first_batch
     return IndexPlan(birth=moment, start=moment, first=moment, position=first, handed_out=first, deal=deal)
@@ -142,8 +142,8 @@ def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLo
     return {**state, "record": {**state["record"], "birth": moment.state_dict()}, "drop": 0, "workers": None}
 
 
-def fresh_moment(*names: object, loader: DataLoader[Any]) -> Moment:
+def fresh_moment(*names: object, loader: DataLoader[Any]) -> RandomStates:
     """Return random states to create new workers from. The workers must not repeat draws that others have made."""
     own = loader.generator is not None and loader.generator.device.type == "cpu"
     held = {"generator": b"torch:cpu\n" + fresh_torch_state(*names, "own")} if own else {}
-    return Moment(rng={"torch": fresh_torch_state(*names)}, held=held, sampler_epochs=[])
+    return RandomStates(rng={"torch": fresh_torch_state(*names)}, held=held, sampler_epochs=[])

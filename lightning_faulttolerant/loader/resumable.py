@@ -29,7 +29,7 @@ _METHODS = ("state_dict", "load_state_dict")
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
 
 
-class _Shown:
+class _OverridingMethod:
     """A method that takes precedence over the instance attribute of the same name. Other code reads the attribute."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -44,7 +44,7 @@ class _Shown:
 
 
 def _shown(method: F) -> F:
-    return cast(F, _Shown(method))
+    return cast(F, _OverridingMethod(method))
 
 
 class ResumableDataLoader(DataLoader[T]):

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, Share
+from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 from lightning_faulttolerant.streaming.ordering import Seeding
@@ -68,9 +68,9 @@ class StreamedEpochs:
             return False
         return self._is_told or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
 
-    def share(self, *, rank: int, num_ranks: int) -> Share:
+    def share(self, *, rank: int, num_ranks: int) -> RankShare:
         """Return how the samples are distributed to a rank."""
-        return Share(rank=rank, num_ranks=num_ranks, batch_size=self._loader_batch_size, drop_last=self._drop_last)
+        return RankShare(rank=rank, num_ranks=num_ranks, batch_size=self._loader_batch_size, drop_last=self._drop_last)
 
     def order(self) -> GlobalOrder:
         """Return the order of an epoch, as positions. The data set itself maps them to samples."""

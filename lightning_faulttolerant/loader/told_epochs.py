@@ -22,7 +22,7 @@ class ToldEpochs:
     def __init__(self, samplers: Sequence[Any]) -> None:
         found = {id(s): s for s in samplers if callable(getattr(s, "set_epoch", None)) and hasattr(s, "__dict__")}
         self._samplers = list(found.values())
-        self._told: list[_Told] = []
+        self._told: list[_SetEpoch] = []
 
     @property
     def is_listening(self) -> bool:
@@ -36,7 +36,7 @@ class ToldEpochs:
     def listen(self) -> None:
         """Record the epochs that are set on the samplers from now on."""
         self.leave()
-        self._told = [_Told(sampler) for sampler in self._samplers]
+        self._told = [_SetEpoch(sampler) for sampler in self._samplers]
         for told, sampler in zip(self._told, self._samplers, strict=True):
             vars(sampler)["set_epoch"] = told
 
@@ -74,7 +74,7 @@ class ToldEpochs:
             self.leave()
 
 
-class _Told:
+class _SetEpoch:
     """Stands in for a sampler's ``set_epoch``."""
 
     def __init__(self, sampler: Any) -> None:

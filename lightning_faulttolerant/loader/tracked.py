@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import end_children
-from lightning_faulttolerant.loader.dealt import Deal
+from lightning_faulttolerant.loader.dealt import RemainingBatches
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
@@ -147,7 +147,7 @@ class TrackedLoader:
         return tracked
 
     @property
-    def deal(self) -> Deal | None:
+    def deal(self) -> RemainingBatches | None:
         """How the rest of an epoch that other ranks or workers began is dealt to this rank, until that rest begins."""
         return self._plan[0].deal if self._plan is not None else None
 

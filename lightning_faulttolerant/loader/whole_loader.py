@@ -33,7 +33,7 @@ class WholeLoader:
             return make_iterator()
         if self.is_held_back():
             return iter(())
-        return _Announced(self._begun(make_iterator), self.on_first_batch)
+        return _AnnouncedBatches(self._begun(make_iterator), self.on_first_batch)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin an iteration that is followed, or continue the one that was resumed."""
@@ -46,7 +46,7 @@ class WholeLoader:
         """Do nothing, for the same reason."""
 
 
-class _Announced(Iterator[Any]):
+class _AnnouncedBatches(Iterator[Any]):
     """Calls a function right before the first batch is requested."""
 
     def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:

@@ -21,10 +21,18 @@ from lightning_faulttolerant.records.goodput import (
     RunReport,
     Segment,
 )
-from lightning_faulttolerant.records.history import Autosave, Chapter, Fit, History, Place, Process, name_of
+from lightning_faulttolerant.records.history import (
+    Autosave,
+    Chapter,
+    FitHistory,
+    Process,
+    RunHistory,
+    RunPlace,
+    name_of,
+)
 
 
-def report_of(history: History, *, run_id: str, path: str, made: float, is_whole: bool = False) -> RunReport | None:
+def report_of(history: RunHistory, *, run_id: str, path: str, made: float, is_whole: bool = False) -> RunReport | None:
     """Return the report of a run, or ``None`` if nothing is known of it.
 
     Args:
@@ -101,7 +109,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
     return cut.segments or [Segment(kind=STARTING, began=cut.end, ended=cut.end, process=0)]
 
 
-def continues_from(fit: Fit, earlier: Sequence[Process]) -> float:
+def continues_from(fit: FitHistory, earlier: Sequence[Process]) -> float:
     """Return the time of the state that a fit continues from: training after that time is done again.
 
     Args:
@@ -125,7 +133,7 @@ def continues_from(fit: Fit, earlier: Sequence[Process]) -> float:
     )
 
 
-def marks(fit: Fit) -> Iterator[tuple[float, Place]]:
+def marks(fit: FitHistory) -> Iterator[tuple[float, RunPlace]]:
     """Yield the times at which the place of a fit is known, with the place.
 
     Args:
@@ -139,7 +147,7 @@ def marks(fit: Fit) -> Iterator[tuple[float, Place]]:
             yield autosave.taken, autosave.place
 
 
-def _is_not_after(place: Place, other: Place | None) -> bool:
+def _is_not_after(place: RunPlace, other: RunPlace | None) -> bool:
     return other is not None and (place.epoch, place.batch) <= (other.epoch, other.batch)
 
 
@@ -170,7 +178,7 @@ class _Cut:
             index -= 1
 
 
-def _cut_fit(cut: _Cut, fit: Fit, process: int) -> None:
+def _cut_fit(cut: _Cut, fit: FitHistory, process: int) -> None:
     for began, ended in _waits(fit.autosaves):
         cut.until(min(began, fit.last_seen), TRAINING, process, fit.number)
         cut.until(min(ended, fit.last_seen), SAVING, process, fit.number)

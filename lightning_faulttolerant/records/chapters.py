@@ -22,11 +22,11 @@ from lightning_faulttolerant.records.history import (
     UNSAVED,
     Autosave,
     Chapter,
-    Fit,
-    History,
-    Place,
+    FitHistory,
     Process,
     Resumed,
+    RunHistory,
+    RunPlace,
     Unsaved,
 )
 from lightning_faulttolerant.records.lines import Line
@@ -35,7 +35,7 @@ _MAX_NUMBER = 1e15
 _MAX_TIME = 2.5e11  # a time after the year 9892 can't be shown
 
 
-def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
+def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> RunHistory:
     """Return the history that the lines record.
 
     A chapter ends with the script. It also ends where a start does not continue although an autosave existed.
@@ -48,10 +48,10 @@ def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
     for line in lines:
         reader.read(line)
     chapters = tuple(chapter.made() for chapter in reader.chapters if chapter.processes)
-    return History(chapters=chapters, num_forgotten=reader.num_forgotten, num_unread=num_unread)
+    return RunHistory(chapters=chapters, num_forgotten=reader.num_forgotten, num_unread=num_unread)
 
 
-def place_of(line: Any) -> Place | None:
+def place_of(line: Any) -> RunPlace | None:
     """Return the place that a line names, or ``None`` if it names none.
 
     Args:
@@ -62,7 +62,7 @@ def place_of(line: Any) -> Place | None:
     epoch, batch, step = (_whole(line.get(name)) for name in ("epoch", "batch", "global_step"))
     if epoch is None or batch is None or step is None:
         return None
-    return Place(epoch=epoch, batch=batch, global_step=step)
+    return RunPlace(epoch=epoch, batch=batch, global_step=step)
 
 
 @dataclass(slots=True)
@@ -73,10 +73,10 @@ class _Fit:
     known: dict[str, Any] = field(default_factory=dict)
     autosaves: list[Autosave] = field(default_factory=list)
     unsaved: dict[float, Unsaved] = field(default_factory=dict)
-    alive: list[tuple[float, Place]] = field(default_factory=list)
+    alive: list[tuple[float, RunPlace]] = field(default_factory=list)
 
-    def made(self) -> Fit:
-        return Fit(
+    def made(self) -> FitHistory:
+        return FitHistory(
             number=self.number,
             began=self.began,
             last_seen=self.last_seen,

@@ -72,7 +72,7 @@ def name_of(path: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RunPlace:
     """A place in a run.
 
     Args:
@@ -127,7 +127,7 @@ class Autosave:
 
     time: float
     taken: float
-    place: Place | None
+    place: RunPlace | None
     seconds: float
     num_bytes: int | None
     is_in_background: bool = False
@@ -154,7 +154,7 @@ class Unsaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class FitHistory:
     """One fit in one process.
 
     Args:
@@ -179,16 +179,16 @@ class Fit:
     began: float
     started: float | None = None
     num_ranks: int | None = None
-    place: Place | None = None
+    place: RunPlace | None = None
     resumed: Resumed | None = None
     autosaves: tuple[Autosave, ...] = ()
     unsaved: tuple[Unsaved, ...] = ()
-    alive: tuple[tuple[float, Place], ...] = ()
+    alive: tuple[tuple[float, RunPlace], ...] = ()
     last_seen: float
     reason: str | None = None
     text: str = ""
-    last_place: Place | None = None
-    saved: Place | None = None
+    last_place: RunPlace | None = None
+    saved: RunPlace | None = None
 
     @property
     def num_autosaves(self) -> int:
@@ -222,7 +222,7 @@ class Process:
     began: float
     pid: int | None = None
     host: str = ""
-    fits: tuple[Fit, ...] = ()
+    fits: tuple[FitHistory, ...] = ()
 
     @property
     def last_seen(self) -> float:
@@ -248,13 +248,13 @@ class Chapter:
     done: float | None = None
 
     @property
-    def fits(self) -> tuple[Fit, ...]:
+    def fits(self) -> tuple[FitHistory, ...]:
         """All fits of all processes."""
         return tuple(fit for process in self.processes for fit in process.fits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class History:
+class RunHistory:
     """Everything that is known of a run.
 
     Args:

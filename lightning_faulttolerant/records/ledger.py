@@ -135,7 +135,7 @@ def path_of_rank(path: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class FitLines:
     """What one process did of one fit.
 
     Args:
@@ -168,7 +168,7 @@ class Ledger:
         fits: The fits, in the order in which they began.
     """
 
-    fits: tuple[Fit, ...]
+    fits: tuple[FitLines, ...]
 
     @property
     def events(self) -> tuple[Line, ...]:
@@ -191,8 +191,8 @@ def read_ledger(path: str | os.PathLike[str]) -> Ledger:
     return Ledger(fits=tuple(_fit(*lines) for lines in fits))
 
 
-def _fit(begun: Line, *lines: Line) -> Fit:
-    return Fit(
+def _fit(begun: Line, *lines: Line) -> FitLines:
+    return FitLines(
         number=begun["fit"],
         begun=begun,
         resumed=next((line for line in lines if line["event"] == RESUMED), None),

@@ -22,7 +22,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class RegisteredRun:
     """An unfinished run.
 
     Args:
@@ -48,7 +48,7 @@ class Registry:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: RegisteredRun) -> None:
         """Add a run, or replace its entry.
 
         Raises:
@@ -61,7 +61,7 @@ class Registry:
                 return
         self._write(entry)
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: RegisteredRun) -> None:
         if not self.directory.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / ".gitignore").write_text("*\n")
@@ -79,7 +79,7 @@ class Registry:
                 (self.directory / ".gitignore").unlink()
                 self.directory.rmdir()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RegisteredRun]:
         """Return all runs, the oldest first; files that can't be read are skipped."""
         try:
             paths = sorted(self.directory.glob(f"*{_SUFFIX}"))
@@ -93,10 +93,10 @@ class Registry:
         return self.directory / f"{digest}{_SUFFIX}"
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> RegisteredRun | None:
     try:
         found = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
-        return Entry(**{**found, "command": command_from(found["command"])})
+        return RegisteredRun(**{**found, "command": command_from(found["command"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.samplers.order import Order
+from lightning_faulttolerant.samplers.order import SampleOrder
 
 _FIRST_CHUNK, _MAX_CHUNK = 1024, 16384  # little work before the first index, and little work per index later
 
@@ -25,8 +25,9 @@ class SkipsIndices(Protocol):
     ``iter_from(k)`` yields the same as ``islice(iter(sampler), k, None)``, in a time that doesn't depend on k. Code
     that keeps positions itself never calls ``advance``. The sampler's own position then stays at 0, and ``iter`` yields
     the whole epoch. Its order depends on ``sampler.epoch`` (set by ``set_epoch``), and on no generator.
-    ``sampler.order(epoch)`` returns the order, an `Order`. ``sampler.deal(consumed)`` returns this rank's part of it
-    after the samples that all ranks have consumed, a `Deal`: it deals the rest of an epoch to any number of ranks.
+    ``sampler.order(epoch)`` returns the order, a `SampleOrder`. ``sampler.deal(consumed)`` returns this rank's part of
+    it after the samples that all ranks have consumed, an `EpochPart`: it deals the rest of an epoch to any number of
+    ranks.
     """
 
     def iter_from(self, num_skipped: int) -> Iterator[Any]:
@@ -34,7 +35,7 @@ class SkipsIndices(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deal:
+class EpochPart:
     """One rank's part of an epoch.
 
     Args:
@@ -75,7 +76,9 @@ class Deal:
         return positions
 
 
-def indices_of(order: Order, deal: Deal, *, skip: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[int]:
+def indices_of(
+    order: SampleOrder, deal: EpochPart, *, skip: int = 0, at_end: Callable[[], None] | None = None
+) -> Iterator[int]:
     """Yield this rank's indices after the first `skip`. The time to skip doesn't depend on their number.
 
     Args:
@@ -87,7 +90,7 @@ def indices_of(order: Order, deal: Deal, *, skip: int = 0, at_end: Callable[[], 
     return chain.from_iterable(_chunks(order, deal, skip, at_end))
 
 
-def _chunks(order: Order, deal: Deal, start: int, at_end: Callable[[], None] | None) -> Iterator[list[int]]:
+def _chunks(order: SampleOrder, deal: EpochPart, start: int, at_end: Callable[[], None] | None) -> Iterator[list[int]]:
     size, end = _FIRST_CHUNK, deal.num_own
     while start < end:
         stop = min(end, start + size)

@@ -12,7 +12,7 @@ from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.samplers.order import OrderName
 from lightning_faulttolerant.samplers.progress import LenMode
 from lightning_faulttolerant.samplers.samples import InterruptibleSamples
-from lightning_faulttolerant.samplers.state import Position
+from lightning_faulttolerant.samplers.state import SamplerPosition
 
 
 class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc]  # dataset: Sized
@@ -110,7 +110,7 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
         """The number of samples of a whole epoch for all ranks, including the padding."""
         return self.num_samples * self.num_replicas
 
-    def _check_loadable(self, position: Position) -> None:
+    def _check_loadable(self, position: SamplerPosition) -> None:
         if position.is_original:
             if self.shuffle and position.epoch and 0 < position.consumed < self.num_samples:
                 _warn_of_one_order(position.epoch)

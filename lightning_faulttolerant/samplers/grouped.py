@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from lightning_faulttolerant.samplers.deal import Deal
+from lightning_faulttolerant.samplers.deal import EpochPart
 from lightning_faulttolerant.samplers.groups import (
     LEFTOVERS,
     Batches,
@@ -184,7 +184,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         deal = self.deal()
         return self._dealt(self._batches(self.epoch, self._consumed_before), deal, range(skip, deal.num_own))
 
-    def _dealt(self, batches: Batches, deal: Deal, own: range) -> Iterator[list[int]]:
+    def _dealt(self, batches: Batches, deal: EpochPart, own: range) -> Iterator[list[int]]:
         for i in own:
             yield batches.at(deal.position(i))
         self._note_end()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.samplers.place import place_of
-from lightning_faulttolerant.samplers.shards import Share, check_fraction
+from lightning_faulttolerant.samplers.shards import ShardPositions, check_fraction
 from lightning_faulttolerant.streaming.format.extras import extra
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -34,8 +34,8 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
     """This rank's part of a data set of files, ``root/<class>/.../<file>``, kept in memory or on a device.
 
     All ranks list the tree, shuffle it with the same seed, and take their parts. The parts are equally long (see
-    `Share`), and disjoint while ``samples_pct_per_replica * world_size <= 1``, except for the last round that makes
-    them equal. Iterate over it with `InterruptibleSampler`.
+    `ShardPositions`), and disjoint while ``samples_pct_per_replica * world_size <= 1``, except for the last round that
+    makes them equal. Iterate over it with `InterruptibleSampler`.
 
     Args:
         root: The directory.
@@ -96,7 +96,9 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         files = self.make_dataset(self.root, self.class_to_idx, extensions, is_valid_file)
         if shuffle:
             random.Random(seed).shuffle(files)
-        share = Share(len(files), fraction=samples_pct_per_replica, rank=place.rank, num_replicas=place.num_replicas)
+        share = ShardPositions(
+            len(files), fraction=samples_pct_per_replica, rank=place.rank, num_replicas=place.num_replicas
+        )
         self.files = [files[share[i]] for i in range(len(share))]
         """The path and class number of each sample of this rank."""
         self._is_on_cuda = False

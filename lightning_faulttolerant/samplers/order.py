@@ -15,7 +15,7 @@ ORDERS = ("torch", "feistel")
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1  # the range of torch's seeds; torch takes a negative one modulo 2**64
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The order of one epoch: the sample at each position."""
 
     length: int
@@ -65,7 +65,7 @@ class TorchOrder:
         return {**vars(self), "_permutation": None}
 
 
-def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) -> Order:
+def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) -> SampleOrder:
     """Return the order of an epoch.
 
     Args:

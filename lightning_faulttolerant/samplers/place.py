@@ -8,7 +8,7 @@ from lightning_faulttolerant.streaming.world import current_world
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPlace:
     """One rank among all.
 
     Args:
@@ -24,7 +24,7 @@ class Place:
             raise ValueError(f"rank is {self.rank}, but num_replicas is {self.num_replicas}: it must be less, from 0.")
 
 
-def place_of(*, num_replicas: int | None, rank: int | None) -> Place:
+def place_of(*, num_replicas: int | None, rank: int | None) -> RankPlace:
     """Return the given place. A missing part is read from the process group or the environment now.
 
     Raises:
@@ -34,4 +34,4 @@ def place_of(*, num_replicas: int | None, rank: int | None) -> Place:
         world = current_world()
         num_replicas = world.num_ranks if num_replicas is None else num_replicas
         rank = world.rank if rank is None else rank
-    return Place(rank=rank, num_replicas=num_replicas)
+    return RankPlace(rank=rank, num_replicas=num_replicas)

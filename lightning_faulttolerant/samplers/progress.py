@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from lightning_faulttolerant.errors import AdvancedTooFarError, HasNotResetProgressError
-from lightning_faulttolerant.samplers.deal import Deal
-from lightning_faulttolerant.samplers.place import Place, place_of
+from lightning_faulttolerant.samplers.deal import EpochPart
+from lightning_faulttolerant.samplers.place import RankPlace, place_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Interruptible(ABC):
         self, *, unit: str, num_replicas: int | None, rank: int | None, drop_last: bool, len_mode: str
     ) -> None:
         if num_replicas is not None and rank is not None:
-            Place(rank=rank, num_replicas=num_replicas)
+            RankPlace(rank=rank, num_replicas=num_replicas)
         if len_mode not in ("full", "remaining"):
             raise ValueError(f"len_mode={len_mode!r}: there are 'full' and 'remaining'.")
         self.epoch = 0
@@ -54,7 +54,7 @@ class Interruptible(ABC):
         self._own = 0  # consumed by this rank since
         self._is_restored = is_restored
         self._is_end_restored = False
-        self._place: Place | None = None
+        self._place: RankPlace | None = None
         self._largest_advance: int | None = None
         self._is_exhausted = False
 
@@ -66,11 +66,11 @@ class Interruptible(ABC):
     def _iterate(self, skip: int) -> Iterator[Any]:
         """Return the units of this rank's deal after the first `skip`."""
 
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Return this rank's place. It stays the same from the first ``advance`` to the end of the epoch."""
         return self._place or place_of(num_replicas=self._given_replicas, rank=self._given_rank)
 
-    def deal(self, begin: int | None = None) -> Deal:
+    def deal(self, begin: int | None = None) -> EpochPart:
         """Return this rank's part of the epoch.
 
         Args:
@@ -78,9 +78,9 @@ class Interruptible(ABC):
         """
         return self._deal(length=self._length(), begin=self._begin if begin is None else begin)
 
-    def _deal(self, *, length: int, begin: int) -> Deal:
+    def _deal(self, *, length: int, begin: int) -> EpochPart:
         place = self.place()
-        return Deal(
+        return EpochPart(
             length=length,
             begin=begin,
             rank=place.rank,

@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from lightning_faulttolerant.samplers.deal import indices_of
-from lightning_faulttolerant.samplers.order import Order, check_order, checked_seed, order_of
+from lightning_faulttolerant.samplers.order import SampleOrder, check_order, checked_seed, order_of
 from lightning_faulttolerant.samplers.progress import Interruptible
-from lightning_faulttolerant.samplers.state import VERSION, Position, check_not_too_far, check_same, read_position
+from lightning_faulttolerant.samplers.state import (
+    VERSION,
+    SamplerPosition,
+    check_not_too_far,
+    check_same,
+    read_position,
+)
 
 
 class InterruptibleSamples(Interruptible):
@@ -29,13 +35,13 @@ class InterruptibleSamples(Interruptible):
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset
         self.shuffle, self.seed = shuffle, checked_seed(seed, order=order)
         self.order_name = order
-        self._order: tuple[tuple[Any, ...], Order] | None = None
+        self._order: tuple[tuple[Any, ...], SampleOrder] | None = None
         super().__init__(unit="samples", **more)
 
     def _length(self) -> int:
         return len(self.dataset)
 
-    def order(self, epoch: int | None = None) -> Order:
+    def order(self, epoch: int | None = None) -> SampleOrder:
         """Return the order of an epoch, for all ranks together; by default of the current epoch."""
         epoch = self.epoch if epoch is None else epoch
         key = (self._length(), self.seed, epoch, self.shuffle, self.order_name)
@@ -99,5 +105,5 @@ class InterruptibleSamples(Interruptible):
         self._check_loadable(position)
         self._go_to(position.epoch, consumed)
 
-    def _check_loadable(self, position: Position) -> None:
+    def _check_loadable(self, position: SamplerPosition) -> None:
         """Raise or warn about any other obstacle to continuing from there."""

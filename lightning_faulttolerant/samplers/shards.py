@@ -30,7 +30,7 @@ def check_fraction(fraction: float, name: str) -> None:
         )
 
 
-class Share:
+class ShardPositions:
     """The positions that one rank holds in an order of `length` samples: equally many on each rank.
 
     Each rank first takes every `num_replicas`-th position, starting at its rank. To hold more, it takes those of the
@@ -101,7 +101,7 @@ class ShardedMapDataset(Dataset[Any]):
         check_fraction(fraction, "samples_pct_per_replica")
         self.source = source
         length = len(source)
-        self._share = Share(length, fraction=fraction, rank=place.rank, num_replicas=place.num_replicas)
+        self._share = ShardPositions(length, fraction=fraction, rank=place.rank, num_replicas=place.num_replicas)
         self._permutation = FeistelPermutation(length, seed=seed, epoch=0) if shuffle else None
 
     def __len__(self) -> int:

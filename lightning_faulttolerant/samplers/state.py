@@ -16,7 +16,7 @@ VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
+class SamplerPosition:
     """The position of a state.
 
     Args:
@@ -36,7 +36,7 @@ class Position:
         return self.num_replicas == 0
 
 
-def read_position(state: Mapping[str, Any], *, kind: str) -> Position:
+def read_position(state: Mapping[str, Any], *, kind: str) -> SamplerPosition:
     """Return the position of `state`.
 
     Args:
@@ -49,7 +49,7 @@ def read_position(state: Mapping[str, Any], *, kind: str) -> Position:
     if not isinstance(state, Mapping):
         raise ValueError(f"This is no state of a sampler: it is {state!r}.")
     if "version" not in state:
-        return Position(epoch=_count(state, "epoch"), consumed=_count(state, "progress"), num_replicas=0)
+        return SamplerPosition(epoch=_count(state, "epoch"), consumed=_count(state, "progress"), num_replicas=0)
     if state["version"] != VERSION:
         raise ValueError(
             f"The state is of version {state['version']!r}, and this package reads version {VERSION} and that of"
@@ -60,7 +60,7 @@ def read_position(state: Mapping[str, Any], *, kind: str) -> Position:
             f"The state is that of a sampler of kind {state.get('kind')!r}, this one is {kind!r}. What they count"
             " differs, so the position would be another one. Make the sampler that the run began with."
         )
-    return Position(
+    return SamplerPosition(
         epoch=_count(state, "epoch"),
         consumed=_count(state, "global_consumed"),
         num_replicas=_count(state, "num_replicas", least=1),

@@ -88,7 +88,7 @@ class Sender(io.RawIOBase):
         return self._num_bytes
 
 
-class _Parts:
+class _PartDigests:
     """The MD5 of each part, for parts of a known size."""
 
     def __init__(self, part_bytes: int) -> None:
@@ -129,7 +129,7 @@ class _S3Upload:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
         # The file sends a part as soon as it has this many bytes. With pieces of this size, we can hash each part.
-        self._parts = _Parts(self._file.blocksize)
+        self._parts = _PartDigests(self._file.blocksize)
         self._answered_etag: str | None = None
         call = self._file._call_s3
 
@@ -279,7 +279,7 @@ def check_arrived(upload: Upload, url: str, *, aside: str) -> None:
 
 
 def _read_back(fs: Any, path: str, part_bytes: int) -> list[bytes]:
-    parts = _Parts(part_bytes)
+    parts = _PartDigests(part_bytes)
     with fs.open(path, "rb", block_size=part_bytes, cache_type="none") as file:
         while piece := file.read(min(part_bytes, _PIECE_BYTES)):
             parts.split(memoryview(piece))

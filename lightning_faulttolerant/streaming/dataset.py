@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
-from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
+from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart
 from lightning_faulttolerant.streaming.opening import given_streams
-from lightning_faulttolerant.streaming.order import Deal
+from lightning_faulttolerant.streaming.order import RemainingPositions
 from lightning_faulttolerant.streaming.ordered import OrderedDataset
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
 from lightning_faulttolerant.streaming.ordering import Ordering, Readers, Seeding
@@ -181,7 +181,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         world = (start.world or self._world()).in_this_worker()
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
 
-    def _begin(self) -> Start:
+    def _begin(self) -> IterationStart:
         channel, self._unheard = self._channel or self._unheard, None
         if channel is not None:
             return channel.heard()
@@ -189,9 +189,9 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             epoch, sample = self._book.begin(self._normal)
         else:
             epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
-        return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
+        return IterationStart(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
 
-    def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
+    def begin_epoch(self, *, batch_size: int, drop_last: bool) -> IterationStart:
         """Begin the next iteration in the main process, for a loader that informs its workers by `tell`.
 
         Args:
@@ -201,7 +201,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         world = self._world()
         least = batch_size * world.num_ranks if drop_last else 1
         epoch, sample = self._book.begin(functools.partial(self._normal, least=least))
-        return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
+        return IterationStart(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
 
     @contextlib.contextmanager
     def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
@@ -217,16 +217,16 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         left = self._num_positions(readers) - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
-    def _note(self, start: Start) -> None:
+    def _note(self, start: IterationStart) -> None:
         info = get_worker_info()
         if info is None or info.id == 0:
             self._book.note(start.epoch, start.sample, is_moved=True)
 
-    def _plan(self, start: Start, world: World) -> Plan:
+    def _plan(self, start: IterationStart, world: World) -> Plan:
         order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size or 1))
         return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
-    def deal(self, start: Start, world: World) -> Deal:
+    def deal(self, start: IterationStart, world: World) -> RemainingPositions:
         """Return how the rest of an epoch is dealt to the readers.
 
         Args:

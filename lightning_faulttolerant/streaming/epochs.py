@@ -33,7 +33,7 @@ Normal = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class IterationStart:
     """Where an iteration begins.
 
     Args:
@@ -246,16 +246,16 @@ class Channel:
 
     def __init__(self, *, is_shared: bool) -> None:
         self._shared = _SharedNumbers(2) if is_shared else None
-        self._start: Start | None = None
+        self._start: IterationStart | None = None
 
-    def tell(self, start: Start) -> None:
+    def tell(self, start: IterationStart) -> None:
         """Set where the next iteration begins, before its workers are created or woken."""
         self._start = start
         if self._shared is not None:
             numbers = self._shared.own()
             numbers[0], numbers[1] = start.epoch, start.sample
 
-    def heard(self) -> Start:
+    def heard(self) -> IterationStart:
         """Return where the iteration begins that this process begins now."""
         assert self._start is not None
         if self._shared is None:

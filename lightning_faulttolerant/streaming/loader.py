@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.collate import collate
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
-from lightning_faulttolerant.streaming.epochs import Channel, Start
+from lightning_faulttolerant.streaming.epochs import Channel, IterationStart
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -56,7 +56,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._batches: _Place | None = None
 
     def __iter__(self) -> Any:
-        return _Batches(self)
+        return _CountedBatches(self)
 
     def make_batches(self) -> tuple[Iterator[Any], _Place]:
         """Create torch's iterator for the next iteration, and the object that keeps its position."""
@@ -102,7 +102,7 @@ class StreamingDataLoader(DataLoader[Any]):
 class _Place:
     """The position of one iteration. It counts steps of the plan, which have known sizes, and reads no batches."""
 
-    def __init__(self, dataset: StreamingDataset, start: Start, *, drop_last: bool) -> None:
+    def __init__(self, dataset: StreamingDataset, start: IterationStart, *, drop_last: bool) -> None:
         assert start.world is not None
         assert start.batch_size is not None
         self._dataset = dataset
@@ -140,7 +140,7 @@ class _Place:
         )
 
 
-class _Batches(Iterator[Any]):
+class _CountedBatches(Iterator[Any]):
     """Yields the batches of torch's iterator, and counts them."""
 
     def __init__(self, loader: StreamingDataLoader) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from lightning_faulttolerant.streaming.order import (
     BATCHING_METHODS,
-    Deal,
     EpochOrder,
+    RemainingPositions,
     batched_deal,
     batched_order,
     default_block_size,
@@ -191,7 +191,7 @@ class Ordering:
             num_nodes=self._initial_nodes(seeding, num_nodes) or num_nodes,
         ).num_positions
 
-    def deal(self, sample: int, seeding: Seeding, world: World, batch_size: int) -> Deal:
+    def deal(self, sample: int, seeding: Seeding, world: World, batch_size: int) -> RemainingPositions:
         """Return how the rest of an epoch is dealt to its readers.
 
         Args:
@@ -213,7 +213,7 @@ class Ordering:
                 world=world,
                 batch_size=batch_size,
             )
-        return Deal(
+        return RemainingPositions(
             num_positions=num_positions,
             start=sample,
             world=world,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.streaming.epochs import Start
-from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.epochs import IterationStart
+from lightning_faulttolerant.streaming.order import EpochOrder, RemainingPositions
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World
 
@@ -27,7 +27,7 @@ class Plan:
         are_lent: Whether its samples are only collated into batches, which copies them.
     """
 
-    def __init__(self, order: EpochOrder, deal: Deal, *, are_lent: bool = False) -> None:
+    def __init__(self, order: EpochOrder, deal: RemainingPositions, *, are_lent: bool = False) -> None:
         self.are_lent = are_lent
         self._order = order
         self.deal = deal
@@ -71,10 +71,10 @@ class Samples(Iterator[Any]):
     def __init__(
         self,
         *,
-        plan: Callable[[Start, World], Plan],
+        plan: Callable[[IterationStart, World], Plan],
         read: Read,
-        note: Callable[[Start], None],
-        start: Start,
+        note: Callable[[IterationStart], None],
+        start: IterationStart,
         world: World,
     ) -> None:
         self._plan, self._read, self._note = plan, read, note

@@ -20,7 +20,7 @@ from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
-from lightning_faulttolerant.testing.traces import Event, NotTheSame, Outcome, before, compare, read_trace
+from lightning_faulttolerant.testing.traces import Event, NotTheSame, RunOutcome, before, compare, read_trace
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 from lightning_faulttolerant.trainer.process import OBJECTS, leave_out
 from lightning_faulttolerant.trainer.recorder import KillAt, Recorder, record_end
@@ -150,7 +150,7 @@ class Runs:
         self._timeout_seconds = timeout_seconds
         self._num_started = 0
 
-    def uninterrupted(self, name: str, *, with_callback: bool) -> Outcome:
+    def uninterrupted(self, name: str, *, with_callback: bool) -> RunOutcome:
         """Run `fit` in the new directory `name` without interruption, and wait until it finishes.
 
         The run depends only on `fit`, `num_ranks`, and, with the callback, its `options`.
@@ -159,7 +159,7 @@ class Runs:
 
     def start(
         self, name: str, faults: Sequence[Any], *, seed: int, with_callback: bool, options: Mapping[str, Any] = {}
-    ) -> Outcome:
+    ) -> RunOutcome:
         """Run `fit` in the directory `name`, and wait until it finishes."""
         self._num_started += 1
         directory = self._root / name
@@ -177,7 +177,7 @@ class Runs:
             )
         except TimeoutError as error:
             raise NotTheSame(f"{error}\n{_printed(outputs)}") from error
-        return Outcome(exit_code=exit_code, traces=[read_trace(path) for path in paths], output=_printed(outputs))
+        return RunOutcome(exit_code=exit_code, traces=[read_trace(path) for path in paths], output=_printed(outputs))
 
     def autosaves(self, name: str) -> list[Path]:
         """Return the autosaves of the runs in the directory `name`."""
@@ -214,7 +214,7 @@ class _Interrupted:
         self._without = without
         self._events: list[list[Event]] = [[] for _ in reference]
         self._costs: list[Interruption] = []
-        self._last: Outcome | None = None
+        self._last: RunOutcome | None = None
         self.left_out: set[str] = set()
         """The attributes that were left out."""
 
@@ -242,7 +242,7 @@ class _Interrupted:
         compare(self._reference, self._events, "the interrupted run")
         return self._costs
 
-    def _start(self, faults: list[Any]) -> Outcome:
+    def _start(self, faults: list[Any]) -> RunOutcome:
         is_first = self._last is None
         options: dict[str, Any] = {}
         if self._without is not None and not is_first:
@@ -258,7 +258,7 @@ class _Interrupted:
         self._last = outcome
         return outcome
 
-    def _join(self, last: Outcome, outcome: Outcome) -> None:
+    def _join(self, last: RunOutcome, outcome: RunOutcome) -> None:
         resumed = outcome.resumed
         if resumed is None and (outcome.exit_code != 0 or not self._may_begin_anew):
             raise NotTheSame(

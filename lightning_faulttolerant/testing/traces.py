@@ -29,7 +29,7 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The end of a run's processes, and their events.
 
     Args:

@@ -12,9 +12,9 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, Position, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
-from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.save.capture import Capture, RunState
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
@@ -47,7 +47,7 @@ class Boundary:
         stopping: Stopping,
         ranks: Ranks,
         hook_saves: HookSaves,
-        history: History,
+        history: HistoryWriter,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -107,7 +107,7 @@ class Boundary:
             str(position), self._pace.unsaved_at(position)
         )  # one may have been requested during the save
 
-    def _stop_here(self, position: Position) -> NoReturn:
+    def _stop_here(self, position: TrainerPosition) -> NoReturn:
         reason = self._stopping.reason
         place = str(position)
         self._pace.is_ending = True
@@ -157,7 +157,7 @@ class Boundary:
             self._stopping.end_together()
             raise stopped_by(self._stopping.reason, str(capture.position), self._pace.unsaved_at(capture.position))
 
-    def is_settled(self, position: Position) -> bool:
+    def is_settled(self, position: TrainerPosition) -> bool:
         """Return whether a stop at this position has nothing left to save."""
         pace = self._pace
         return self._stopping.is_too_late or pace.saved == position or bool(pace.unsaved_at(position))

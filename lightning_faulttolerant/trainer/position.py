@@ -20,7 +20,7 @@ IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDAT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
+class TrainerPosition:
     """A place in a run.
 
     Args:
@@ -73,13 +73,13 @@ class Position:
         return f"{place}, saved in {self.hook}" if self.hook else place
 
 
-def position_of(trainer: Trainer, where: str, hook: str = "") -> Position:
+def position_of(trainer: Trainer, where: str, hook: str = "") -> TrainerPosition:
     """Return where `trainer` is now."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
     batch = progress.ready if where == BATCH_END else progress.completed
     validated = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed if where == IN_VALIDATION else 0
-    return Position(
+    return TrainerPosition(
         where=where,
         epoch=trainer.current_epoch,
         batch=batch,
@@ -99,7 +99,7 @@ def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -
     return begun
 
 
-def load_into_loops(loops: dict[str, Any], position: Position) -> None:
+def load_into_loops(loops: dict[str, Any], position: TrainerPosition) -> None:
     """Set Lightning's counters in a checkpoint to the place where the loops continue the run.
 
     Lightning guesses from them where a checkpoint was taken. The guess is wrong nearly everywhere except between two
@@ -123,7 +123,7 @@ def load_into_loops(loops: dict[str, Any], position: Position) -> None:
     loops.get("state_dict", {}).pop("combined_loader", None)
 
 
-def place_of(trainer: Trainer, position: Position | None) -> dict[str, Any]:
+def place_of(trainer: Trainer, position: TrainerPosition | None) -> dict[str, Any]:
     """Return the fields of a report for a position, or for the place where Lightning takes the run to be."""
     if position is not None:
         place = {"epoch": position.epoch, "batch": position.batch, "validation_batch": position.validation_batch}

@@ -20,7 +20,7 @@ from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION as VALIDA
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Patches, then
-from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
+from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Method, Restoring
@@ -68,7 +68,7 @@ class Session:
         self._run_state: RunState | None = None
         self._reloads = Reloads(trainer)
         self.autosaver: Autosaver | None = None
-        self.on_saved: list[Callable[[Position, str], None]] = []
+        self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None

@@ -17,12 +17,12 @@ import cloudpickle
 import pytest
 
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import Outcome
+from lightning_faulttolerant.testing.traces import RunOutcome
 
 # These variables differ from test to test, but no fit depends on them.
 _NO_PART_OF_A_RUN = ("PYTEST_CURRENT_TEST",)
 
-Uninterrupted = Callable[..., Outcome]
+Uninterrupted = Callable[..., RunOutcome]
 
 
 class SharedRuns:
@@ -30,11 +30,11 @@ class SharedRuns:
 
     def __init__(self, uninterrupted: Uninterrupted) -> None:
         self._uninterrupted = uninterrupted
-        self._outcomes: dict[bytes, Outcome] = {}
+        self._outcomes: dict[bytes, RunOutcome] = {}
         self.is_patched: Callable[[], bool] = lambda: False
         """Whether the current test has patched something that may make its run differ from the same run elsewhere."""
 
-    def uninterrupted(self, runs: Runs, name: str, *, with_callback: bool) -> Outcome:
+    def uninterrupted(self, runs: Runs, name: str, *, with_callback: bool) -> RunOutcome:
         """Stand in for `Runs.uninterrupted`."""
         key = None if self.is_patched() else _key(runs, name, with_callback=with_callback)
         if key is None or key not in self._outcomes:

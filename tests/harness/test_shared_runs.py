@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import Outcome
+from lightning_faulttolerant.testing.traces import RunOutcome
 from tests.harness.shared_runs import SharedRuns
 
 
@@ -20,9 +20,9 @@ class Counted:
         self.exit_codes = list(exit_codes)
         self.num_runs = 0
 
-    def __call__(self, runs: Runs, name: str, *, with_callback: bool) -> Outcome:
+    def __call__(self, runs: Runs, name: str, *, with_callback: bool) -> RunOutcome:
         self.num_runs += 1
-        return Outcome(exit_code=self.exit_codes.pop(0) if self.exit_codes else 0, traces=[], output="")
+        return RunOutcome(exit_code=self.exit_codes.pop(0) if self.exit_codes else 0, traces=[], output="")
 
 
 def runs_of(fit: Callable[..., Any], directory: Path, *, num_ranks: int = 1, **options: Any) -> Runs:
@@ -47,7 +47,7 @@ def shared(counted: Counted) -> SharedRuns:
     return SharedRuns(counted)
 
 
-def ask(shared: SharedRuns, runs: Runs, name: str = "uninterrupted", *, with_callback: bool = False) -> Outcome:
+def ask(shared: SharedRuns, runs: Runs, name: str = "uninterrupted", *, with_callback: bool = False) -> RunOutcome:
     """Request an uninterrupted run."""
     return shared.uninterrupted(runs, name, with_callback=with_callback)
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli.command import main as command
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.history import Fit
+from lightning_faulttolerant.records.history import FitHistory
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -54,7 +54,7 @@ def fit_notes(callbacks: list[Callback], directory: Path, **arguments: Any) -> A
     return fit_eight(callbacks, directory, module=Notes(), **arguments)
 
 
-def fits_of(directory: Path) -> list[Fit]:
+def fits_of(directory: Path) -> list[FitHistory]:
     """Return the fits in the history of the run."""
     [path] = directory.rglob("history.jsonl")
     [chapter] = history_of(read_lines(path)).chapters

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli.report.histories import find_runs
 from lightning_faulttolerant.records.accounting import chapter_report
-from lightning_faulttolerant.records.history import FILE_NAME, Chapter, Fit, History, Place
+from lightning_faulttolerant.records.history import FILE_NAME, Chapter, FitHistory, RunHistory, RunPlace
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
@@ -33,7 +33,7 @@ from tests.runs import Net, RaiseAt, eight_batches, fit_net, make_trainer
 pytestmark = for_ranks
 
 
-def history_of(directory: Path | str) -> History:
+def history_of(directory: Path | str) -> RunHistory:
     """Return the history of the only run below a directory."""
     [found] = find_runs(str(directory))
     return found.history
@@ -56,9 +56,9 @@ def fit_one(directory: Path, *faults: Callback, **options: Any) -> Callable[[], 
     return lambda: fit_net([protected(**options), *faults], directory)
 
 
-def place(epoch: int, batch: int) -> Place:
+def place(epoch: int, batch: int) -> RunPlace:
     """Return a place of such a fit."""
-    return Place(epoch=epoch, batch=batch, global_step=5 * epoch + batch)
+    return RunPlace(epoch=epoch, batch=batch, global_step=5 * epoch + batch)
 
 
 # The history changes nothing.
@@ -274,7 +274,7 @@ def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
     chapter = chapter_of(s3)
     assert ends(chapter) == [None, "finished"]
     assert chapter.done is not None
-    second: Fit = chapter.fits[1]
+    second: FitHistory = chapter.fits[1]
     assert second.resumed is not None
     assert second.place == place(0, 3)
     assert all(autosave.num_bytes for autosave in second.autosaves)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.cli import main as command_line
-from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Entry, Registry
+from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, RegisteredRun, Registry
 from lightning_faulttolerant.records.runs import Command, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.identity.recorded import write_record
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -295,9 +295,9 @@ def test_threads(tmp_path: Path, registry: Registry) -> None:
 def test_registry_that_others_empty(registry: Registry) -> None:
     """Processes that add and remove at the same time lose nothing."""
     command = Command(script="/a.py")
-    entries = [Entry(run_id=name, directory=f"/{name}", command=command, began=0.0) for name in ("a", "b")]
+    entries = [RegisteredRun(run_id=name, directory=f"/{name}", command=command, began=0.0) for name in ("a", "b")]
 
-    def add_and_remove(entry: Entry) -> None:
+    def add_and_remove(entry: RegisteredRun) -> None:
         for _ in range(300):
             registry.add(entry)
             registry.remove(entry.directory)

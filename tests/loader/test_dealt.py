@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
+from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.resized import state_for_others
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -207,11 +207,11 @@ def test_the_ranks_shares_are_the_rest(
     order = GlobalOrder(length=length, shuffles=True, seed=2)
     begin = min(begin, length)
     deals = [
-        Deal(
+        RemainingBatches(
             order=order,
             begin=begin,
             end=length,
-            share=Share(rank=r, num_ranks=num_ranks, batch_size=batch_size, drop_last=drop_last, cuts=cuts),
+            share=RankShare(rank=r, num_ranks=num_ranks, batch_size=batch_size, drop_last=drop_last, cuts=cuts),
         )
         for r in range(num_ranks)
     ]

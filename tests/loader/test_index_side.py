@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.index_record import Moment, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_record import RandomStates, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -99,7 +99,7 @@ def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
 
 
 def _put(rng: Any, held: Any, side: IndexSide) -> None:
-    side.restore(Moment(rng=rng, held=held, sampler_epochs=[]))
+    side.restore(RandomStates(rng=rng, held=held, sampler_epochs=[]))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

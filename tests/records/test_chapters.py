@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.history import FINISHED, Chapter, Place
+from lightning_faulttolerant.records.history import FINISHED, Chapter, RunPlace
 from tests.records.made import Story
 
 
@@ -31,10 +31,10 @@ def test_what_a_process_tells_of_itself_is_read() -> None:
     assert (fit.reason, process.reason) == ("stopped by SIGTERM", "stopped by SIGTERM")
     assert (fit.is_finished, fit.has_trained, fit.num_ranks, fit.resumed) == (False, True, 1, None)
     assert (fit.place, fit.last_place) == (
-        Place(epoch=0, batch=0, global_step=0),
-        Place(epoch=0, batch=43, global_step=43),
+        RunPlace(epoch=0, batch=0, global_step=0),
+        RunPlace(epoch=0, batch=43, global_step=43),
     )
-    assert fit.alive == ((108.5, Place(epoch=0, batch=42, global_step=42)),)
+    assert fit.alive == ((108.5, RunPlace(epoch=0, batch=42, global_step=42)),)
     [autosave] = fit.autosaves
     assert (autosave.taken, autosave.time, autosave.seconds, autosave.num_bytes) == (108, 108.5, 0.5, 1234)
     assert (autosave.name, autosave.is_in_background, autosave.number) == ("autosave-00000001.ckpt", False, 1)

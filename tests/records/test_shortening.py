@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import Account
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, History
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, RunHistory
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.records.shortening import shortened, text_of
 from tests.records.made import Story, stories
 
 
-def accounts_of(history: History) -> list[Account]:
+def accounts_of(history: RunHistory) -> list[Account]:
     """Return the accounts of all chapters."""
     return [chapter_report(chapter).account for chapter in history.chapters]
 
 
-def told_by(history: History) -> list[object]:
+def told_by(history: RunHistory) -> list[object]:
     """Return the report's facts about each fit."""
     return [
         (process.began, fit.number, fit.started, fit.last_seen, fit.reason, fit.place, fit.last_place, fit.resumed,

@@ -21,7 +21,7 @@ from lightning_faulttolerant import (
     InterruptibleDistributedSampler,
     InterruptibleSampler,
 )
-from lightning_faulttolerant.samplers.deal import Deal, SkipsIndices
+from lightning_faulttolerant.samplers.deal import EpochPart, SkipsIndices
 from lightning_faulttolerant.samplers.order import SequentialOrder
 from tests.samplers.made import sampler_of
 
@@ -382,7 +382,7 @@ def test_states_are_not_taken_from_one_kind_for_the_other() -> None:
 def test_a_deal_is_padded_from_the_beginning_of_the_order() -> None:
     """If there are more ranks than samples, the samples repeat, as torch pads."""
     order = SequentialOrder(3)
-    deals = [Deal(length=3, rank=rank, num_replicas=8, drop_last=False) for rank in range(8)]
+    deals = [EpochPart(length=3, rank=rank, num_replicas=8, drop_last=False) for rank in range(8)]
     assert [order.at(deal.positions(0, deal.num_own)).tolist() for deal in deals] == [[i % 3] for i in range(8)]
 
 

@@ -19,7 +19,7 @@ from lightning_faulttolerant import (
     ShardedMapDataset,
 )
 from lightning_faulttolerant.samplers import images
-from lightning_faulttolerant.samplers.shards import Share
+from lightning_faulttolerant.samplers.shards import ShardPositions
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_fault_it_is_no_data_set_of_torchs(root: Path) -> None:
 def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> None:
     """No rank holds a sample twice, and shards are disjoint up to the last round, and complete where possible."""
     for fraction in (0.1, 1 / ranks, 0.5, 0.8, 1.0):
-        shares = [Share(length, fraction=fraction, rank=rank, num_replicas=ranks) for rank in range(ranks)]
+        shares = [ShardPositions(length, fraction=fraction, rank=rank, num_replicas=ranks) for rank in range(ranks)]
         parts = [[share[i] for i in range(len(share))] for share in shares]
         assert len({len(part) for part in parts}) == 1
         assert all(len(set(part)) == len(part) for part in parts)
@@ -177,7 +177,7 @@ def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> 
 def test_a_fraction_is_of_whole_samples() -> None:
     """A fraction is rounded up, but not by a floating point error: 0.07 of 100 samples are 7."""
     for length, fraction, expected in ((100, 0.07, 7), (31, 0.1, 4), (10, 1 / 3, 4), (9, 1 / 3, 3), (10, 1.0, 10)):
-        assert len(Share(length, fraction=fraction, rank=0, num_replicas=1)) == expected
+        assert len(ShardPositions(length, fraction=fraction, rank=0, num_replicas=1)) == expected
 
 
 def test_fault_everything_is_decoded_again_at_each_start(root: Path) -> None:

@@ -342,7 +342,7 @@ def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.Monk
 def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If ETags are other sums, a file is read back once and found right; then sizes are enough for the bucket."""
     monkeypatch.setattr(uploads, "_buckets_without_md5", set())
-    monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     with calls_of_s3(monkeypatch) as calls:
         write(s3, "a", b"1234")
         write(s3, "b", b"1234")
@@ -352,7 +352,7 @@ def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: py
 def test_etags_of_encrypted_objects_are_not_compared(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that is encrypted with a KMS key has an ETag that is not an MD5: only its size is compared."""
     monkeypatch.setattr(uploads, "_buckets_without_md5", set())
-    monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     options = {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     with calls_of_s3(monkeypatch) as calls:
@@ -364,7 +364,7 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the ETag says nothing, the size still does."""
-    monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     monkeypatch.setitem(fsspec.config.conf, "s3", {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}})
     real = uploads._S3Upload.publish
 

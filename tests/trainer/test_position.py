@@ -16,16 +16,16 @@ from lightning_faulttolerant.trainer.position import (
     FINISHED,
     VALIDATION,
     VALIDATION_END,
-    Position,
+    TrainerPosition,
     position_of,
     progress_of,
 )
 from tests.runs import fit_net
 
 
-def at(where: str, **arguments: Any) -> Position:
+def at(where: str, **arguments: Any) -> TrainerPosition:
     """Return a position, by default in epoch 1."""
-    return Position(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
+    return TrainerPosition(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
 
 
 @pytest.mark.parametrize("where", [BOUNDARY, VALIDATION, FINISHED, "on_train_batch_end"])
@@ -33,7 +33,7 @@ def test_state_law(where: str) -> None:
     """A position comes back from its plain values."""
     position = at(where)
     state = position.state_dict()
-    assert Position(**state) == position
+    assert TrainerPosition(**state) == position
     assert all(type(value) in (str, int) for value in state.values())
 
 

@@ -103,11 +103,11 @@ def test_the_others_are_two() -> None:
 
 def test_source_and_pickles_of_the_twin() -> None:
     """The twin's source is available, with the original's number of lines, and its classes go to other processes."""
-    from lightning_faulttolerant.trainer.position import Position
+    from lightning_faulttolerant.trainer.position import TrainerPosition
     from lightning_faulttolerant.twin import position  # type: ignore[attr-defined]
 
-    assert inspect.getsource(position.Position) == inspect.getsource(Position)
-    assert pickle.loads(pickle.dumps(position.Position)) is position.Position
+    assert inspect.getsource(position.TrainerPosition) == inspect.getsource(TrainerPosition)
+    assert pickle.loads(pickle.dumps(position.TrainerPosition)) is position.TrainerPosition
     source = (TRAINER / "compat.py").read_text()
     assert len(TRANSLATION.translated(source).splitlines()) == len(source.splitlines())
 

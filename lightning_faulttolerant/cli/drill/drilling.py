@@ -22,10 +22,10 @@ from lightning_faulttolerant.cli.drill.result import (
     REPEATED,
     UNINTERRUPTED,
     DrillResult,
+    DrillVerdict,
     Point,
     RunOfDrill,
     Strike,
-    Verdict,
 )
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
@@ -92,7 +92,7 @@ class Drill:
             last_words=() if self.failed_output is None else tuple(tail_of(self.failed_output, _NUM_LAST_WORDS)),
         )
 
-    def _run(self) -> Verdict:
+    def _run(self) -> DrillVerdict:
         ran, expected, verdict = self._uninterrupted(UNINTERRUPTED, None)
         if verdict is not None:
             return verdict
@@ -116,7 +116,7 @@ class Drill:
 
     def _uninterrupted(
         self, name: str, numbers: BatchNumbers | None, follower: Follower | None = None
-    ) -> tuple[Ran, list[RankOfRun], Verdict | None]:
+    ) -> tuple[Ran, list[RankOfRun], DrillVerdict | None]:
         ran = self._runner.run_uninterrupted(name, numbers, follower)
         ranks = ran.ranks()
         self._keep(ran, ranks)

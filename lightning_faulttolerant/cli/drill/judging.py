@@ -12,7 +12,7 @@ from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, Resumption
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.refusal import refusal_in
-from lightning_faulttolerant.cli.drill.result import Cause, Strike, Value, Verdict
+from lightning_faulttolerant.cli.drill.result import Cause, DrillVerdict, Strike, Value
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, DrillSettings
 from lightning_faulttolerant.cli.page.numbers import plural
@@ -82,7 +82,7 @@ _CAUGHT = Cause(
 )
 
 
-def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
+def failed(process: DrillProcess, *, run: str, is_restart: bool) -> DrillVerdict:
     """Judge a run in which a process failed by itself.
 
     Args:
@@ -96,7 +96,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
         return _refused(refusal, process, is_restart=is_restart)
     how = f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by signal {-code}"
     if is_restart:
-        return Verdict(
+        return DrillVerdict(
             word=result.DIFFERS,
             text=f"A restart {how}; the uninterrupted run finished.",
             cause=Cause(
@@ -122,7 +122,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
     )
 
 
-def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> Verdict:
+def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> DrillVerdict:
     """Judge a run that this package refused to train, with the reason."""
     output = f"The whole output: {process.output}"
     if not is_restart:
@@ -130,10 +130,10 @@ def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> Verdic
         return _not_judged("lightning_faulttolerant refuses this script.", cause)
     advice = ("Nothing was trained that differs: the restart was ended before its first batch.", output)
     cause = Cause(part="refusal", text=refusal, advice=advice)
-    return Verdict(word=result.DIFFERS, text="lightning_faulttolerant refused to resume the run.", cause=cause)
+    return DrillVerdict(word=result.DIFFERS, text="lightning_faulttolerant refused to resume the run.", cause=cause)
 
 
-def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
+def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> DrillVerdict | None:
     """Judge an uninterrupted run by itself; return None if other runs can be compared with it.
 
     Args:
@@ -156,7 +156,7 @@ def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
     return None
 
 
-def _of_outcome(ran: Ran) -> Verdict | None:
+def _of_outcome(ran: Ran) -> DrillVerdict | None:
     if ran.outcome == running.RESUMED:
         return _not_judged(f"The {ran.name} run did not begin from the beginning.", _OWN_RUN)
     if ran.outcome == running.TIMED_OUT:
@@ -180,7 +180,7 @@ def _of_outcome(ran: Ran) -> Verdict | None:
     return None
 
 
-def beyond_the_end(batch: int, num_batches: int) -> Verdict:
+def beyond_the_end(batch: int, num_batches: int) -> DrillVerdict:
     """Judge a drill with a strike beyond the end of the run.
 
     Args:
@@ -199,7 +199,7 @@ def beyond_the_end(batch: int, num_batches: int) -> Verdict:
 
 def of_repeated(
     expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
-) -> Verdict | None:
+) -> DrillVerdict | None:
     """Judge whether the script is deterministic by itself; return None if it is.
 
     Args:
@@ -220,7 +220,7 @@ def of_interrupted(
     settings: DrillSettings,
     *,
     num_wanted: int,
-) -> Verdict:
+) -> DrillVerdict:
     """Judge the interrupted run.
 
     Args:
@@ -233,7 +233,7 @@ def of_interrupted(
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
     if ran.outcome == running.BEGAN_ANEW:
-        return Verdict(word=result.DIFFERS, text="A restart did not resume.", cause=_NOT_RESUMED)
+        return DrillVerdict(word=result.DIFFERS, text="A restart did not resume.", cause=_NOT_RESUMED)
     verdict = _of_outcome(ran)
     if verdict is not None:
         return verdict
@@ -259,7 +259,7 @@ def of_interrupted(
     times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
     if len(strikes) < num_wanted:
         times += f", by {len(strikes)} of {plural(num_wanted, 'strike')}"
-    return Verdict(word=result.EXACT, text=f"Interrupted {times}, and {same}.", notes=tuple(notes))
+    return DrillVerdict(word=result.EXACT, text=f"Interrupted {times}, and {same}.", notes=tuple(notes))
 
 
 def _first_of_stages(
@@ -277,7 +277,7 @@ def _first_of_stages(
 
 def _of_mismatch(
     mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
-) -> Verdict:
+) -> DrillVerdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
     if is_older and _was_caught(mismatch, expected, ran):
         return _not_judged("The script trained on after the exception that the drill had raised.", _CAUGHT)
@@ -301,7 +301,7 @@ def _of_mismatch(
         cause = by_events
     if not settings.is_checked:
         notes.append(_CHECK)
-    return Verdict(
+    return DrillVerdict(
         word=result.DIFFERS,
         text=f"The interrupted run differs from the uninterrupted one at {difference.place}.",
         cause=cause,
@@ -319,7 +319,7 @@ def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> 
     return mismatch.number >= sum(event.place <= place for event in expected[0].batches)
 
 
-def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> Verdict:
+def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> DrillVerdict:
     difference = difference_of(mismatch)
     others = _other_surroundings(expected, found, 0)
     cause = causes.surroundings_differ(others) if others else causes.not_deterministic(mismatch, difference.place)
@@ -374,5 +374,5 @@ def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}{of_ranks}"
 
 
-def _not_judged(text: str, cause: Cause, *, difference: result.Difference | None = None) -> Verdict:
-    return Verdict(word=result.NOT_JUDGED, text=text, cause=cause, difference=difference)
+def _not_judged(text: str, cause: Cause, *, difference: result.Difference | None = None) -> DrillVerdict:
+    return DrillVerdict(word=result.NOT_JUDGED, text=text, cause=cause, difference=difference)

@@ -14,7 +14,7 @@ _MAX_TWICE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class StrikeMoment:
     """The moment of a strike.
 
     Args:
@@ -30,7 +30,7 @@ class Moment:
     num_twice: int = 0
 
 
-def moments_of(settings: DrillSettings, num_batches: int) -> list[Moment]:
+def moments_of(settings: DrillSettings, num_batches: int) -> list[StrikeMoment]:
     """Return the moments of a drill: the requested ones, or a random one in each of equal parts of the run.
 
     Args:
@@ -39,18 +39,20 @@ def moments_of(settings: DrillSettings, num_batches: int) -> list[Moment]:
     """
     generator = random.Random(settings.seed)
     if settings.at:
-        return [Moment(batch=batch, fraction=0.0, hook=HOOKS[0]) for batch in sorted(set(settings.at))]
+        return [StrikeMoment(batch=batch, fraction=0.0, hook=HOOKS[0]) for batch in sorted(set(settings.at))]
     found = []
     for number in range(settings.num_strikes):
         part = (number + generator.random()) / settings.num_strikes
         batch = min(1 + int(part * (num_batches - 1)), max(num_batches - 1, 0))
         fraction = generator.random()
         num_twice = int(fraction * _MAX_TWICE)
-        found.append(Moment(batch=batch, fraction=fraction, hook=generator.choice(HOOKS), num_twice=num_twice))
+        found.append(StrikeMoment(batch=batch, fraction=fraction, hook=generator.choice(HOOKS), num_twice=num_twice))
     return found
 
 
-def plan_of(settings: DrillSettings, coming: Sequence[Moment], numbers: BatchNumbers, *, num_saved: int) -> StrikePlan:
+def plan_of(
+    settings: DrillSettings, coming: Sequence[StrikeMoment], numbers: BatchNumbers, *, num_saved: int
+) -> StrikePlan:
     """Return what a process has to do so that its strikes can come.
 
     Args:

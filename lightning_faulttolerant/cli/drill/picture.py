@@ -23,7 +23,7 @@ _LARGEST_LANE = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class BatchStretch:
     """The batches that one process of the interrupted run did.
 
     Args:
@@ -39,7 +39,7 @@ class Stretch:
     end: int
 
 
-def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[Stretch]:
+def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[BatchStretch]:
     """Return the batches of each process, from where it continued to where it was struck.
 
     Args:
@@ -50,12 +50,12 @@ def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[Stretch
     begins = [0, *(strike.resumed_at for strike in strikes)]
     ends = [*(strike.at for strike in strikes), len(done_by)]
     lowest = list(accumulate(reversed(begins), min))[::-1]  # how far back later processes went
-    made: list[Stretch] = []
+    made: list[BatchStretch] = []
     for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         counts_until = max(begin, min([end, *lowest[index + 1 : index + 2]]))
         following = made[-1].process + 1 if made else 0
         process = done_by[begin] if begin < min(counts_until, len(done_by)) else following
-        made.append(Stretch(process=process, begin=begin, end=max(end, begin), counts_until=counts_until))
+        made.append(BatchStretch(process=process, begin=begin, end=max(end, begin), counts_until=counts_until))
     return made
 
 
@@ -107,15 +107,15 @@ def _name(result: DrillResult, num_batches: int) -> str:
     return f"Loss of both runs over {plural(num_batches, 'batch')}, with {struck}"
 
 
-def _lane_height(lanes: Sequence[Stretch]) -> int:
+def _lane_height(lanes: Sequence[BatchStretch]) -> int:
     return round(len(lanes) * _pitch(lanes))
 
 
-def _pitch(lanes: Sequence[Stretch]) -> float:
+def _pitch(lanes: Sequence[BatchStretch]) -> float:
     return min(_LARGEST_LANE, _LANES / len(lanes))
 
 
-def _lanes(lanes: Sequence[Stretch], scale: Scale, top: int) -> Child:
+def _lanes(lanes: Sequence[BatchStretch], scale: Scale, top: int) -> Child:
     if not lanes:
         return None
     pitch = _pitch(lanes)
@@ -126,7 +126,7 @@ def _lanes(lanes: Sequence[Stretch], scale: Scale, top: int) -> Child:
     return tag("g", heading, drawn, class_="lane")
 
 
-def _lane(lane: Stretch, scale: Scale, y: float, pitch: float, *, is_named: bool) -> Child:
+def _lane(lane: BatchStretch, scale: Scale, y: float, pitch: float, *, is_named: bool) -> Child:
     height = round(min(pitch * 0.6, 8.0), 2)
     y = round(y + (pitch - height) / 2, 2)
     begin, counts_until, end = (scale.place(value) for value in (lane.begin, lane.counts_until, lane.end))

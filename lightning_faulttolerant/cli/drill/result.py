@@ -155,7 +155,7 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class DrillVerdict:
     """The final verdict of a drill.
 
     Args:
@@ -200,7 +200,7 @@ class DrillResult:
     """
 
     command: tuple[str, ...]
-    verdict: Verdict
+    verdict: DrillVerdict
     strikes: tuple[Strike, ...]
     num_wanted: int
     kind: str

@@ -10,7 +10,7 @@ from typing import final
 
 from lightning_faulttolerant.cli.drill.comparison import Follower
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun
-from lightning_faulttolerant.cli.drill.moments import Moment, moments_of, plan_of
+from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, plan_of
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, DrillSettings
@@ -163,7 +163,7 @@ class Runner:
         self._progress.end(self._status, ran.seconds)
         return ran
 
-    def _next(self, ran: Ran, coming: Sequence[Moment] = ()) -> DrillProcess:
+    def _next(self, ran: Ran, coming: Sequence[StrikeMoment] = ()) -> DrillProcess:
         self.close()
         plan = plan_of(self._settings, coming, self._numbers, num_saved=self._num_saved(ran))
         number = len(ran.processes)
@@ -181,7 +181,7 @@ class Runner:
         process.start()
         return process
 
-    def _coming(self, moments: Sequence[Moment], ran: Ran, last: int) -> Sequence[Moment]:
+    def _coming(self, moments: Sequence[StrikeMoment], ran: Ran, last: int) -> Sequence[StrikeMoment]:
         """Return the moments at which to strike the next process; none if the process is to end by itself.
 
         The drill does not wait for exceptions. An exception must come after the place where the process continues. If
@@ -198,7 +198,7 @@ class Runner:
         num_left = len(self._numbers) - last
         came_too_early = len(ran.processes) > num_struck
         first = max(last + max(1, num_left // 4) if came_too_early else 0, num_saved + 1)
-        coming: list[Moment] = []
+        coming: list[StrikeMoment] = []
         for moment in moments[num_struck:]:
             batch = max(moment.batch, first)
             if batch < len(self._numbers):
@@ -211,7 +211,7 @@ class Runner:
         saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
         return max(saved, default=0)
 
-    def _run_and_strike(self, process: DrillProcess, coming: Sequence[Moment], seconds: Sequence[float]) -> str:
+    def _run_and_strike(self, process: DrillProcess, coming: Sequence[StrikeMoment], seconds: Sequence[float]) -> str:
         if not coming:
             return self._watch(process, self._has_gone_wrong)
         if self._settings.kind == EXCEPTION:
@@ -224,7 +224,7 @@ class Runner:
         )
         return self._strike(process) if outcome == _STRUCK else outcome
 
-    def _await_exceptions(self, process: DrillProcess, coming: Sequence[Moment]) -> str:
+    def _await_exceptions(self, process: DrillProcess, coming: Sequence[StrikeMoment]) -> str:
         outcome = self._watch(process, self._has_gone_wrong)
         num_strikes = self._status.num_strikes + process.num_restarts
         expected = coming[min(process.num_restarts, len(coming) - 1)].batch
@@ -343,7 +343,7 @@ class Runner:
 class Clock:
     """A clock that reports when the time of a moment has come, once its batch is reached."""
 
-    def __init__(self, moment: Moment, seconds: Sequence[float]) -> None:
+    def __init__(self, moment: StrikeMoment, seconds: Sequence[float]) -> None:
         self.moment = moment
         self._seconds = seconds
         self._began: tuple[int, float] | None = None

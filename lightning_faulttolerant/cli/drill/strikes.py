@@ -19,7 +19,7 @@ _FAILED_UNDER_LAUNCHER = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class LedgerStretch:
     """The lines of rank 0 from one start to the next: a process of the drill, or a restart by a launcher in one.
 
     Args:
@@ -79,7 +79,7 @@ class Stretch:
         return float(last["until"] if "until" in last else last.get("time", 0.0)) - self.began
 
 
-def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> list[Stretch]:
+def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> list[LedgerStretch]:
     """Return the stretches of a run, in order.
 
     Args:
@@ -90,7 +90,7 @@ def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> li
     for process in processes:
         parts = list(_by_start(map(_place_only, process.lines().get(0, ()))))
         found += [
-            Stretch(process=process, lines=part, numbers=numbers, index=i, is_last=i == len(parts) - 1)
+            LedgerStretch(process=process, lines=part, numbers=numbers, index=i, is_last=i == len(parts) - 1)
             for i, part in enumerate(parts)
         ]
     return found
@@ -121,7 +121,7 @@ def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:
         yield part
 
 
-def strikes_of(stretches: Sequence[Stretch], kind: str) -> tuple[Strike, ...]:
+def strikes_of(stretches: Sequence[LedgerStretch], kind: str) -> tuple[Strike, ...]:
     """Return the strikes that count. After such a strike, the run continued from beyond its previous start.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, History
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, RunHistory
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 
@@ -24,7 +24,7 @@ class FoundRun:
 
     run_id: str
     path: str
-    history: History
+    history: RunHistory
 
     @property
     def last_seen(self) -> float:

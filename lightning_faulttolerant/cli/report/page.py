@@ -13,7 +13,7 @@ from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bar
 from lightning_faulttolerant.cli.report.words import RUNNING_SECONDS, unsaved_text
 from lightning_faulttolerant.cli.text import moment_text, size_text
 from lightning_faulttolerant.records.goodput import Account, ChapterReport, RunReport
-from lightning_faulttolerant.records.history import FINISHED, Autosave, Fit, Place, Process
+from lightning_faulttolerant.records.history import FINISHED, Autosave, FitHistory, Process, RunPlace
 
 _NUM_NOTES = 40
 _NUM_TEXT = 300
@@ -121,7 +121,7 @@ def _row(process: Process, number: int, *, first: float) -> list[Child]:
     ]
 
 
-def _origin(fit: Fit | None) -> Child:
+def _origin(fit: FitHistory | None) -> Child:
     if fit is None or fit.started is None:
         return "did not come so far"
     if fit.resumed is None:
@@ -142,7 +142,7 @@ def _restored(chapter: ChapterReport) -> Child:
     return tag("p", f"Restored exactly{' ' * bool(often)}{often}: ", ", ".join(texts), ".", class_="soft below")
 
 
-def _steps(fits: Sequence[Fit]) -> Child:
+def _steps(fits: Sequence[FitHistory]) -> Child:
     places = [place for fit in fits for place in (fit.place, fit.last_place) if place is not None]
     if not places:
         return ""
@@ -230,7 +230,7 @@ def _before(report: RunReport) -> str | None:
     return "; ".join(texts) or None
 
 
-def _place_text(place: Place) -> str:
+def _place_text(place: RunPlace) -> str:
     return f"batch {place.batch:,} of epoch {place.epoch:,}, step {place.global_step:,}"
 
 

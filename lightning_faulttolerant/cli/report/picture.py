@@ -28,7 +28,7 @@ from lightning_faulttolerant.records.goodput import (
     ChapterReport,
     Segment,
 )
-from lightning_faulttolerant.records.history import Autosave, Fit
+from lightning_faulttolerant.records.history import Autosave, FitHistory
 
 _KINDS = {
     TRAINING: "good",
@@ -178,7 +178,7 @@ def _cuts(segments: Iterable[Segment]) -> dict[tuple[int, int | None], float]:
     return found
 
 
-def _points(fit: Fit, *, began: float, before: int) -> list[Point]:
+def _points(fit: FitHistory, *, began: float, before: int) -> list[Point]:
     known = [(time, place) for time, place in marks(fit) if time <= fit.last_seen]
     if fit.last_place is not None and fit.started is not None:
         known.append((fit.last_seen, fit.last_place))

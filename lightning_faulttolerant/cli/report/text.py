@@ -15,7 +15,7 @@ from lightning_faulttolerant.cli.report.words import (
 )
 from lightning_faulttolerant.cli.text import moment_text, safe, size_text, table
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
-from lightning_faulttolerant.records.history import Autosave, Chapter, Fit
+from lightning_faulttolerant.records.history import Autosave, Chapter, FitHistory
 
 _WIDTH = 80
 _BAR_WIDTH = 24
@@ -109,7 +109,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
     yield "FROM and TO are epoch:batch, both from 0."
 
 
-def _to_text(fit: Fit) -> str:
+def _to_text(fit: FitHistory) -> str:
     return "end" if fit.is_finished else place_text(fit.last_place)
 
 

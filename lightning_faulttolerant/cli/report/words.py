@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_faulttolerant.records import goodput
-from lightning_faulttolerant.records.history import Fit, Place, Unsaved
+from lightning_faulttolerant.records.history import FitHistory, RunPlace, Unsaved
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
@@ -47,7 +47,7 @@ def duration_text(seconds: float) -> str:
     return f"{hours // 24}d {hours % 24:02d}h"
 
 
-def place_text(place: Place | None) -> str:
+def place_text(place: RunPlace | None) -> str:
     """Return a place as ``epoch:batch``, or "-" if it is not known.
 
     Args:
@@ -56,7 +56,7 @@ def place_text(place: Place | None) -> str:
     return "-" if place is None else f"{place.epoch}:{place.batch}"
 
 
-def from_text(fit: Fit) -> str:
+def from_text(fit: FitHistory) -> str:
     """Return the place where a fit continued, or "start" if it began from the beginning.
 
     Args:
@@ -67,7 +67,7 @@ def from_text(fit: Fit) -> str:
     return "start" if fit.resumed is None else place_text(fit.place)
 
 
-def unsaved_text(unsaved: Unsaved, fit: Fit) -> str:
+def unsaved_text(unsaved: Unsaved, fit: FitHistory) -> str:
     """Return how long a fit could save nothing, and why.
 
     Args:
@@ -80,7 +80,7 @@ def unsaved_text(unsaved: Unsaved, fit: Fit) -> str:
     return f"could save nothing for {duration_text(ended - unsaved.since)}{still}, {tries}: {unsaved.text}"
 
 
-def end_text(fit: Fit, *, is_last: bool, made: float) -> str:
+def end_text(fit: FitHistory, *, is_last: bool, made: float) -> str:
     """Return the reason why a fit ended, in a few words.
 
     Args:

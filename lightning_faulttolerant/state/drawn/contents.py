@@ -57,7 +57,7 @@ class Content:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class DrawnContents:
     """Everything that was found.
 
     Args:
@@ -73,14 +73,14 @@ class Contents:
     datasets: dict[str, Any]
 
 
-def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
+def contents_of(roots: Mapping[str, Any], rules: Rules) -> DrawnContents:
     """Return the content that can be reached from `roots`.
 
     Args:
         roots: The objects to begin with, by name.
         rules: What is left out.
     """
-    found = Contents(lists={}, numbers={}, parts={}, datasets={})
+    found = DrawnContents(lists={}, numbers={}, parts={}, datasets={})
     queue: deque[tuple[str, Any]] = deque(roots.items())
     seen: set[int] = set()
     while queue and len(seen) < _MAX_OBJECTS:
@@ -106,7 +106,7 @@ def is_part(value: Any) -> bool:
 
 
 def _add(
-    found: Contents, look_into: Callable[[tuple[str, Any]], None], path: str, owner: Any, name: str, value: Any
+    found: DrawnContents, look_into: Callable[[tuple[str, Any]], None], path: str, owner: Any, name: str, value: Any
 ) -> None:
     if is_number(value):
         found.numbers[path] = text_of(value)

@@ -45,7 +45,7 @@ class Pickles:
             CantCarryError: If it can't be pickled, or refers to objects that others refer to.
         """
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, value, lambda part: self.has_met(part) or self._is_shared(part))
+        pickler = _UnsharedPickler(buffer, value, lambda part: self.has_met(part) or self._is_shared(part))
         try:
             pickler.dump(value)
         except _SharedError as error:
@@ -60,7 +60,7 @@ class _SharedError(Exception):
     """An object to be pickled refers to one that other objects refer to."""
 
 
-class _Pickler(pickle.Pickler):
+class _UnsharedPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, root: Any, is_shared: Callable[[Any], bool]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._root = root

@@ -27,7 +27,7 @@ _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class CacheContents:
     """The contents of a cache directory, for all data sets and processes together.
 
     Args:
@@ -156,7 +156,7 @@ class KeptShards:
             now = time.time_ns()  # the file system's clock ticks too slowly
             os.utime(self._mark_path(shard), ns=(now, now))
 
-    def contents(self) -> Contents:
+    def contents(self) -> CacheContents:
         """Scan the directory."""
         num_bytes, num_announced, last_uses = 0, 0, {}
         if not self._numbers:
@@ -174,7 +174,7 @@ class KeptShards:
                 # Temporary files are counted through their locks.
                 if not name.startswith(marks.DIRECTORY + "/") and target_name(entry.name) is None:
                     num_bytes += entry.stat().st_size
-        return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
+        return CacheContents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
     def evict(self, shard: int, last_use: int) -> int:
         """Remove a fetched shard, unless it was used since or is being fetched.
@@ -214,7 +214,7 @@ class KeptShards:
     def _mark_path(self, shard: int) -> str:
         return marks.path_of(self.directory, self.shards[shard].files[0].basename)
 
-    def _is_checked_as_asked(self, mark: marks.Mark) -> bool:
+    def _is_checked_as_asked(self, mark: marks.ShardMark) -> bool:
         return self._validate_hash is None or all(file.algorithm == self._validate_hash for file in mark.files)
 
     def _checksums(self, shard: int, paths: Sequence[str]) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class KeptShards:
             )
             for checksum, path in zip(checksums, self._paths(shard), strict=True)
         )
-        mark = marks.Mark(index=self._index_digest, boot=this_boot(), is_downloaded=is_downloaded, files=files)
+        mark = marks.ShardMark(index=self._index_digest, boot=this_boot(), is_downloaded=is_downloaded, files=files)
         marks.write(self._mark_path(shard), mark)
         self.touch(shard)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, final
 
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.streaming.cache import marks
-from lightning_faulttolerant.streaming.cache.kept import Contents
+from lightning_faulttolerant.streaming.cache.kept import CacheContents
 from lightning_faulttolerant.streaming.cache.locks import FileLock, locked
 from lightning_faulttolerant.streaming.cache.patience import pause
 
@@ -28,7 +28,7 @@ class LimitedCache(Protocol):
     def num_bytes_of(self, shard: int) -> int:
         """Return how much room a shard takes while it is fetched."""
 
-    def contents(self) -> Contents:
+    def contents(self) -> CacheContents:
         """Scan the directory."""
 
     def is_held(self, shard: int) -> bool:

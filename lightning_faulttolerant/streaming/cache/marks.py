@@ -43,7 +43,7 @@ class FileMark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class ShardMark:
     """The result of a shard's check.
 
     Args:
@@ -72,7 +72,7 @@ def path_of(directory: str, basename: str, suffix: str = SUFFIX) -> str:
     return os.path.join(directory, DIRECTORY, basename + suffix)
 
 
-def read(path: str) -> Mark | None:
+def read(path: str) -> ShardMark | None:
     """Return a mark, or None if it is missing. A mark that can't be parsed is returned as one without an index."""
     try:
         content = Path(path).read_bytes()
@@ -81,12 +81,12 @@ def read(path: str) -> Mark | None:
     try:
         found = json.loads(content)
         files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
-        return Mark(**found, files=files)
+        return ShardMark(**found, files=files)
     except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard
-        return Mark(index="", boot="", is_downloaded=True, files=())
+        return ShardMark(index="", boot="", is_downloaded=True, files=())
 
 
-def write(path: str, mark: Mark) -> None:
+def write(path: str, mark: ShardMark) -> None:
     """Write a mark. If nothing can be written, the next process checks the shard again."""
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.forks import ProcessLock
-from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, publish, size_fault
+from lightning_faulttolerant.streaming.cache.kept import CacheContents, KeptShards, hash_fault, publish, size_fault
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
@@ -179,7 +179,7 @@ class ShardCache:
         info = self.shards[shard]
         return sum(file.num_bytes for file in (*info.files, *info.zip_files))
 
-    def contents(self) -> Contents:
+    def contents(self) -> CacheContents:
         """Scan the directory."""
         return self._kept.contents()
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
 from lightning_faulttolerant.streaming.format.index import INDEX_BASENAME, VERSION, parse_index
-from lightning_faulttolerant.streaming.format.places import Place, place_of
+from lightning_faulttolerant.streaming.format.places import FilePlace, place_of
 
 Address: TypeAlias = str | tuple[str, str]
 
@@ -56,7 +56,7 @@ class _Merge:
     ) -> None:
         addresses = (out,) if isinstance(out, (str, os.PathLike)) else tuple(out)
         # The last one is the place of the data set. A directory with copies of its indexes may come before it.
-        self._places: list[Place] = [place_of(address, storage_options) for address in addresses]
+        self._places: list[FilePlace] = [place_of(address, storage_options) for address in addresses]
         self._keep_local = keep_local
         self._timeout_seconds = download_timeout
 

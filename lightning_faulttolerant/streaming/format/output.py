@@ -14,7 +14,7 @@ from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.streaming.format.compression import FAMILIES
 from lightning_faulttolerant.streaming.format.extras import extra
 from lightning_faulttolerant.streaming.format.index import FORMATS, INDEX_BASENAME
-from lightning_faulttolerant.streaming.format.places import LocalPlace, Place, place_of
+from lightning_faulttolerant.streaming.format.places import FilePlace, LocalPlace, place_of
 
 _SHARD_NAME = re.compile(
     rf"shard\.\d{{5,}}\.(?:{'|'.join(FORMATS)})(?:\.meta)?(?:\.(?:{'|'.join(FAMILIES)}))?"
@@ -141,7 +141,7 @@ class Output:
 
 def _places(
     out: str | os.PathLike[str] | tuple[str, str], storage_options: Mapping[str, Any] | None
-) -> tuple[Place | None, Place | None]:
+) -> tuple[FilePlace | None, FilePlace | None]:
     """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):
         if len(out) != 2 or is_url(out[0]):
@@ -151,7 +151,7 @@ def _places(
     return (place, None) if isinstance(place, LocalPlace) else (None, place)
 
 
-def _make_room(place: Place, *, exist_ok: bool) -> None:
+def _make_room(place: FilePlace, *, exist_ok: bool) -> None:
     """Delete the existing data set, its index first: an index must not remain without its shards."""
     names = place.names()
     if names and not exist_ok:

@@ -14,7 +14,7 @@ from lightning_faulttolerant.storage.atomic_file import atomic_writer
 from lightning_faulttolerant.storage.store import is_url, local_path
 
 
-class Place(ABC):
+class FilePlace(ABC):
     """A local or remote directory of files. Names are relative to it, with ``/`` between their parts."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Place(ABC):
         """Return the name of a file by its address, or ``None`` if it is not below this place."""
 
 
-def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:
+def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> FilePlace:
     """Return the place at an address.
 
     Args:
@@ -61,7 +61,7 @@ def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any]
     return RemotePlace(text, storage_options or {}) if is_url(text) else LocalPlace(local_path(text))
 
 
-class LocalPlace(Place):
+class LocalPlace(FilePlace):
     """A local directory.
 
     Args:
@@ -124,7 +124,7 @@ class LocalPlace(Place):
         return os.path.join(self.path, name)
 
 
-class RemotePlace(Place):
+class RemotePlace(FilePlace):
     """An address that fsspec knows.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order.deal import Deal, nodes_of
+from lightning_faulttolerant.streaming.order.deal import RemainingPositions, nodes_of
 from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutation
 from lightning_faulttolerant.streaming.order.epoch import DEFAULT, EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares
@@ -97,7 +97,7 @@ def _of_streams(
 
 def batched_deal(
     *, batching_method: str, algorithm: str | None, num_positions: int, start: int, world: World, batch_size: int
-) -> Deal:
+) -> RemainingPositions:
     """Return how the batches of a `batched_order` are dealt.
 
     Raises:
@@ -111,7 +111,9 @@ def batched_deal(
             " Continue with the global batch size that the run began with."
         )
     is_in_turn = batching_method == "stratified" and algorithm not in (None, DEFAULT)
-    return Deal(num_positions=num_positions, start=start, world=world, batch_size=batch_size, is_in_turn=is_in_turn)
+    return RemainingPositions(
+        num_positions=num_positions, start=start, world=world, batch_size=batch_size, is_in_turn=is_in_turn
+    )
 
 
 def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ class FilledOrder:
     def __init__(self, order: EpochOrder, world: World) -> None:
         self._order = order
         self._deals = [
-            Deal(num_positions=order.num_positions, world=replace(world, rank=rank), batch_size=1)
+            RemainingPositions(num_positions=order.num_positions, world=replace(world, rank=rank), batch_size=1)
             for rank in range(world.num_ranks)
         ]
 

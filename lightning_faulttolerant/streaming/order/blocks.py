@@ -16,7 +16,7 @@ SHARDS_PER_BLOCK = 8
 MAX_BLOCK_SAMPLES = 1 << 17
 
 
-class SequentialOrder:
+class SequentialShardOrder:
     """One shard after the other, in each canonical node: the order of ``shuffle=False``.
 
     Guarantees: every sample of the epoch once, in the same order in each epoch. One shard is open for each canonical
@@ -127,7 +127,7 @@ class BlockOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Parts:
+class _UnitParts:
     """Parts of units.
 
     Args:
@@ -140,12 +140,12 @@ class _Parts:
     begin: Ints
     size: Ints
 
-    def of(self, which: Ints) -> _Parts:
+    def of(self, which: Ints) -> _UnitParts:
         """Return some of the parts, in the given order."""
-        return _Parts(unit=self.unit[which], begin=self.begin[which], size=self.size[which])
+        return _UnitParts(unit=self.unit[which], begin=self.begin[which], size=self.size[which])
 
 
-def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
+def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_UnitParts, Ints]:
     """Deal the shards to the rows, the same in every epoch, and cut those that cross a bound.
 
     Returns the parts, and the row of each.
@@ -162,7 +162,7 @@ def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
     edges = np.insert(starts, places[is_new], cuts[is_new])
     begins, sizes = edges[:-1], np.diff(edges)
     where = np.searchsorted(stops, begins, side="right")
-    parts = _Parts(unit=order[where], begin=begins - starts[where], size=sizes)
+    parts = _UnitParts(unit=order[where], begin=begins - starts[where], size=sizes)
     return parts, np.searchsorted(bounds[1:], begins, side="right")
 
 
@@ -179,7 +179,7 @@ def _blocks_of(starts: Ints, row: Ints, bounds: Ints, block_size: int | None) ->
     return blocks
 
 
-def _sliced(parts: _Parts, block: Ints, drawn: npt.NDArray[np.uint64]) -> tuple[_Parts, Ints]:
+def _sliced(parts: _UnitParts, block: Ints, drawn: npt.NDArray[np.uint64]) -> tuple[_UnitParts, Ints]:
     """Split each block with too many samples. Each slice has a piece of each of the block's parts, in random order.
 
     Returns the parts and the block of each.
@@ -195,5 +195,5 @@ def _sliced(parts: _Parts, block: Ints, drawn: npt.NDArray[np.uint64]) -> tuple[
     turn = (piece + (drawn % times.astype(np.uint64)).astype(np.int64)[part]) % times[part]
     of_slice = (np.cumsum(num_slices) - num_slices)[block[part]] + turn
     order = np.argsort(of_slice, kind="stable")
-    sliced = _Parts(unit=parts.unit[part], begin=parts.begin[part] + begin, size=size)
+    sliced = _UnitParts(unit=parts.unit[part], begin=parts.begin[part] + begin, size=size)
     return sliced.of(order), of_slice[order]

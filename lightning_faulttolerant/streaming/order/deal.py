@@ -25,7 +25,7 @@ def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -
         world: The reader.
         batch_size: The number of samples in one batch of one rank.
     """
-    deal = Deal(num_positions=sys.maxsize, start=start, world=world, batch_size=batch_size)
+    deal = RemainingPositions(num_positions=sys.maxsize, start=start, world=world, batch_size=batch_size)
     return deal.positions(step)
 
 
@@ -35,7 +35,7 @@ def nodes_of(world: World) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deal:
+class RemainingPositions:
     """The rest of an epoch, dealt to one rank.
 
     All ranks get equally many samples in every step. If the remaining positions don't divide evenly, some ranks repeat

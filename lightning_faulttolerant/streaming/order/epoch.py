@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order.blocks import BlockOrder, SequentialOrder
+from lightning_faulttolerant.streaming.order.blocks import BlockOrder, SequentialShardOrder
 from lightning_faulttolerant.streaming.order.draws import Ints
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
 from lightning_faulttolerant.streaming.order.originals import SHUFFLES, TableOrder, shuffled
@@ -81,7 +81,7 @@ def epoch_order(
     if algorithm is None or algorithm == DEFAULT:
         units = _units(sizes, chosen, draw)
         if not shuffle:
-            return SequentialOrder(units, EvenRows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
+            return SequentialShardOrder(units, EvenRows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
         return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
     rows = PaddedRows(num_samples=sum(chosen), num_rows=num_canonical_nodes, num_nodes=num_nodes)
     return _of_the_original(sizes, chosen, draw, rows, algorithm=algorithm, block_size=block_size)
@@ -99,7 +99,7 @@ def _of_the_original(
     are_whole = all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True))
     units = _units(sizes, chosen, draw) if are_whole else None
     if units is not None and not draw.shuffle:
-        return SequentialOrder(units, rows)
+        return SequentialShardOrder(units, rows)
     # If every shard is read once, a sample's place is its id, so an array of all ids is not needed.
     of_units, ids = resampled(sizes, chosen, draw) if units is None else (units.size, None)
     if ids is not None and not draw.shuffle:

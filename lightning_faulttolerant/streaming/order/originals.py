@@ -182,7 +182,7 @@ def kept_nodes(*, num_canonical_nodes: int, num_nodes: int, initial_nodes: int |
     """Return the number of nodes for which the original library keeps the order inside a global batch, or None.
 
     It is the number that the run began with, if the current number neither divides the canonical nodes nor is divided
-    by them. Pass it to `Deal` as ``initial_nodes`` and to `epoch_order` as ``num_nodes``.
+    by them. Pass it to `RemainingPositions` as ``initial_nodes`` and to `epoch_order` as ``num_nodes``.
 
     Source: ``partition/relaxed.py`` of MosaicML Streaming 0.13.
     """

@@ -29,7 +29,7 @@ _ADVICE = {
 }
 
 
-class _Follower(Protocol):
+class _ServiceFollower(Protocol):
     """Knows how much a logger has logged so far, without asking its service."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class Experiments:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
-        self._followers: dict[int, _Follower] = {}
-        self._resumed: list[tuple[str, _Follower, Mapping[str, Any]]] = []
+        self._followers: dict[int, _ServiceFollower] = {}
+        self._resumed: list[tuple[str, _ServiceFollower, Mapping[str, Any]]] = []
         self.notes: list[str] = []
         """What a user should know about loggers that could not continue, and about missing or duplicate rows."""
 
@@ -102,7 +102,7 @@ class Experiments:
             for key, logger in loggers
         ]
 
-    def _follower(self, logger: compat.TrackingLogger, *, is_resumed: bool = False) -> _Follower:
+    def _follower(self, logger: compat.TrackingLogger, *, is_resumed: bool = False) -> _ServiceFollower:
         if id(logger) not in self._followers:
             self._followers[id(logger)] = (
                 WandbRows(logger, self._patches)

@@ -10,10 +10,10 @@ from lightning_faulttolerant.trainer.files.parts import MARK, are_of_one_run, pa
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.resume.choice import Choice
-from lightning_faulttolerant.trainer.run.directory import Run
+from lightning_faulttolerant.trainer.run.directory import RunDirectory
 
 
-def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
+def go_on_in_files(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     """Continue the files of the run that `choice` belongs to. Call it before loggers begin their own.
 
     An autosave always belongs to the run itself. Another checkpoint counts as the run's only if autosaves show that the
@@ -27,7 +27,7 @@ def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
         files.let_config_be_there()
 
 
-def _was_stopped(run: Run) -> bool:
+def _was_stopped(run: RunDirectory) -> bool:
     """Return whether the last recorded end of the run is a stop: it may come before there is anything to save."""
     try:
         ends = [line for line in run.history.lines() if line.get("event") in (END, DONE)]
@@ -37,7 +37,7 @@ def _was_stopped(run: Run) -> bool:
     return bool(ends) and str(ends[-1].get("reason")).startswith(STOPPED)
 
 
-def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
+def _go_on(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     part = choice.part
     if part is None and choice.autosave is not None:
         autosave, given = part_of(choice.autosave), part_of(choice.path)

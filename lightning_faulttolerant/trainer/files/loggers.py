@@ -23,7 +23,7 @@ from lightning_faulttolerant.trainer.patches import Patches
 FileLogger = compat.FileLogger
 
 
-class _Follower(Protocol):
+class _FileFollower(Protocol):
     """Knows how much a logger has logged so far, without reading its files."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class LoggerFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
-        self._followers: dict[int, tuple[dict[str, Any], _Follower]] = {}
+        self._followers: dict[int, tuple[dict[str, Any], _FileFollower]] = {}
         self._undo: list[Callable[[], None]] = []
         self._is_starting = True
         self.notes: list[str] = []
@@ -132,7 +132,7 @@ class LoggerFiles:
         for _, follower in self._followers.values():
             follower.flush()
 
-    def _follow(self, logger: FileLogger) -> _Follower:
+    def _follow(self, logger: FileLogger) -> _FileFollower:
         if isinstance(logger, CSVLogger):
             return _CSVRows(logger, self._patches)
         return _TensorBoardSteps(logger, self._patches, self._trainer)

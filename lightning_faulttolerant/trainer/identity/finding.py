@@ -17,7 +17,7 @@ from itertools import chain, count
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
-from lightning_faulttolerant.records.registry import Entry, Registry
+from lightning_faulttolerant.records.registry import RegisteredRun, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
@@ -32,11 +32,11 @@ from lightning_faulttolerant.trainer.identity.messages import (
 )
 from lightning_faulttolerant.trainer.identity.places import registry_of_process
 from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, write_record
-from lightning_faulttolerant.trainer.identity.starts import Start, hydra_config, start_of_process
+from lightning_faulttolerant.trainer.identity.starts import ProcessStart, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.directory import (
     FITS,
-    Run,
+    RunDirectory,
     directory_of,
     open_directory,
     run_id_of,
@@ -65,7 +65,7 @@ class FoundFit:
         number: The number of the fit in the run.
     """
 
-    run: Run
+    run: RunDirectory
     series: AutosaveSeries
     number: int
 
@@ -83,7 +83,7 @@ class Finder:
         self._options = options
         self._fingerprint = fingerprint
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
-        self._start: Start = start_of_process(sys.argv, os.environ)
+        self._start: ProcessStart = start_of_process(sys.argv, os.environ)
         self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
@@ -119,7 +119,7 @@ class Finder:
             )
         return FoundFit(run=run, series=series, number=match.number)
 
-    def _open(self) -> Run:
+    def _open(self) -> RunDirectory:
         is_one_of_many = self._start.is_one_of_many or self._is_sweep
         if is_one_of_many and not self._has_name and not self._script.is_elsewhere:
             return self._open_one_of_many()
@@ -134,7 +134,7 @@ class Finder:
         _continued[default] = run.directory
         return run
 
-    def _open_patiently(self, directory: str) -> Run:
+    def _open_patiently(self, directory: str) -> RunDirectory:
         """Open a run; wait for as long as the previous process may take to end."""
         deadline = time.monotonic() + self._options.grace_seconds
         found = _opened(directory, self._script)
@@ -147,7 +147,7 @@ class Finder:
             found = _opened(directory, self._script)
         return found
 
-    def _continue(self, directory: str) -> Run | None:
+    def _continue(self, directory: str) -> RunDirectory | None:
         """Open a run that was started in another directory; ``None`` if its process keeps it, or has finished it."""
         try:
             run = self._open_patiently(directory)
@@ -159,7 +159,7 @@ class Finder:
         run.give_back()
         return None
 
-    def _open_one_of_many(self) -> Run:
+    def _open_one_of_many(self) -> RunDirectory:
         """Open a directory that no other process holds: if possible one with a fit that starts alike, else a new one.
 
         The processes of a sweep have numbered directories, each for all fits of its process. Otherwise a directory is
@@ -188,7 +188,7 @@ class Finder:
             return _EXACTLY
         return _ALIKE if any(map(self._fingerprint.is_alike, starts)) else 0
 
-    def _open_if_free(self, directory: str) -> Run | None:
+    def _open_if_free(self, directory: str) -> RunDirectory | None:
         own = run_of_process(directory)
         if own is not None and own.num_open and not self._is_sweep:
             return None  # a thread, or a fit inside another fit
@@ -220,7 +220,7 @@ class Finder:
             found += [path for path in alike if path not in same and self._likeness(path) == _EXACTLY]
         return next((path for path in found if path != default), None)
 
-    def _is_same(self, entry: Entry) -> bool:
+    def _is_same(self, entry: RegisteredRun) -> bool:
         return entry.run_id == self._run_id and entry.command.name == self._start.command.name
 
     def _is_volatile(self, directory: str) -> bool:
@@ -232,7 +232,7 @@ class Finder:
         return bool(differing) and all(_NAMED_BY_TIME.search(name) for pair in differing[:1] for name in pair)
 
     @functools.cached_property
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[RegisteredRun]:
         """The interrupted runs of this script in the registry, without those that this process has open."""
         entries = [] if self._registry is None else self._registry.entries()
         own = [entry for entry in entries if entry.command.name == self._start.command.name]
@@ -251,7 +251,7 @@ class Finder:
         records = {path: record for path in paths if (record := read_record(path)) is not None}
         return {path: record.command for path, record in records.items() if autosaves_of(path)}
 
-    def _match(self, run: Run, record: RunRecord) -> Match:
+    def _match(self, run: RunDirectory, record: RunRecord) -> Match:
         fits = run.fits(record)
 
         def runs_several() -> bool:
@@ -259,14 +259,14 @@ class Finder:
 
         return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=self._is_sweep)
 
-    def _record(self, run: Run) -> RunRecord:
+    def _record(self, run: RunDirectory) -> RunRecord:
         return RunRecord(run_id=os.path.basename(run.directory), command=self._start.command, began=time.time())
 
-    def _register(self, run: Run, record: RunRecord) -> None:
+    def _register(self, run: RunDirectory, record: RunRecord) -> None:
         registry = self._registry
         if registry is None or run.is_registered:
             return
-        entry = Entry(
+        entry = RegisteredRun(
             run_id=os.path.basename(run.directory), directory=run.directory, command=record.command, began=record.began
         )
         try:
@@ -277,7 +277,7 @@ class Finder:
         run.is_registered = True
         run.on_end = lambda: registry.remove(run.directory)
 
-    def _interrupted(self, run: Run) -> list[Interrupted]:
+    def _interrupted(self, run: RunDirectory) -> list[Interrupted]:
         """Return the interrupted runs of the same script."""
         found = {entry.directory: entry.command for entry in self._entries} | self._siblings
         found.pop(run.directory, None)
@@ -288,7 +288,7 @@ class Finder:
         ]
 
 
-def _opened(directory: str, script: Script) -> Run | RunInUseError:
+def _opened(directory: str, script: Script) -> RunDirectory | RunInUseError:
     """Open a run, or return the error if another process has it."""
     try:
         return open_directory(directory, script)

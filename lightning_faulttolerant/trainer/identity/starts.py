@@ -28,7 +28,7 @@ _PACKAGES = ("purelib", "platlib")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ProcessStart:
     """How this process was started.
 
     Args:
@@ -53,7 +53,7 @@ class Start:
         return f"{stem[:_STEM_LENGTH]}-{digest}"
 
 
-def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
+def start_of_process(argv: list[str], environment: Mapping[str, str]) -> ProcessStart:
     """Return how this process was started.
 
     Args:
@@ -74,7 +74,7 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
     )
     is_of_ray = is_one_of_many and arguments[:1] == [_RAY]
     is_killed_at_end = is_of_ray or "PoolWorker" in multiprocessing.current_process().name
-    return Start(command=command, is_one_of_many=is_one_of_many or is_child, is_killed_at_end=is_killed_at_end)
+    return ProcessStart(command=command, is_one_of_many=is_one_of_many or is_child, is_killed_at_end=is_killed_at_end)
 
 
 def start_directory(environment: Mapping[str, str]) -> str:

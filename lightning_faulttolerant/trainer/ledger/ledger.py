@@ -33,10 +33,10 @@ from lightning_faulttolerant.trainer.ledger.digests import (
     optimizers_digest,
     weights_digest,
 )
-from lightning_faulttolerant.trainer.ledger.order import Order
+from lightning_faulttolerant.trainer.ledger.order import LastBatchIndices
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.session import Session
 
@@ -67,7 +67,7 @@ class FitLedger:
         self._file = file
         self._number = number
         self._session = session
-        self._order = None if session is None else Order(trainer, session.loaders)
+        self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
         self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
         self._batch: dict[str, Any] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
@@ -92,7 +92,7 @@ class FitLedger:
         for logger in trainer.loggers:
             patches.wrap(logger, "log_metrics", partial(self._wrap_logger, logger))
 
-    def _autosaved(self, position: Position, path: str) -> None:
+    def _autosaved(self, position: TrainerPosition, path: str) -> None:
         """Write a line for an autosave that is written and verified."""
         self._write(kinds.AUTOSAVE, epoch=position.epoch, batch=position.batch, text=str(position), path=path)
 

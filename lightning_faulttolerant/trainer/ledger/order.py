@@ -10,14 +10,14 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.trainer.compat import fetches_ahead
 from lightning_faulttolerant.trainer.ledger.digests import digest
-from lightning_faulttolerant.trainer.loaders.fetched_ahead import Mark
+from lightning_faulttolerant.trainer.loaders.fetched_ahead import PrefetchState
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 
 Places = Mapping[str, tuple[Any, int]]
 """Each loader's iteration, and how many of its batches have come out."""
 
 
-class Order:
+class LastBatchIndices:
     """Finds the indices of the batch that was fetched last.
 
     Args:
@@ -56,7 +56,7 @@ class Order:
         return digest(indices) if indices else None
 
 
-def _marked(mark: Mark | None) -> Places:
+def _marked(mark: PrefetchState | None) -> Places:
     return {} if mark is None else mark.iterations
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
+class PrefetchState:
     """Where the training loaders were right before a batch was fetched, with the random states of that instant.
 
     ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.loader.dealt import Deal, Share
+from lightning_faulttolerant.loader.dealt import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
@@ -26,7 +26,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.loaders.fetched_ahead import Mark
+from lightning_faulttolerant.trainer.loaders.fetched_ahead import PrefetchState
 from lightning_faulttolerant.trainer.loaders.left_loaders import place_or_none, skip_consumed
 from lightning_faulttolerant.trainer.loaders.trackers import OfWholeLoader, Tracker, track, user_loader, why_not_whole
 from lightning_faulttolerant.trainer.loaders.worker_init import default_worker_init
@@ -69,8 +69,8 @@ class Loaders:
         self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._states: Mapping[str, Any] = {}
         self._states_of_own: Mapping[str, Any] = {}
-        self.last_mark: Mark | None = None
-        self.mark_before: Mark | None = None
+        self.last_mark: PrefetchState | None = None
+        self.mark_before: PrefetchState | None = None
         self._is_marked = False
         self.holds_back = False
         """Whether new training iterations are empty: `renew` begins them again in the right place."""
@@ -279,7 +279,7 @@ class Loaders:
         training = self._training()
         self._is_marked = True
         self.mark_before = self.last_mark
-        self.last_mark = Mark(
+        self.last_mark = PrefetchState(
             iterations={
                 place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
                 for place, tracker in training.items()
@@ -350,11 +350,11 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def deal(self) -> Deal | None:
+    def deal(self) -> RemainingBatches | None:
         """Return this rank's share of the rest of an epoch that other ranks began, until that rest begins."""
         return next((t.deal for t in self._training().values() if isinstance(t, TrackedLoader)), None)
 
-    def share(self) -> Share | None:
+    def share(self) -> RankShare | None:
         """Return how the samples of the training loader are split among the ranks, if that is known."""
         return next((side.current_share() for side in self._index_sides.values()), None)
 

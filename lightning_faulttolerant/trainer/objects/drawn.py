@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.state.drawn import orders
-from lightning_faulttolerant.state.drawn.contents import Contents, contents_of
+from lightning_faulttolerant.state.drawn.contents import DrawnContents, contents_of
 from lightning_faulttolerant.state.drawn.keys import elements_of, is_sorted_by_name
 from lightning_faulttolerant.state.drawn.samples import may_be_samples
 from lightning_faulttolerant.state.drawn.splits import Parts
@@ -33,7 +33,7 @@ SEED_THEM = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class DrawnOutcome:
     """The outcome of restoring the values that were drawn.
 
     Args:
@@ -54,13 +54,13 @@ class Drawn:
 
     def __init__(self, rules: Callable[[], Rules]) -> None:
         self._rules = rules
-        self._contents = Contents(lists={}, numbers={}, parts={}, datasets={})
+        self._contents = DrawnContents(lists={}, numbers={}, parts={}, datasets={})
         self._orders: dict[str, tuple[str, Any]] = {}
         self._parts = Parts()
         self._loaders: set[str] = set()
         self._module: Any = None
         self._saved: Mapping[str, Any] = {}
-        self._take_late: Callable[[Outcome], None] = lambda outcome: None
+        self._take_late: Callable[[DrawnOutcome], None] = lambda outcome: None
 
     def note(self, roots: Mapping[str, Any], *, of_loader: bool) -> None:
         """Note the contents of objects before training changes them. Restore those of a loader that is set up late.
@@ -107,7 +107,7 @@ class Drawn:
             _PARTS: self._parts.state_dict(),
         }
 
-    def put_back(self, saved: Mapping[str, Any], take_late: Callable[[Outcome], None]) -> Outcome:
+    def put_back(self, saved: Mapping[str, Any], take_late: Callable[[DrawnOutcome], None]) -> DrawnOutcome:
         """Restore what the objects of the first start held, if those of this start hold the same elements.
 
         Args:
@@ -115,9 +115,9 @@ class Drawn:
             take_late: Receives the outcome for each loader that is set up later.
         """
         self._saved, self._take_late = saved, take_late
-        return self._compare(saved[_DIGESTS].keys()) if saved else Outcome()
+        return self._compare(saved[_DIGESTS].keys()) if saved else DrawnOutcome()
 
-    def _compare(self, paths: Collection[str]) -> Outcome:
+    def _compare(self, paths: Collection[str]) -> DrawnOutcome:
         saved = self._saved
         digests = {path: digest for path, digest in saved[_DIGESTS].items() if path in paths}
         now = {**self._digests(), **self._parts.digests}
@@ -137,7 +137,7 @@ class Drawn:
             ]
         notes = [f"{path}: {_OF_FIRST}" for path in done]
         notes += [f"{_line(p, digests[p], now[p])}{_NO_SAMPLES}" for p in of_loaders if p not in refused]
-        return Outcome(notes=notes, differences=lines)
+        return DrawnOutcome(notes=notes, differences=lines)
 
     def _may_be_samples(self, path: str) -> bool:
         """Return whether a list may hold the samples of the data sets next to it, or a value for each sample."""

@@ -29,7 +29,7 @@ from lightning_faulttolerant.trainer.position import (
     IN_VALIDATION,
     VALIDATION,
     VALIDATION_END,
-    Position,
+    TrainerPosition,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.window import Window
@@ -58,7 +58,7 @@ class Resized:
         self,
         trainer: Trainer,
         states: Sequence[State],
-        position: Position,
+        position: TrainerPosition,
         fingerprint: State,
         *,
         rank: int,
@@ -185,7 +185,7 @@ class Resized:
         """Whether the saved run was inside an epoch, with batches done and batches left."""
         return 0 < self._position.batch < self._num_batches
 
-    def fit_in(self, loaders: Loaders) -> Position:
+    def fit_in(self, loaders: Loaders) -> TrainerPosition:
         """Set Lightning's counters to the next batch, as if these ranks had run the whole epoch.
 
         Call it when the loaders are set up and nothing is fetched yet.

@@ -19,7 +19,7 @@ from lightning_faulttolerant.state.differences import difference, digests_of, pa
 from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 
 LIGHTNINGS = "lightning"
 """The parts of Lightning's checkpoint that may differ between ranks, in the state of a rank."""
@@ -65,7 +65,7 @@ def as_captured(
 
 
 def gather(
-    ranks: Ranks, position: Position, state: Mapping[str, Any], full: Mapping[str, Any]
+    ranks: Ranks, position: TrainerPosition, state: Mapping[str, Any], full: Mapping[str, Any]
 ) -> list[dict[str, Any]] | None:
     """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
 

@@ -24,7 +24,7 @@ from lightning_faulttolerant.state.tensors import load_buffers
 from lightning_faulttolerant.trainer.compat import put_checkpoint
 from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
 from lightning_faulttolerant.trainer.resume.choice import Choice
@@ -58,7 +58,7 @@ class ShardWriter:
     def save(
         self,
         checkpoint: dict[str, Any],
-        position: Position,
+        position: TrainerPosition,
         *,
         flush: Callable[[], object] = lambda: None,
         raises: bool = True,
@@ -85,7 +85,7 @@ class ShardWriter:
                 raise
             return "", self._failure
 
-    def _save(self, checkpoint: dict[str, Any], position: Position, flush: Callable[[], object]) -> str:
+    def _save(self, checkpoint: dict[str, Any], position: TrainerPosition, flush: Callable[[], object]) -> str:
         series = self._series
         self._together("flush", flush)
         directory = self._first(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_faulttolerant.loader.dealt import Share
+from lightning_faulttolerant.loader.dealt import RankShare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +26,10 @@ class Window:
         """Return the window that is open after `num_batches` of an epoch, with `accumulated` batches per window."""
         if share is None:
             return cls(num_samples=None, num_in_window=1)
-        at_once = Share(**share).samples_at_once
+        at_once = RankShare(**share).samples_at_once
         return cls(num_samples=num_batches % accumulated * at_once, num_in_window=accumulated * at_once)
 
-    def scale(self, *, share: Share | None, num_batches: int, accumulated: int) -> tuple[float, str]:
+    def scale(self, *, share: RankShare | None, num_batches: int, accumulated: int) -> tuple[float, str]:
         """Return the factor for the mean of the ranks' gradients, and a note on what is inexact then, if anything.
 
         Each sample keeps its share in the mean of its window.

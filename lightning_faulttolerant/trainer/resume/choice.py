@@ -21,7 +21,7 @@ from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.parts import KEY, are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import Position, progress_of
+from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.settings.options import Options
 
 _log = logging.getLogger(__name__)
@@ -199,4 +199,4 @@ def _damage_of(path: str) -> str | None:
 
 
 def _can_be_exact(part: Mapping[str, Any] | None) -> bool:
-    return part is not None and Position(**part["position"]).is_resumable and not part.get("inexact")
+    return part is not None and TrainerPosition(**part["position"]).is_resumable and not part.get("inexact")

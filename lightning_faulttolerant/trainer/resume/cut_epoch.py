@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.position import EPOCH_END, Position
+from lightning_faulttolerant.trainer.position import EPOCH_END, TrainerPosition
 
 REMEDY = (
     "Resume from a checkpoint that ModelCheckpoint saved after a batch (by its every_n_train_steps): it continues in"
@@ -15,7 +15,7 @@ REMEDY = (
 )
 
 
-def reason(path: str, position: Position) -> str:
+def reason(path: str, position: TrainerPosition) -> str:
     """Return why the checkpoint `path` can't be trained further."""
     return (
         f"{path} is of a fit that ended in the middle of an epoch, after its batch {position.batch}."
@@ -24,7 +24,7 @@ def reason(path: str, position: Position) -> str:
 
 
 def would_be_lost(
-    trainer: Trainer, position: Position, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]
+    trainer: Trainer, position: TrainerPosition, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
     """Return whether `trainer` would train on without the rest of an epoch that ``max_steps`` had ended.
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_faulttolerant.trainer.evaluation.compat import forget_loader_of_bar
-from lightning_faulttolerant.trainer.position import VALIDATION_END, Position
+from lightning_faulttolerant.trainer.position import VALIDATION_END, TrainerPosition
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def above_the_bar() -> Iterator[None]:
         yield
 
 
-def go_on_at(trainer: Trainer, position: Position) -> None:
+def go_on_at(trainer: Trainer, position: TrainerPosition) -> None:
     """Start the trainer's bar in the middle of an epoch, at `position`.
 
     Lightning sets up a bar in ``on_train_epoch_start``, which is not called for an epoch that has already begun.

@@ -14,7 +14,7 @@ from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
@@ -75,7 +75,7 @@ class Restoring:
         self._choice = self._choice.with_checkpoint(None)
         return self._choice.origin
 
-    def is_saved(self, position: Position) -> bool:
+    def is_saved(self, position: TrainerPosition) -> bool:
         """Return whether an autosave of this run holds the state of `position`. Call this at the first boundary."""
         return is_saved(self._trainer, self._choice, self.resume, position)
 

@@ -23,7 +23,7 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
-from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops, place_of
+from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
@@ -96,7 +96,7 @@ class Resume:
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
         self._objects: tuple[str, ...] = ()
-        self.position: Position | None = None
+        self.position: TrainerPosition | None = None
         self._report: ResumeReport | None = None
         self.is_pending = True
         if self._part is None:
@@ -114,7 +114,7 @@ class Resume:
                 f"{self._path} was written in format {part['version']}, this version of the package reads up to"
                 f" {VERSION}. Its state would be misread. Install the newer version."
             )
-        self.position = Position(**part["position"])
+        self.position = TrainerPosition(**part["position"])
         if part.get("inexact"):
             self._fails(f"{self._path} can't be resumed exactly, {self.position}: {'; '.join(part['inexact'])}")
         if not self.position.is_resumable:

@@ -25,13 +25,13 @@ from lightning_faulttolerant.trainer.identity.fingerprint import start_fingerpri
 from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.ranks.group import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, set_aside
-from lightning_faulttolerant.trainer.run.directory import Run
-from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.run.directory import RunDirectory
+from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.settings.options import Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
+class _FirstRankMessage:
     """The message from rank 0 to the others."""
 
     choice: Choice | None = None
@@ -57,12 +57,12 @@ class Beginning:
         self._trainer = trainer
         self._options = options
         self._files = files
-        self._run: Run | None = None
+        self._run: RunDirectory | None = None
         self._number = 0
         self._error: Exception | None = None
         self.series: AutosaveSeries | None = None
         """The autosaves of this fit, on rank 0."""
-        self.history = History(trainer)
+        self.history = HistoryWriter(trainer)
         """The history of this fit, on rank 0."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
@@ -92,7 +92,7 @@ class Beginning:
         fingerprint = start_fingerprint(self._trainer, ignored=options.ignore_hyperparameters)
         found = Finder(options, self._trainer.default_root_dir, fingerprint).find()
         self._run, self.series, self._number = found.run, found.series, found.number
-        self.history = History(self._trainer, self._run.history, fit=self._number)
+        self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number)
         self.history.begin(options.script)
 
     def connect(self) -> Ranks:
@@ -128,14 +128,14 @@ class Beginning:
     def _tell(self) -> None:
         if self.ranks.num_ranks == 1:
             return
-        own = _Told(
+        own = _FirstRankMessage(
             choice=self.choice and self.choice.with_checkpoint(None),
             mark=self._files.mark,
             continues=self._files.continues,
             moved_roots=self._files.moved_roots,
             error=self._error and _picklable(self._error),
         )
-        told: _Told = self.ranks.from_first("what the fit continues from", own)
+        told: _FirstRankMessage = self.ranks.from_first("what the fit continues from", own)
         if told.error is not None:
             raise self._error or told.error
         if self.ranks.rank > 0:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, Outcome
+from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
 from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_as_carried_over, mismatch
 from lightning_faulttolerant.trainer.run.hyperparameters import MAY_BE_IGNORED, Hyperparameters
 
@@ -97,7 +97,7 @@ class Comparison:
         self.notes = outcome.notes
         self._take(outcome.differences, remedy=SEED_THEM)
 
-    def _take_late(self, outcome: Outcome) -> None:
+    def _take_late(self, outcome: DrawnOutcome) -> None:
         for note in outcome.notes:  # the report exists already
             tell(f"After the resume, {note}")
         self._take(outcome.differences, remedy=SEED_THEM)

@@ -80,7 +80,7 @@ FITS = threading.RLock()
 """The lock for finding and beginning a fit, or noting its end: threads of one process may train at the same time."""
 
 
-class Run:
+class RunDirectory:
     """One run's directory, local or in an object store, locked against other processes until this one ends.
 
     Args:
@@ -244,7 +244,7 @@ def _is_held() -> None:
     """Do nothing: the script's process holds the lock and checks it."""
 
 
-_runs: dict[str, Run] = {}
+_runs: dict[str, RunDirectory] = {}
 
 
 def _end_script(script: Script) -> None:
@@ -257,7 +257,7 @@ def _end_run(directory: str, script: Script) -> None:
     if directory not in _runs and script.num_open(directory):
         return  # its autosaves stay
     try:
-        run = _runs.get(directory) or Run(directory, script)
+        run = _runs.get(directory) or RunDirectory(directory, script)
     except (OSError, CheckpointError) as error:
         _log.warning("The autosaves of this run, which is done, stay in %s: %s", directory, error)
     else:
@@ -280,13 +280,13 @@ def directory_of(dirpath: str | os.PathLike[str], run_id: str) -> str:
     return store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
 
 
-def run_of_process(directory: str) -> Run | None:
+def run_of_process(directory: str) -> RunDirectory | None:
     """Return this process's run in a directory, or ``None``."""
     run = _runs.get(directory)
     return run if run is not None and run.process_id == os.getpid() else None
 
 
-def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> Run:
+def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> RunDirectory:
     """Return this process's run of that name, locked against other processes.
 
     Args:
@@ -301,12 +301,12 @@ def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None
     return open_directory(directory_of(dirpath, run_id), script)
 
 
-def open_directory(directory: str, script: Script | None = None) -> Run:
+def open_directory(directory: str, script: Script | None = None) -> RunDirectory:
     """Return this process's run in a directory that `directory_of` returned. See `open_run`."""
     run = run_of_process(directory)
     if run is None:
         try:
-            run = _runs[directory] = Run(directory, script or this_process())
+            run = _runs[directory] = RunDirectory(directory, script or this_process())
         except OSError as error:
             raise CheckpointError(
                 f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."

@@ -33,7 +33,7 @@ from lightning_faulttolerant.records.history import (
     UNSAVED,
     name_of,
 )
-from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
@@ -47,7 +47,7 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
     """Return a method that does nothing on ranks without a file, and that reports errors instead of raising them."""
 
     @functools.wraps(method)
-    def guarded(self: History, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: HistoryWriter, *args: Any, **kwargs: Any) -> None:
         if self.file is None:
             return
         try:
@@ -58,7 +58,7 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-class History:
+class HistoryWriter:
     """Adds one fit to the history of its run, from `begin` to `end`.
 
     Args:
@@ -73,7 +73,7 @@ class History:
         self._fit = fit
         self._has_started = False
         self._has_ended = False
-        self.saved: Position | None = None
+        self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
         self._began = perf_counter()
@@ -120,8 +120,8 @@ class History:
         )
 
     @_without_harm
-    def autosave(self, series: AutosaveSeries | None, path: str, position: Position, *, seconds: float, taken: float,
-                 is_in_background: bool = False) -> None:  # fmt: skip
+    def autosave(self, series: AutosaveSeries | None, path: str, position: TrainerPosition, *, seconds: float,
+                 taken: float, is_in_background: bool = False) -> None:  # fmt: skip
         """Note that an autosave is written and verified. May be called in the thread that wrote it.
 
         Args:
@@ -234,5 +234,5 @@ def seconds_of_process() -> float:
     return max(time.time() - process_began(os.getpid()), 0.0)
 
 
-def _place_of(position: Position) -> dict[str, int]:
+def _place_of(position: TrainerPosition) -> dict[str, int]:
     return {"epoch": position.epoch, "batch": position.batch, "global_step": position.global_step}

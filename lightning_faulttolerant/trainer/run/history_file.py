@@ -60,7 +60,7 @@ def open_history(directory: str, *, check: Callable[[], None]) -> HistoryFile:
     return RemoteHistory(directory, check=check) if is_url(directory) else LocalHistory(directory)
 
 
-class _Announced:
+class _SingleWarning:
     """Reports an error once."""
 
     def __init__(self, path: str) -> None:
@@ -91,7 +91,7 @@ class LocalHistory:
         self._room = max_bytes
         self._unwritten: list[Mapping[str, Any]] = []
         """Lines that a full disk has not taken yet. The next `add` writes them, too."""
-        self._announced = _Announced(self.path)
+        self._announced = _SingleWarning(self.path)
         self._lock = threading.Lock()
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ class RemoteHistory:
         self._check = check
         self._max_bytes = max_bytes
         self._every_seconds = every_seconds
-        self._announced = _Announced(f"{directory}/{FILE_NAME}")
+        self._announced = _SingleWarning(f"{directory}/{FILE_NAME}")
         self._lock = threading.Lock()
         self._writer = BackgroundWriter("history")
         self._earlier: list[Line] | None = None

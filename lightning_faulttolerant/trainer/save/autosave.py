@@ -22,7 +22,7 @@ from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, s
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
     WITHOUT_STATE,
     left_alone,
@@ -32,7 +32,7 @@ from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
-from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.capture import PARTS, Capture, RunState
 from lightning_faulttolerant.trainer.save.early_hooks import can_wait
 from lightning_faulttolerant.trainer.save.hook_saves import HookSave
@@ -69,7 +69,7 @@ class Autosaver:
         *,
         ranks: Ranks,
         header: Callable[[], Mapping[str, Any]],
-        history: History,
+        history: HistoryWriter,
     ) -> None:
         self._trainer = trainer
         self._series = series
@@ -93,14 +93,14 @@ class Autosaver:
         """Whether an autosave is due by steps rather than by time."""
         self.save_seconds = 0.0
         """The duration of the longest save that training waited for."""
-        self._in_background: Position | None = None
+        self._in_background: TrainerPosition | None = None
         """The position of the last state that was given to the background writer."""
         self._is_proven = False
         """Whether this process has written an autosave and loaded it again."""
-        self.is_saved_before: Callable[[Position], bool] = lambda position: False
+        self.is_saved_before: Callable[[TrainerPosition], bool] = lambda position: False
         """Returns at the first boundary whether its state is the one that the fit resumed from."""
         self.is_dumping = False
-        self.on_saved: Sequence[Callable[[Position, str], None]] = ()
+        self.on_saved: Sequence[Callable[[TrainerPosition, str], None]] = ()
         """Called with the position and path of each autosave, also from the background thread."""
 
     def is_due(self) -> bool:
@@ -121,7 +121,7 @@ class Autosaver:
             raise error
         self.pace.note_failure(self._in_background, described(error), self.pace.now())
 
-    def save_due(self, position: Position) -> None:
+    def save_due(self, position: TrainerPosition) -> None:
         """Save the state of this boundary: in the background with ``async_save``, except for the first autosave."""
         if self.pace.is_first and self._is_saved_before(position):
             return
@@ -137,7 +137,7 @@ class Autosaver:
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
         self._by_first(position, began, lambda: self._save_in_background(checkpoint, position, began))
 
-    def _save_first(self, position: Position) -> None:
+    def _save_first(self, position: TrainerPosition) -> None:
         try:
             self.save(position)
         except Exception as error:
@@ -147,7 +147,7 @@ class Autosaver:
         else:
             self.pace.is_urgent = False
 
-    def _is_saved_before(self, position: Position) -> bool:
+    def _is_saved_before(self, position: TrainerPosition) -> bool:
         """Return whether the state of the first boundary is saved already; a collective."""
         self.pace.begin()
         answers = self._ranks.to_first("who has it saved", self.is_saved_before(position))
@@ -156,7 +156,7 @@ class Autosaver:
             self.pace.begin_saved(position)
         return is_saved
 
-    def _save_in_background(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
+    def _save_in_background(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> bool:
         """Begin to write in the background. Return whether the checkpoint was written immediately instead."""
         assert checkpoint is not None
         self._run_state.files.flush()
@@ -171,7 +171,7 @@ class Autosaver:
         self._note(position, began)
         return False
 
-    def save(self, position: Position) -> None:
+    def save(self, position: TrainerPosition) -> None:
         """Save the state of this instant. A failed write is noted in `pace`.
 
         Raises:
@@ -181,7 +181,7 @@ class Autosaver:
         self.settle()
         self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
 
-    def save_unless_saved(self, position: Position) -> None:
+    def save_unless_saved(self, position: TrainerPosition) -> None:
         """Save the state of this instant, unless it was just saved."""
         self.settle()
         if self.pace.is_first and self._is_saved_before(position):
@@ -229,7 +229,7 @@ class Autosaver:
     def _part_of_all(
         self,
         ranks: Ranks,
-        position: Position,
+        position: TrainerPosition,
         state: Mapping[str, Any],
         checkpoint: Mapping[str, Any],
         instead: Mapping[str, Any] | None = None,
@@ -256,7 +256,7 @@ class Autosaver:
         }
 
     def _gathered(
-        self, position: Position, state: Mapping[str, Any], capture: Capture | None = None
+        self, position: TrainerPosition, state: Mapping[str, Any], capture: Capture | None = None
     ) -> dict[str, Any] | None:
         """Return the whole checkpoint on rank 0, else ``None``; if the strategy shards, each rank's own part."""
         self._replicas.check()
@@ -282,13 +282,13 @@ class Autosaver:
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**packed.checkpoint, **safe, KEY: {**part, **own.get(KEY, {})}}
 
-    def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
+    def _save(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> None:
         if self._shards is not None:
             self._save_shards(self._shards, checkpoint or {}, position, began)
         elif self._by_first(position, began, lambda: self._write_now(checkpoint, position, began)):
             self.save_seconds = max(self.save_seconds, self.pace.now() - began)
 
-    def _by_first(self, position: Position, began: float, write: Callable[[], bool]) -> bool:
+    def _by_first(self, position: TrainerPosition, began: float, write: Callable[[], bool]) -> bool:
         """Let rank 0 write, or begin to write, and note it on every rank. Return whether it succeeded; a collective."""
         is_written, failure = by_first(self._ranks, "save", lambda: self._attempted(write))
         if failure:
@@ -308,7 +308,9 @@ class Autosaver:
                 raise
             return False, described(error)
 
-    def _save_shards(self, shards: ShardWriter, checkpoint: dict[str, Any], position: Position, began: float) -> None:
+    def _save_shards(
+        self, shards: ShardWriter, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+    ) -> None:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
             tell("async_save=True: autosaves of a strategy that shards are waited for.")
@@ -322,12 +324,12 @@ class Autosaver:
         self._has_saved(position, path)
         self._note(position, began, path)
 
-    def _has_saved(self, position: Position, path: str) -> None:
+    def _has_saved(self, position: TrainerPosition, path: str) -> None:
         self._is_proven, self.pace.saved = True, position
         for hear in self.on_saved:
             hear(position, path)
 
-    def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
+    def _write_now(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> bool:
         assert checkpoint is not None
         is_proven = self._is_proven
         self._run_state.files.flush()
@@ -343,7 +345,7 @@ class Autosaver:
         assert self._series is not None
         self._trust.check(self._packed, checkpoint, os.fspath(self._series.directory))
 
-    def _write(self, checkpoint: dict[str, Any], position: Position, *, is_first: bool = False) -> str:
+    def _write(self, checkpoint: dict[str, Any], position: TrainerPosition, *, is_first: bool = False) -> str:
         self._check(checkpoint)
         assert self._series is not None
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
@@ -351,7 +353,9 @@ class Autosaver:
         self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=is_first)
         return path
 
-    def _write_in_background(self, checkpoint: dict[str, Any], position: Position, began: float, waited: float) -> None:
+    def _write_in_background(
+        self, checkpoint: dict[str, Any], position: TrainerPosition, began: float, waited: float
+    ) -> None:
         try:
             path = self._write(checkpoint, position)
             self._has_saved(position, path)
@@ -361,7 +365,7 @@ class Autosaver:
             self.pace.is_urgent = True
             raise
 
-    def _note(self, position: Position, began: float, path: str | None = None) -> None:
+    def _note(self, position: TrainerPosition, began: float, path: str | None = None) -> None:
         seconds = self.pace.note_waited(position, began)
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
         if path is not None:
@@ -369,7 +373,9 @@ class Autosaver:
             self.pace.note_written()
 
 
-def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:
+def put_instead(
+    checkpoint: dict[str, Any], instead: Mapping[str, Any], position: TrainerPosition, trainer: Trainer
+) -> None:
     """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]

@@ -38,7 +38,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.objects.objects import Objects
-from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, IN_VALIDATION, Position
+from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, IN_VALIDATION, TrainerPosition
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -71,7 +71,7 @@ VALIDATION_RUN = "validation"
 class Capture:
     """The state of one instant. It can be saved later, as long as no parameter has moved."""
 
-    position: Position
+    position: TrainerPosition
     state: Mapping[str, Any]
     loops: Mapping[str, Any]
     callbacks: Mapping[str, Any]
@@ -133,7 +133,7 @@ class RunState:
         for tracker in self._loaders.trackers.values():
             tracker.held.refresh(whole=True)
 
-    def state_dict(self, position: Position) -> dict[str, Any]:
+    def state_dict(self, position: TrainerPosition) -> dict[str, Any]:
         """Return the state of this rank, each part under its name in `PARTS`."""
         trainer = self._trainer
         module = trainer.lightning_module
@@ -165,7 +165,7 @@ class RunState:
             **({VALIDATION_RUN: self.validation.state_dict()} if is_validating else {}),
         }
 
-    def _is_iterating(self, position: Position) -> bool:
+    def _is_iterating(self, position: TrainerPosition) -> bool:
         """Return whether the next batch comes from the iterators that the training loaders have here."""
         if position.where == EPOCH_START:
             return not compat.starts_over(self._trainer)
@@ -213,7 +213,7 @@ class RunState:
     def _load_held(self, state: Mapping[str, Any]) -> list[str]:
         return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])
 
-    def capture(self, position: Position) -> Capture:
+    def capture(self, position: TrainerPosition) -> Capture:
         """Return the state of this instant that a later dump by Lightning would no longer have."""
         trainer = self._trainer
         states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}

@@ -7,12 +7,12 @@ import traceback
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 
 _HOOKS = ("on_save_checkpoint", "state_dict")
 
 
-def can_wait(error: Exception, trainer: Trainer, position: Position) -> bool:
+def can_wait(error: Exception, trainer: Trainer, position: TrainerPosition) -> bool:
     """Return whether the first save is put off, and report it: without us, such a hook first runs after a step.
 
     Args:

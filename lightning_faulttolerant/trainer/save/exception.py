@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.stop.signals import say_unsaved
 
@@ -37,7 +37,7 @@ def end_interrupted(
         tell_stopped(exception, autosaver.pace.saved, resumed_from)
 
 
-def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_from: str | None) -> None:
+def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, resumed_from: str | None) -> None:
     """Print where a stopped run will continue: at its last save, or else where this start began."""
     start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
     place = start if saved is None else str(saved)
@@ -59,7 +59,7 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
         tell(f"\n{name}: {_what_there_is(pace.saved, is_new=is_tried)}.")
 
 
-def _what_there_is(position: Position | None, *, is_new: bool) -> str:
+def _what_there_is(position: TrainerPosition | None, *, is_new: bool) -> str:
     if position is None:
         return "this start has saved nothing yet"
     return f"{'saved' if is_new else 'the last autosave stays'}, {position}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.resume import Resume
 
 
-def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, position: Position) -> bool:
+def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, position: TrainerPosition) -> bool:
     """Return whether an autosave of this run holds the state of `position`, and a later start would take it.
 
     The autosave loads: it was just read. The directory can be written: the lock was taken in it.

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.position import (
     EPOCH_START,
     FINISHED,
     VALIDATION_END,
-    Position,
+    TrainerPosition,
     position_of,
 )
 from lightning_faulttolerant.trainer.save.capture import Capture, RunState, named_callbacks
@@ -65,7 +65,7 @@ class HookSave:
         is_of_one_rank: Whether this rank saves alone. The other ranks may not save now, so their states are missing.
     """
 
-    position: Position
+    position: TrainerPosition
     state: Mapping[str, Any]
     pending: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class HookSaves:
             adds = "what on_save_checkpoint, or the data module's state_dict, adds"
             inexact.append(f"{adds} is of {hook or 'the call'}, the rest of {capture.position}")
         kept = capture.position
-        position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
+        position = TrainerPosition(**{**kept.state_dict(), "hook": hook or "a call"})
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
 
     def _pending(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:

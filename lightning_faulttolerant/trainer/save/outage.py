@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 
-from lightning_faulttolerant.trainer.position import Position
-from lightning_faulttolerant.trainer.run.history import History
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.run.history import HistoryWriter
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Outage:
         speaks: Whether this rank logs it.
     """
 
-    def __init__(self, history: History, *, speaks: bool) -> None:
+    def __init__(self, history: HistoryWriter, *, speaks: bool) -> None:
         self._history = history
         self._speaks = speaks
         self._since = 0.0
@@ -35,7 +35,9 @@ class Outage:
         self.num_failures = 0
         """The number of saves that have failed since the last success."""
 
-    def note(self, failure: str, position: Position, saved: Position | None, *, is_last: bool = False) -> None:
+    def note(
+        self, failure: str, position: TrainerPosition, saved: TrainerPosition | None, *, is_last: bool = False
+    ) -> None:
         """Note that a save has failed.
 
         Args:

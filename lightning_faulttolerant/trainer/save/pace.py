@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
-from lightning_faulttolerant.trainer.position import Position
-from lightning_faulttolerant.trainer.run.history import History, seconds_of_process
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.run.history import HistoryWriter, seconds_of_process
 from lightning_faulttolerant.trainer.save.budget import Budget
 from lightning_faulttolerant.trainer.save.outage import Outage
 from lightning_faulttolerant.trainer.save.step_count import StepCount
@@ -23,7 +23,7 @@ class Pace:
         speaks: Whether this rank logs that.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, history: History, *, speaks: bool) -> None:
+    def __init__(self, trainer: Trainer, options: Options, history: HistoryWriter, *, speaks: bool) -> None:
         self._trainer = trainer
         self._options = options
         self._history = history
@@ -32,18 +32,18 @@ class Pace:
         """Decides when the next save and the next capture may come."""
         every = options.every_n_train_steps
         self._step_count = None if every is None else StepCount(trainer, every)
-        self._last: Position | None = None
+        self._last: TrainerPosition | None = None
         """Where the last save was taken. It may be done, in progress, or failed."""
         self._due_at = float("-inf")
         self.is_urgent = False
         """Whether the next boundary must check, because a write in the background has failed."""
         self.is_ending = False
         """Whether the fit ends with the next save. The code that ends the fit then reports a failure."""
-        self.saved: Position | None = None
+        self.saved: TrainerPosition | None = None
         """Where the last written and verified autosave was taken."""
-        self.failed: tuple[Position, str] | None = None
+        self.failed: tuple[TrainerPosition, str] | None = None
         """If the last save failed: where it was taken, and why it could not be written."""
-        self._num_begun: dict[Position | None, int] = {}
+        self._num_begun: dict[TrainerPosition | None, int] = {}
         """How many batches of all epochs had begun when the last states were taken."""
 
         self.now = self.budget.now
@@ -73,18 +73,18 @@ class Pace:
         """Note that training begins."""
         self.budget.begin(seconds_of_process())
 
-    def begin_saved(self, position: Position) -> None:
+    def begin_saved(self, position: TrainerPosition) -> None:
         """Note that training begins with a state that an earlier process has already saved."""
         self.saved = self._history.saved = position
         self.note_taken(position)
         self.budget.begin_saved()
         self._set_due(position)
 
-    def note_taken(self, position: Position) -> None:
+    def note_taken(self, position: TrainerPosition) -> None:
         """Note that a state is taken now, for a save."""
         self._num_begun = {self.saved: self._num_begun.get(self.saved, 0), position: num_begun_in_all(self._trainer)}
 
-    def note_waited(self, position: Position, began: float) -> float:
+    def note_waited(self, position: TrainerPosition, began: float) -> float:
         """Note that training has waited for a save from `began` until now. Return the number of seconds."""
         self.failed = None
         self._set_due(position)
@@ -94,7 +94,7 @@ class Pace:
         """Note that a save is written. The thread that writes in the background calls this, too."""
         self._outage.end()
 
-    def note_failure(self, position: Position, failure: str, began: float) -> None:
+    def note_failure(self, position: TrainerPosition, failure: str, began: float) -> None:
         """Note that a save could not be written.
 
         Args:
@@ -117,11 +117,11 @@ class Pace:
         older = f"{number} batch{'es' if number != 1 else ''} older"
         return f"The state could not be saved: {self.failed[1]}. The last autosave, {self.saved}, is {older}"
 
-    def unsaved_at(self, position: Position) -> str:
+    def unsaved_at(self, position: TrainerPosition) -> str:
         """Return that message if the save of `position` has failed, or an empty string."""
         return self.unsaved if self.failed is not None and self.failed[0] == position else ""
 
-    def _set_due(self, position: Position) -> None:
+    def _set_due(self, position: TrainerPosition) -> None:
         interval = self._options.train_time_interval
         self._last = position
         if self._step_count is not None:

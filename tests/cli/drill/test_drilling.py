@@ -11,7 +11,7 @@ import pytest
 
 from lightning_faulttolerant.cli.drill import result, running
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
-from lightning_faulttolerant.cli.drill.moments import Moment
+from lightning_faulttolerant.cli.drill.moments import StrikeMoment
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
@@ -363,9 +363,9 @@ def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_
 
 def test_a_moment_does_not_wait_longer_than_its_batch() -> None:
     """If a batch took long in the uninterrupted run only, the strike still comes before the next one is done."""
-    clock = running.Clock(Moment(batch=1, fraction=0.9, hook=""), [1000.0] * 4)
+    clock = running.Clock(StrikeMoment(batch=1, fraction=0.9, hook=""), [1000.0] * 4)
     assert [clock.has_come(done) for done in (1, 1, 2)] == [False, False, True]
-    assert running.Clock(Moment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1)
+    assert running.Clock(StrikeMoment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1)
 
 
 def command_lines() -> list[bytes]:

@@ -10,7 +10,7 @@ from lightning_faulttolerant.cli.drill import judging, result, running
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.refusal import refusal_in
-from lightning_faulttolerant.cli.drill.result import Strike, Verdict
+from lightning_faulttolerant.cli.drill.result import DrillVerdict, Strike
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.records.ledger import FaultPlace
@@ -78,7 +78,7 @@ def judge(
     exit_code: int = -9,
     is_struck: bool = True,
     **settings: Any,
-) -> Verdict:
+) -> DrillVerdict:
     """Judge an interrupted run of these processes."""
     ran = Ran(name="interrupted", outcome=outcome, processes=cast("list[DrillProcess]", list(processes)))
     made = DrillSettings(command=("train",), directory=Path(), token="t", **settings)

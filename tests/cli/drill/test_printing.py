@@ -9,7 +9,7 @@ import pytest
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.printing import print_result
 from lightning_faulttolerant.cli.drill.progress import PlainProgress, RichProgress, Status, progress_on
-from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Value, Verdict
+from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, DrillVerdict, Value
 from tests.cli.drill.test_judging import strike
 
 ADVICE = "Keep a generator in an attribute of the data set, so that it is found, and not in a global of the module."
@@ -27,7 +27,7 @@ def drill_result(word: str, **verdict: Any) -> DrillResult:
     """Return a drill with this verdict."""
     return DrillResult(
         command=("python", "train.py"),
-        verdict=Verdict(
+        verdict=DrillVerdict(
             word=word, text="A sentence that says what came of it, long enough to be broken " * 2, **verdict
         ),
         strikes=(strike(2),),

@@ -12,11 +12,11 @@ from lightning_faulttolerant.cli.drill.result import (
     Cause,
     Difference,
     DrillResult,
+    DrillVerdict,
     Point,
     RunOfDrill,
     Strike,
     Value,
-    Verdict,
 )
 
 
@@ -90,7 +90,7 @@ def exact_drill(num_batches=1200, *, num_strikes=5, seed=3):
     )
     return DrillResult(
         command=("python", "train.py", "--data", "/mnt/data/my digits", "--epochs", "12"),
-        verdict=Verdict(
+        verdict=DrillVerdict(
             word=EXACT,
             text=f"Struck {num_strikes} times, the run is, bit for bit, the run that was left alone.",
         ),
@@ -143,7 +143,7 @@ def differing_drill(num_batches=1200, *, at=640):
             "Or draw from torch, numpy or random, whose global generators are restored in each worker.",
         ),
     )
-    verdict = Verdict(
+    verdict = DrillVerdict(
         word=DIFFERS,
         text=f"The two runs are equal up to batch {at % 100} of epoch {at // 100}, and differ from there on.",
         cause=cause,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_faulttolerant.cli.drill.page import page
-from lightning_faulttolerant.cli.drill.picture import Stretch, stretches
-from lightning_faulttolerant.cli.drill.result import NOT_JUDGED, Cause, DrillResult, Verdict
+from lightning_faulttolerant.cli.drill.picture import BatchStretch, stretches
+from lightning_faulttolerant.cli.drill.result import NOT_JUDGED, Cause, DrillResult, DrillVerdict
 from tests.cli.page.drills import curve, differing_drill, exact_drill, run, strikes_at
 from tests.cli.page.parsed import Parsed
 
@@ -89,12 +89,12 @@ def test_a_process_counts_up_to_where_a_later_one_went_on():
     strikes = strikes_at([100, 300, 310])
     strikes = (strikes[0], strikes[1], replace(strikes[2], resumed_at=200))
     assert stretches(strikes, [0] * 54 + [1] * 146 + [3] * 200) == [
-        Stretch(process=0, begin=0, counts_until=54, end=100),
-        Stretch(process=1, begin=54, counts_until=200, end=300),
-        Stretch(process=2, begin=231, counts_until=231, end=310),
-        Stretch(process=3, begin=200, counts_until=400, end=400),
+        BatchStretch(process=0, begin=0, counts_until=54, end=100),
+        BatchStretch(process=1, begin=54, counts_until=200, end=300),
+        BatchStretch(process=2, begin=231, counts_until=231, end=310),
+        BatchStretch(process=3, begin=200, counts_until=400, end=400),
     ]
-    assert stretches((), [0] * 7) == [Stretch(process=0, begin=0, counts_until=7, end=7)]
+    assert stretches((), [0] * 7) == [BatchStretch(process=0, begin=0, counts_until=7, end=7)]
 
 
 def test_a_process_that_trained_nothing_is_counted_and_not_drawn():
@@ -164,7 +164,7 @@ def test_a_long_drill_makes_a_small_page_that_keeps_its_spike():
 def test_a_drill_that_could_not_judge_has_a_page_too():
     """Without any run, or with only the two runs of a check, the page gives the reason and omits the missing parts."""
     cause = Cause(part="no seed", text="The script draws other numbers each time.", advice=("Call seed_everything.",))
-    verdict = Verdict(word=NOT_JUDGED, text="The script is not deterministic by itself.", cause=cause)
+    verdict = DrillVerdict(word=NOT_JUDGED, text="The script is not deterministic by itself.", cause=cause)
     bare = DrillResult(
         command=("train",),
         verdict=verdict,
@@ -199,7 +199,7 @@ def test_what_a_script_calls_itself_is_never_markup():
     drill = differing_drill()
     value = replace(drill.verdict.difference.values[0], name=NASTY, expected=NASTY, found=NASTY)
     difference = replace(drill.verdict.difference, values=(value,), place=NASTY, equal=(NASTY,))
-    verdict = Verdict(
+    verdict = DrillVerdict(
         word=NASTY,
         text=NASTY,
         notes=(NASTY,),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import Deal, normalised, positions_of_step
+from lightning_faulttolerant.streaming.order import RemainingPositions, normalised, positions_of_step
 from lightning_faulttolerant.streaming.world import World
 
 worlds = st.builds(
@@ -17,12 +17,14 @@ worlds = st.builds(
 )
 
 
-def deals(num_positions: int, start: int, world: tuple[int, int, int], batch_size: int) -> list[list[Deal]]:
+def deals(
+    num_positions: int, start: int, world: tuple[int, int, int], batch_size: int
+) -> list[list[RemainingPositions]]:
     """Return the deal of each worker of each rank."""
     nodes, ranks, workers = world
     return [
         [
-            Deal(
+            RemainingPositions(
                 num_positions=num_positions,
                 start=start,
                 world=World(
@@ -122,6 +124,6 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
 def test_a_position_behind_the_end_is_refused() -> None:
     """A deal can't begin after the end, nor with empty batches."""
     with pytest.raises(ValueError, match="can't continue from position 11"):
-        Deal(num_positions=10, start=11, world=World(), batch_size=1)
+        RemainingPositions(num_positions=10, start=11, world=World(), batch_size=1)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
-        Deal(num_positions=10, world=World(), batch_size=0)
+        RemainingPositions(num_positions=10, world=World(), batch_size=0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import Deal, EpochOrder, epoch_order
+from lightning_faulttolerant.streaming.order import EpochOrder, RemainingPositions, epoch_order
 from lightning_faulttolerant.streaming.world import World
 
 SIZES = [[13, 0, 22, 9, 17], [5, 30]]
@@ -25,7 +25,9 @@ def read(order: EpochOrder, start: int, world: tuple[int, int, int], batch_size:
     for rank in range(nodes * ranks):
         for worker in range(workers):
             place = World(rank=rank, num_ranks=nodes * ranks, ranks_per_node=ranks, worker=worker, num_workers=workers)
-            deal = Deal(num_positions=order.num_positions, start=start, world=place, batch_size=batch_size)
+            deal = RemainingPositions(
+                num_positions=order.num_positions, start=start, world=place, batch_size=batch_size
+            )
             for number, positions in enumerate(deal.positions_of_worker(0, 10**6)):
                 step = worker + number * workers
                 steps += [[] for _ in range(step + 1 - len(steps))]

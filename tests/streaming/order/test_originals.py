@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import Deal, epoch_order, kept_nodes
+from lightning_faulttolerant.streaming.order import RemainingPositions, epoch_order, kept_nodes
 from lightning_faulttolerant.streaming.order.originals import (
     SHUFFLES,
     default_block_size,
@@ -54,7 +54,7 @@ def ours(
     for rank in range(nodes * ranks):
         for worker in range(workers):
             place = World(rank=rank, num_ranks=nodes * ranks, ranks_per_node=ranks, worker=worker, num_workers=workers)
-            deal = Deal(
+            deal = RemainingPositions(
                 num_positions=layout.num_positions,
                 start=drop,
                 world=place,

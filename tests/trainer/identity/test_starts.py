@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.trainer.identity import starts
-from lightning_faulttolerant.trainer.identity.starts import Start, start_directory, start_of_process
+from lightning_faulttolerant.trainer.identity.starts import ProcessStart, start_directory, start_of_process
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_child_of_multiprocessing() -> None:
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(queue,))
     child.start()
-    start: Start = queue.get(timeout=30)
+    start: ProcessStart = queue.get(timeout=30)
     child.join()
     assert start.is_one_of_many
     assert not start.is_killed_at_end

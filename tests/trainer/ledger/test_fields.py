@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.records.ledger import Fit, read_ledger
+from lightning_faulttolerant.records.ledger import FitLines, read_ledger
 from lightning_faulttolerant.trainer.ledger.digests import digest
 from tests.data_sets import NoisyDataset, Squares, Unsized
 from tests.runs import Fetches, Net, TwoLoaders, fit_net
@@ -48,7 +48,7 @@ class Fixed(Sampler[int]):
         return len(self.indices)
 
 
-def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 1, **arguments: Any) -> Fit:
+def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 1, **arguments: Any) -> FitLines:
     """Fit the same net on the same rows, except for the given arguments, and return its ledger."""
     path = directory / f"{len(list(directory.iterdir()))}.jsonl"
     module = arguments.pop("module", None)
@@ -102,13 +102,13 @@ CHANGES: dict[str, tuple[Any, set[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Fit:
+def usual(tmp_path_factory: pytest.TempPathFactory) -> FitLines:
     """Return the ledger of an unchanged fit."""
     return ledger_of(tmp_path_factory.mktemp("usual"))
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_differs_tells_what_was_changed(change: str, usual: Fit, tmp_path: Path) -> None:
+def test_what_differs_tells_what_was_changed(change: str, usual: FitLines, tmp_path: Path) -> None:
     """In the first batch, exactly the fields that the change can affect differ."""
     arguments, fields = CHANGES[change]
     fit = ledger_of(tmp_path, **arguments())
@@ -123,7 +123,7 @@ def test_what_differs_tells_what_was_changed(change: str, usual: Fit, tmp_path: 
     assert (ends[0]["metrics"] == ends[1]["metrics"]) == (change == "none")
 
 
-def test_validation_has_a_content_and_results(usual: Fit, tmp_path: Path) -> None:
+def test_validation_has_a_content_and_results(usual: FitLines, tmp_path: Path) -> None:
     """Other validation samples change ``content`` and their results, but nothing that was trained."""
     fit = ledger_of(tmp_path, validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
     [one], [other] = usual.of("validated"), fit.of("validated")
@@ -136,7 +136,7 @@ def test_validation_has_a_content_and_results(usual: Fit, tmp_path: Path) -> Non
     assert usual.end["weights"] == fit.end["weights"]
 
 
-def test_logged_values_are_what_loggers_would_get(usual: Fit) -> None:
+def test_logged_values_are_what_loggers_would_get(usual: FitLines) -> None:
     """Without a logger too, it holds the values of each batch, of the validation run, and of the epoch."""
     logs = usual.of("log")
     names = [sorted(line["metrics"].keys() - {"epoch"}) for line in logs]
@@ -149,7 +149,7 @@ def test_logged_values_are_what_loggers_would_get(usual: Fit) -> None:
     assert [line["metrics"]["loss_step"] for line in logs[:4]] == losses
 
 
-def test_the_first_line_says_what_fit_it_is(usual: Fit) -> None:
+def test_the_first_line_says_what_fit_it_is(usual: FitLines) -> None:
     """It holds the number of the fit, of its batches and of its ranks, and the settings that affect the arithmetic."""
     begun = usual.begun
     assert (begun["fit"], begun["num_batches"], begun["max_epochs"]) == (usual.number, 4, 1)
@@ -158,7 +158,7 @@ def test_the_first_line_says_what_fit_it_is(usual: Fit) -> None:
     assert usual.resumed is None
 
 
-def test_autosaves_are_there_as_they_are_verified(usual: Fit) -> None:
+def test_autosaves_are_there_as_they_are_verified(usual: FitLines) -> None:
     """The first one comes before the first batch, the last one after the last batch; each names its file."""
     saved = usual.of("autosave")
     assert usual.events[0] == saved[0]
@@ -171,7 +171,7 @@ def test_autosaves_are_there_as_they_are_verified(usual: Fit) -> None:
 # The order of samples, for loaders of each kind.
 
 
-def orders_of(fit: Fit) -> list[str | None]:
+def orders_of(fit: FitLines) -> list[str | None]:
     """Return the order of each batch."""
     return [line["order"] for line in fit.of("batch")]
 
@@ -273,7 +273,7 @@ class Spoils(Net):
         return loss
 
 
-def test_content_is_that_of_before_the_step(usual: Fit, tmp_path: Path) -> None:
+def test_content_is_that_of_before_the_step(usual: FitLines, tmp_path: Path) -> None:
     """Changes that a step makes to its batch are not in the content."""
     contents = [[line["content"] for line in fit.of("batch")] for fit in (usual, ledger_of(tmp_path, module=Spoils()))]
     assert contents[0] == contents[1]

@@ -17,7 +17,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.state.drawn import orders
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.testing import KillAt
-from lightning_faulttolerant.trainer.objects.drawn import Drawn, Outcome
+from lightning_faulttolerant.trainer.objects.drawn import Drawn, DrawnOutcome
 from tests.data_sets import NoisyDataset
 from tests.law.test_drawn import (
     LATE,
@@ -337,8 +337,8 @@ def test_late_loader(is_shared: bool, reloads: int, expected: str) -> None:
     module = SimpleNamespace(trainer=SimpleNamespace(reload_dataloaders_every_n_epochs=reloads))
     drawn.note({"module": module}, of_loader=False)
     drawn.note({"train/0.dataset": late if is_shared else SimpleNamespace(names=list("abc"))}, of_loader=True)
-    outcomes: list[Outcome] = []
-    assert drawn.put_back(saved, outcomes.append) == Outcome()
+    outcomes: list[DrawnOutcome] = []
+    assert drawn.put_back(saved, outcomes.append) == DrawnOutcome()
     drawn.note({"validation/0.dataset": late}, of_loader=True)
     assert late.names == list(expected)
     is_put_back = expected == "cab"

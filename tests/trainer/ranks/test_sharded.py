@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
-from lightning_faulttolerant.trainer.position import BOUNDARY, Position
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.group import connect_all
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
 from lightning_faulttolerant.trainer.resume import choice
@@ -53,7 +53,7 @@ def _save_three(
     writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails, error=error)), series, ranks)  # type: ignore[arg-type]
     outcomes = []
     for number in range(3):
-        position = Position(where=BOUNDARY, epoch=0, batch=number, global_step=number)
+        position = TrainerPosition(where=BOUNDARY, epoch=0, batch=number, global_step=number)
         try:
             path, failure = writer.save({"number": number}, position, raises=raises)
             assert bool(path) != bool(failure)

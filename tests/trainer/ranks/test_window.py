@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_faulttolerant.loader.dealt import Share
+from lightning_faulttolerant.loader.dealt import RankShare
 from lightning_faulttolerant.trainer.ranks.window import Window
 
 
-def share(num_ranks: int, batch_size: int) -> Share:
+def share(num_ranks: int, batch_size: int) -> RankShare:
     """Return the share of rank 0."""
-    return Share(rank=0, num_ranks=num_ranks, batch_size=batch_size)
+    return RankShare(rank=0, num_ranks=num_ranks, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def share(num_ranks: int, batch_size: int) -> Share:
         (share(1, 4), 7, 3, 4 / 3),  # a window of 12 samples instead of 16, and 4 of them seen: not 8
     ],
 )
-def test_each_sample_has_its_share(now: Share, num_batches: int, accumulated: int, scale: float) -> None:
+def test_each_sample_has_its_share(now: RankShare, num_batches: int, accumulated: int, scale: float) -> None:
     """Gradients of 8 samples of a window of 16 weigh as much as 8 samples of a window of the new run."""
     window = Window.of(asdict(share(2, 4)), num_batches=3, accumulated=2)
     assert window == Window(num_samples=8, num_in_window=16)

@@ -19,10 +19,10 @@ from lightning_faulttolerant.errors import RunInUseError, TrainingStopped
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
-from lightning_faulttolerant.trainer.position import BOUNDARY, Position
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run import history_file
-from lightning_faulttolerant.trainer.run.history import History, process_began, reason_of
+from lightning_faulttolerant.trainer.run.history import HistoryWriter, process_began, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
 from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.stop.signals import signal_reason, stopped_by
@@ -70,7 +70,7 @@ def message(caplog: pytest.LogCaptureFixture) -> str:
 
 def test_rank_without_a_file_tells_nothing(trainer: Trainer) -> None:
     """On ranks other than the first, nothing is ever due, and nothing is written."""
-    history = History(trainer)
+    history = HistoryWriter(trainer)
     history.begin(HERE)
     history.start(None, None)
     history.alive()
@@ -80,8 +80,8 @@ def test_rank_without_a_file_tells_nothing(trainer: Trainer) -> None:
 
 def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
     """A fit begins, starts and ends once, however often these are reported; each line has its time and its fit."""
-    history = History(trainer, open_history(str(tmp_path), check=hold), fit=3)
-    position = Position(where=BOUNDARY, epoch=1, batch=2, global_step=3)
+    history = HistoryWriter(trainer, open_history(str(tmp_path), check=hold), fit=3)
+    position = TrainerPosition(where=BOUNDARY, epoch=1, batch=2, global_step=3)
     history.begin(HERE)
     for _ in range(2):
         history.start(None, None)
@@ -109,7 +109,7 @@ def test_sign_of_life_is_due_ten_seconds_later(
 ) -> None:
     """Every line is a sign of life: the next one is due ten seconds later, or sooner in a young fit."""
     monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0)
-    history = History(trainer, open_history(str(tmp_path), check=hold))
+    history = HistoryWriter(trainer, open_history(str(tmp_path), check=hold))
     monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0 + age)
     history.alive()
     assert history.due_at == 5000 + age + seconds
@@ -175,7 +175,7 @@ def test_history_that_cannot_be_written_is_announced_once(
         (tmp_path / "history.jsonl").symlink_to("/dev/full")
     directory = tmp_path / "gone" if how == "directory is gone" else tmp_path
     file = LocalHistory(str(directory))
-    history = History(trainer, file)
+    history = HistoryWriter(trainer, file)
     with caplog.at_level(logging.WARNING):
         history.begin(HERE)
         due_at = history.due_at
@@ -196,7 +196,7 @@ def test_interrupt_is_not_held_back(trainer: Trainer, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(history_file, "append_line", raises)
     with pytest.raises(KeyboardInterrupt):
-        History(trainer, LocalHistory(str(tmp_path))).begin(HERE)
+        HistoryWriter(trainer, LocalHistory(str(tmp_path))).begin(HERE)
 
 
 def test_long_file_is_shortened(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_store_that_fails_loses_nothing(
         raise OSError("the network is down")
 
     file = RemoteHistory(url, check=hold)
-    history = History(trainer, file, fit=1)
+    history = HistoryWriter(trainer, file, fit=1)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(RemoteStore, "read", fails)
         history.begin(HERE)
@@ -386,7 +386,7 @@ def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog:
     def is_lost() -> None:
         raise RunInUseError("taken over")
 
-    history = History(trainer, RemoteHistory(url, check=is_lost), fit=1)
+    history = HistoryWriter(trainer, RemoteHistory(url, check=is_lost), fit=1)
     with caplog.at_level(logging.WARNING):
         history.begin(HERE)
         history.end(None)
