@@ -14,12 +14,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
+from lightning_faulttolerant.testing import Interruption, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, make_trainer
 
@@ -66,6 +68,9 @@ class Judged(Net):
         self.metric.update(value)
         self.log("val_loss", value, on_step=True, on_epoch=True)
         self.log("metric", self.metric)
+        progress = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        self.log("is_last", float(progress.is_last_batch), on_step=True, on_epoch=False)
+        self.log("done", float(progress.total.completed), on_step=True, on_epoch=False)
 
     def on_validation_epoch_end(self) -> None:
         self.log("listed", sum(self.outputs) / len(self.outputs))
@@ -206,3 +211,25 @@ class JudgedTogether(Judged):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(torch.cat(batch), batch_idx)
+
+
+# What a resume would have without a part of the state, and a batch after which that shows.
+WITHOUT = {
+    "loader": (0, 6),
+    "index": (0, 1),
+    "fetched": (0, 1),
+    "logged": ([], 6),
+    "training": ({}, 1),
+    "first_loop_iter": (None, 1),
+    "progress": (_BatchProgress().state_dict(), 1),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_without_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: without a part of the state, the run differs."""
+    value, batch = WITHOUT[name]
+    state_dict = ValidationRun.state_dict
+    monkeypatch.setattr(ValidationRun, "state_dict", lambda self: {**state_dict(self), name: value})
+    with pytest.raises(NotTheSame):
+        assert_continues(batch, validation=two_loaders, val_check_interval=2)
