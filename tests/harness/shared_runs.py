@@ -3,6 +3,9 @@
 The result of such a run depends only on its `fit`, the number of ranks, the options of the callback, the environment,
 and the code. These are its key: cloudpickle writes `fit` with everything that it closes over. A fit that can't be
 pickled, or is pickled differently each time (as with a class that a test defines), is not shared.
+
+Cases that differ only in how often the callback saves share a run, too. In each case, the interrupted run itself saves
+as often as the case says, and equals the run without the callback.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from lightning_faulttolerant.testing.traces import RunOutcome
 
 # These variables differ from test to test, but no fit depends on them.
 _NO_PART_OF_A_RUN = ("PYTEST_CURRENT_TEST",)
+
+_HOW_OFTEN = ("every_n_train_steps",)
 
 Uninterrupted = Callable[..., RunOutcome]
 
@@ -47,7 +52,7 @@ class SharedRuns:
 
 def _key(runs: Runs, name: str, *, with_callback: bool) -> bytes | None:
     environment = {name: value for name, value in os.environ.items() if name not in _NO_PART_OF_A_RUN}
-    options = runs.options if with_callback else None
+    options = {k: v for k, v in runs.options.items() if k not in _HOW_OFTEN} if with_callback else None
     try:
         content = cloudpickle.dumps((name, runs.fit, runs.num_ranks, options, environment, os.getcwd()))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError):

@@ -63,11 +63,18 @@ def test_options_are_no_part_of_a_run_without_the_callback(
     shared: SharedRuns, counted: Counted, tmp_path: Path
 ) -> None:
     """Cases that save differently share the run without the callback, but not the run with it."""
-    for every in (1, 13):
-        runs = runs_of(fit_with(1), tmp_path, every_n_train_steps=every)
+    for keeps in (1, 13):
+        runs = runs_of(fit_with(1), tmp_path, keep_last=keeps)
         ask(shared, runs)
         ask(shared, runs, "with-callback", with_callback=True)
     assert counted.num_runs == 3
+
+
+def test_how_often_a_run_saves_is_no_part_of_it(shared: SharedRuns, counted: Counted, tmp_path: Path) -> None:
+    """Cases that differ only in the steps between two saves share the run with the callback, too."""
+    for every in (1, 13):
+        ask(shared, runs_of(fit_with(1), tmp_path, every_n_train_steps=every), "with-callback", with_callback=True)
+    assert counted.num_runs == 1
 
 
 def test_what_a_fit_depends_on_makes_it_another(
