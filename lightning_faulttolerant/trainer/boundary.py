@@ -131,13 +131,15 @@ class Boundary:
     def before_validation_batch(self) -> None:
         """Pass a boundary inside a validation run. If the run can't be resumed here, its start is saved instead."""
         if self._agreement.at_validation_batch():
-            if self._run_state.validation.can_be_resumed:
+            if self._stopping.all_can(self._run_state.validation.can_be_resumed):
                 self.capture = None  # the start of the run is older than what is saved now
-                self._stop_here(position_of(self._trainer, IN_VALIDATION))
+                with swap_of_validation_undone(self._trainer):
+                    self._stop_here(position_of(self._trainer, IN_VALIDATION))
             if self.capture is not None:
                 self._stop_in_validation(self.capture)
         elif self._is_due_in_validation():
-            self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
+            with swap_of_validation_undone(self._trainer):
+                self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
             self.capture = None  # it is older than the autosave
         if self._budget.now() >= self._history.due_at:
             self._history.alive()
@@ -145,7 +147,9 @@ class Boundary:
 
     def _is_due_in_validation(self) -> bool:
         """Return whether an autosave is due by time. The first one of a fit is written between training batches."""
-        if self._autosaver.counts_steps or self._pace.is_first or self._budget.now() < self._pace.due_at:
+        if self._ranks.num_ranks > 1 or self._autosaver.counts_steps or self._pace.is_first:
+            return False
+        if self._budget.now() < self._pace.due_at:
             return False
         return self._run_state.validation.can_be_resumed and self._autosaver.is_due()
 

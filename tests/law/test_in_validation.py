@@ -21,12 +21,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import Interruption, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, make_trainer
 
 # Advice of Lightning's: validation that shuffles must continue, too.
-pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection"),
+]
 
 
 class StopInValidation(Callback):
@@ -193,24 +197,43 @@ class Unsized(IterableDataset):
         return iter(torch.rand(20, 4))
 
 
-@pytest.mark.parametrize("kind", ["unsized", "together"])
-def test_repeated(kind: str) -> None:
-    """Where the place can't be saved yet, the run is repeated from its start, and is exact."""
-
-    def validation() -> Any:
-        if kind == "unsized":
-            return DataLoader(Unsized(), batch_size=4)
-        return CombinedLoader(two_loaders(), "max_size_cycle")
-
-    module = Judged if kind == "unsized" else JudgedTogether
-    assert assert_continues(3, validation=validation, module=module).num_validation_batches_twice == 4
+def test_repeated_without_a_length() -> None:
+    """Lightning fetches a batch ahead: the run is repeated from its start, and is exact."""
+    cost = assert_continues(3, validation=lambda: DataLoader(Unsized(), batch_size=4))
+    assert cost.num_validation_batches_twice == 4
 
 
 class JudgedTogether(Judged):
     """Gets a batch of each loader."""
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(torch.cat(batch), batch_idx)
+    def validation_step(self, batch: list[Tensor | None], batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(torch.cat([part for part in batch if part is not None]), batch_idx)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_loaders_together(mode: str, num_workers: int) -> None:
+    """Loaders of 5 and 3 batches: the shorter one is done, or in its second pass."""
+
+    def validation() -> CombinedLoader:
+        return CombinedLoader(two_loaders(num_workers), mode)  # type: ignore[arg-type]
+
+    for batch in (1,) if mode == "min_size" else (1, 3):
+        cost = assert_continues(batch, validation=validation, module=JudgedTogether)
+        assert cost.num_validation_batches_twice == 0
+
+
+@pytest.mark.skipif(not WEIGHT_AVERAGING, reason="this Lightning has none")
+@pytest.mark.parametrize("batch", [1, 7])
+def test_averaged_weights(batch: int) -> None:
+    """The run judges the averages, before the stop and after it; training continues with its own weights."""
+
+    def users() -> list[Callback]:
+        from lightning.pytorch.callbacks import EMAWeightAveraging  # not in the oldest Lightning
+
+        return [EMAWeightAveraging(decay=0.5, update_every_n_steps=1)]
+
+    assert assert_continues(batch, users=users).num_validation_batches_twice == 0
 
 
 # What a resume would have without a part of the state, and a batch after which that shows.

@@ -68,13 +68,14 @@ def test_ranks_that_are_asked_to_stop_in_training(faults: list[KillAt], code: in
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.slow
 def test_rank_that_is_asked_to_stop_in_validation(rank: int) -> None:
-    """All ranks end inside the validation run, and the resume runs it whole."""
+    """All ranks end inside the validation run, before the same batch, and continue there."""
 
     def validation() -> DataLoader[Any]:
         return DataLoader(NoisyDataset(4 * 40), batch_size=4)
 
     cost = stop_ranks([KillAt(7, signum=TERM, rank=rank, hook="validation")], validation=validation)
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (143, 0, 8, 0)
+    assert cost.num_validation_batches_twice == 0
 
 
 @pytest.mark.slow

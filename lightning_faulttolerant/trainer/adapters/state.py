@@ -179,24 +179,33 @@ def why_ended(trainer: Trainer) -> str | None:
     return None
 
 
-def swaps_weights(trainer: Trainer) -> bool:
-    """Return whether a callback swaps the weights for a validation run."""
-    return any(isinstance(callback, WEIGHT_AVERAGING) for callback in compat.callbacks(trainer))
+def swaps_in_its_own_way(trainer: Trainer) -> bool:
+    """Return whether a subclass of WeightAveraging may swap the weights for a validation run in another way."""
+    hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
+    pairs = [(kind, type(callback)) for kind, callback in _swapping(trainer)]
+    return any(getattr(own, hook) is not getattr(kind, hook) for kind, own in pairs for hook in hooks)
+
+
+def swap_for_validation(trainer: Trainer) -> None:
+    """Swap the weights as WeightAveraging does at the start of a validation run."""
+    for kind, callback in _swapping(trainer):
+        kind.on_validation_epoch_start(callback, trainer, trainer.lightning_module)
 
 
 @contextmanager
 def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
     """Within the block, undo the swap of weights that WeightAveraging makes for a validation run."""
-    module = trainer.lightning_module
-    # Lightning's own methods, not a subclass's: they swap, and do nothing else.
-    swapping = [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
-    for kind, callback in swapping:
-        kind.on_validation_epoch_end(callback, trainer, module)
+    for kind, callback in _swapping(trainer):
+        kind.on_validation_epoch_end(callback, trainer, trainer.lightning_module)
     try:
         yield
     finally:
-        for kind, callback in swapping:
-            kind.on_validation_epoch_start(callback, trainer, module)
+        swap_for_validation(trainer)
+
+
+def _swapping(trainer: Trainer) -> list[tuple[type[Any], Any]]:
+    # Lightning's own methods are called, not a subclass's: they swap, and do nothing else.
+    return [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
 
 
 def _packed(values: list[Any]) -> Any:

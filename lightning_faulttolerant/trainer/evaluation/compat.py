@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import _Sequential
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle, _Sequential
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import plain_copy
@@ -29,8 +29,6 @@ def why_unknown(val_loop: Any) -> str | None:
         return "its steps take batches from the iterator themselves"
     if fetcher.length is None:
         return "a loader has no length, so that batches are fetched ahead"
-    if not isinstance(val_loop._combined_loader._iterator, _Sequential):
-        return "its loaders are iterated over together"
     return None
 
 
@@ -38,8 +36,9 @@ def run_state(val_loop: Any) -> dict[str, Any]:
     """Return what the loop of a validation run keeps between two batches, as plain values and tensors."""
     iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
     return {
-        "loader": iterator._iterator_idx,
+        "loader": iterator._iterator_idx if isinstance(iterator, _Sequential) else None,
         "index": iterator._idx,
+        "used_up": list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else [],
         "fetched": fetcher.fetched,
         "progress": val_loop.batch_progress.state_dict(),
         "has_run": val_loop._has_run,
@@ -52,9 +51,11 @@ def run_state(val_loop: Any) -> dict[str, Any]:
 def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
     """Restore a result of `run_state` after the loop's ``reset``: begin to iterate over the loader that was current."""
     iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
-    iterator._iterator_idx = state["loader"]
-    if state["loader"] > 0:
+    if state["loader"]:
+        iterator._iterator_idx = state["loader"]
         iterator._load_current_iterator()
+    if isinstance(iterator, _MaxSizeCycle):
+        iterator._consumed = list(state["used_up"])
     iterator._idx = state["index"]
     fetcher.fetched = state["fetched"]
     fetcher.done = fetcher.fetched >= fetcher.length
@@ -65,12 +66,12 @@ def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
     val_loop._module_mode.mode = dict(state["training"])
 
 
-def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: int) -> None:
+def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: int | None) -> None:
     """Keep the loop from storing the values of `loader` when its run continues inside it.
 
     The loop takes any first batch of another loader than the first one for a change of the loader.
     """
-    undecided = [loader > 0]
+    undecided = [bool(loader)]
 
     def wrap(original: Any) -> Any:
         def store() -> None:

@@ -10,10 +10,11 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.state import swaps_weights
+from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 
 
 class ValidationRun:
@@ -46,10 +47,10 @@ class ValidationRun:
         return self._is_known
 
     def _why_repeated(self) -> str | None:
-        if self._trainer.world_size > 1:
-            return "several ranks train"
-        if swaps_weights(self._trainer):
-            return "a callback has swapped the weights"
+        if saves_shards(self._trainer.strategy):
+            return "the strategy shards the model"
+        if swaps_in_its_own_way(self._trainer):
+            return "a callback has swapped the weights in its own way"
         trackers = self._trackers()
         if len(trackers) < self._val_loop.num_dataloaders:
             return "a loader is not followed"
@@ -69,10 +70,11 @@ class ValidationRun:
         return {**runs.run_state(self._val_loop), "first_loop_iter": self.first_loop_iter}
 
     def num_consumed(self) -> dict[str, int]:
-        """Return how many batches of the current loader are consumed, by its place."""
-        number = runs.run_state(self._val_loop)["loader"]
-        iteration = self._trackers()[number].iteration
-        return {} if iteration is None else {f"{VALIDATION}/{number}": iteration.num_out}
+        """Return how many batches of each loader in use are consumed, by its place."""
+        current = runs.run_state(self._val_loop)["loader"]
+        iterations = {number: tracker.iteration for number, tracker in enumerate(self._trackers())}
+        in_use = {number: one for number, one in iterations.items() if one is not None and current in (None, number)}
+        return {f"{VALIDATION}/{number}": one.num_out for number, one in in_use.items()}
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Set up the run again, at the place of `state`. Call this before the random states are restored.
@@ -84,7 +86,7 @@ class ValidationRun:
         compat.set_up_validation(self._trainer)
         self._trainer.validating = True
         first = self._trackers()[0]
-        first.is_held_back = lambda: number > 0
+        first.is_held_back = lambda: bool(number)
         try:
             val_loop.reset()
         finally:
@@ -108,6 +110,7 @@ class ValidationRun:
 
         def start() -> None:
             runs.set_first_loop_iter(self._trainer, during)
+            swap_for_validation(self._trainer)
             begin()
 
         patches = Patches()
