@@ -33,8 +33,15 @@ def joined(processes: Sequence[FitLines]) -> list[dict[str, Any]]:
 def _in_front_of(resumed: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     position = (resumed["epoch"], resumed["batch"])
     kept = list(itertools.takewhile(lambda line: line["event"] != ledger.END and _done(line) <= position, lines))
-    if resumed["text"].startswith("at the validation run"):
-        kept = [line for line in kept if _done(line) < position or not _is_of_validation(line)]
+    continued = resumed.get("validation_batch", 0)
+    if resumed["text"].startswith("at the validation run") or "validation_batch" in resumed:
+        kept = [
+            line
+            for line in kept
+            if _done(line) < position
+            or not _is_of_validation(line)
+            or line.get("validation_batch", continued + 1) <= continued
+        ]
     return kept
 
 

@@ -9,9 +9,10 @@ and their other keys:
 
 - ``fit``: a fit begins. ``pid``, ``rank``, ``num_ranks``, ``num_batches`` (of an epoch; ``null`` if not known),
   ``max_epochs``, ``surroundings`` (versions, device, threads: the last bits of sums depend on them).
-- ``resumed``: it continues from a checkpoint, before its first batch. ``epoch``, ``batch``, ``text`` (the position in
-  words; it begins with "at the validation run" if it was taken inside one, "after the end" after the whole fit),
-  ``exact``, ``not_exact`` (the reasons, a list of strings), ``path``.
+- ``resumed``: it continues from a checkpoint, before its first batch. ``epoch``, ``batch``, ``validation_batch`` (the
+  finished batches of a validation run that continues; left out otherwise), ``text`` (the position in words; it begins
+  with "at the validation run" if that run is repeated, "after the end" after the whole fit), ``exact``, ``not_exact``
+  (the reasons, a list of strings), ``path``.
 - ``batch``: the step of a batch is finished; values that its last hooks and its end log come after it. ``epoch``,
   ``batch`` (from 0), ``order`` (digest of the batch's indices; ``null`` if there are none, as with an iterable data
   set, or if they are not known, as when everything is switched off), ``content`` (digest of the batch before the step,
@@ -22,16 +23,18 @@ and their other keys:
   the epoch), ``content`` (digest of all its batches), ``metrics``.
 - ``log``: values passed to the loggers, or that would be if there were any. ``epoch``, ``batch`` (batches of the epoch
   that have begun: one more than the number of the batch that logs), ``step``, ``metrics``, ``validating`` (logged in a
-  validation run), ``epoch_end`` (logged after the last batch of a training epoch), ``logger`` (the class of the logger
-  that a callback or the module called directly; else ``null``). Values of the sanity check are left out, and values
-  passed directly to a logger before the fit's first epoch: that is repeated at each start.
+  validation run), ``validation_batch`` (then: the batches of that run that have begun), ``epoch_end`` (logged after the
+  last batch of a training epoch), ``logger`` (the class of the logger that a callback or the module called directly;
+  else ``null``). Values of the sanity check are left out, and values passed directly to a logger before the fit's first
+  epoch: that is repeated at each start.
 - ``autosave``: an autosave is written and verified; by rank 0, or by all ranks if a strategy shards. ``epoch``,
   ``batch`` (of its position), ``text`` (the position in words), ``path``. One written in the background comes later.
 - ``end``: the fit has finished. ``weights``, ``optimizers``, ``metrics``, ``rng``: digests and values.
 
 To join the ledgers of a run's processes, keep the lines of earlier ones that are not after the place in ``resumed``:
 their ``epoch`` and ``batch`` (plus one for a ``batch`` line) are not greater. Some positions keep only a part of the
-lines at that place. "At the validation run": no ``validated`` and no ``validating`` line. "After the step": only the
+lines at that place. "At the validation run": no ``validated`` and no ``validating`` line. With a ``validation_batch``:
+no ``validated`` line, and no ``validating`` line with a greater ``validation_batch``. "After the step": only the
 ``batch`` line. "At the end of epoch": none from the first with ``epoch_end`` on. "After the end of the fit": all except
 ``end``.
 """

@@ -79,9 +79,9 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
     place = (resumed["epoch"], resumed["batch"])
     found = (i for i, e in enumerate(events) if e["event"] == name and (e["epoch"], e["batch"]) == place)
     end = next(found, len(events))
-    if resumed["validation_batch"]:  # this many batches of that validation run are done
+    if resumed["num_validated"] is not None:  # this many batches of that validation run are done
         batches = [i for i, event in enumerate(events) if i > end and event["event"] == "validation batch"]
-        end = [*batches, len(events)][min(resumed["validation_batch"], len(batches))]
+        end = [*batches, len(events)][min(resumed["num_validated"], len(batches))]
     return events[:end]
 
 

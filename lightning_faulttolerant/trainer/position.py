@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.trainer.evaluation.compat import num_validated
+
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
 BATCH_END = "batch end"
@@ -49,6 +51,11 @@ class TrainerPosition:
         return self.where in IN_EPOCH or self.where == FINISHED
 
     @property
+    def num_validated(self) -> int | None:
+        """How many batches of a validation run are consumed; ``None`` outside one."""
+        return self.validation_batch if self.where == IN_VALIDATION else None
+
+    @property
     def is_in_epoch(self) -> bool:
         """Return whether an epoch was in progress."""
         return self.where in IN_EPOCH
@@ -78,7 +85,7 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> TrainerPosition
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
     batch = progress.ready if where == BATCH_END else progress.completed
-    validated = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed if where == IN_VALIDATION else 0
+    validated = num_validated(trainer) if where == IN_VALIDATION else 0
     return TrainerPosition(
         where=where,
         epoch=trainer.current_epoch,
@@ -126,7 +133,7 @@ def load_into_loops(loops: dict[str, Any], position: TrainerPosition) -> None:
 def place_of(trainer: Trainer, position: TrainerPosition | None) -> dict[str, Any]:
     """Return the fields of a report for a position, or for the place where Lightning takes the run to be."""
     if position is not None:
-        place = {"epoch": position.epoch, "batch": position.batch, "validation_batch": position.validation_batch}
+        place = {"epoch": position.epoch, "batch": position.batch, "num_validated": position.num_validated}
         return {"position": str(position), **place}
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return {"position": "where Lightning takes it to be", "epoch": trainer.current_epoch, "batch": batch}

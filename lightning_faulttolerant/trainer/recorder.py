@@ -77,7 +77,7 @@ class Recorder(AnyCallback):
             report = callback.resume_report if isinstance(callback, FaultTolerance) else None
             if report is not None:
                 place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
-                place["validation_batch"] = report.validation_batch
+                place["num_validated"] = report.num_validated
                 self.write("resumed", exact=report.is_exact, **place)
 
 

@@ -53,8 +53,8 @@ class Session:
         self.trainer = self._trainer = trainer
         self._options = options
         is_per_sample = options.worker_rng == "per_sample"
-        self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
-        self.loaders = self._loaders
+        self.loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
+        self._loaders = self.loaders
         self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
         self.stopping = self._stopping = Stopping(trainer, options)
         self._stop = self._stopping.signals
@@ -65,7 +65,8 @@ class Session:
         self.is_open = False
         self._is_interrupted = False
         self._boundary: Boundary | None = None
-        self._run_state: RunState | None = None
+        self.run_state: RunState | None = None
+        """Reads and restores the state of the fit, once the fit itself begins."""
         self._reloads = Reloads(trainer)
         self.autosaver: Autosaver | None = None
         self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
@@ -160,7 +161,7 @@ class Session:
         if self.autosaver is not None:
             self.autosaver.close()
         self._beginning.close()
-        self._boundary = self.autosaver = self._run_state = None
+        self._boundary = self.autosaver = self.run_state = None
 
     # What the seams do.
 
@@ -178,11 +179,11 @@ class Session:
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered)
+        self.run_state = RunState(self._trainer, self._loaders, self._files, self._registered)
         if self._resume is None and self._trainer.num_sanity_val_steps:
-            self._run_state.objects.before_sanity_check()
-        self._reloads = self._run_state.objects.reloads
-        self._hook_saves = HookSaves(self._trainer, self._run_state)
+            self.run_state.objects.before_sanity_check()
+        self._reloads = self.run_state.objects.reloads
+        self._hook_saves = HookSaves(self._trainer, self.run_state)
         self._fingerprint.settings()
         buckets = Buckets(self._trainer)
         if self._resume is not None:
@@ -197,7 +198,7 @@ class Session:
         self.autosaver = Autosaver(
             self._trainer,
             self._beginning.series,
-            self._run_state,
+            self.run_state,
             self._options,
             ranks=self._beginning.ranks,
             history=self._beginning.history,
@@ -214,8 +215,8 @@ class Session:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
 
     def _state(self) -> RunState:
-        assert self._run_state is not None
-        return self._run_state
+        assert self.run_state is not None
+        return self.run_state
 
     def _wrap_process_dataloader(self, original: Method) -> Method:
         return lambda loader: self._loaders.process(self._reloads.follow(original(loader)))
@@ -226,16 +227,16 @@ class Session:
             loaders = self._loaders.iterated_by_trainer(stage=stage)
             with loaders, self._reloads.begun(is_training=stage == TRAIN):
                 original()
-            if self._run_state is not None:
-                self._run_state.objects.look_again()
+            if self.run_state is not None:
+                self.run_state.objects.look_again()
 
         return setup_data
 
     def _wrap_fit(self, original: Method) -> Method:
         def run() -> None:
             with self._ended_here():
-                if self._run_state is not None:  # a finder's own fit has none
-                    self._run_state.objects.after_sanity_check()
+                if self.run_state is not None:  # a finder's own fit has none
+                    self.run_state.objects.after_sanity_check()
                 original()
                 if self.autosaver is not None:
                     self._save_finished(self.autosaver)
@@ -273,9 +274,9 @@ class Session:
                 original()
             else:
                 self._resumed_epoch.start_fit(original)
-            if self._run_state is not None:
-                self._run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
-                self._run_state.objects.begin()
+            if self.run_state is not None:
+                self.run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
+                self.run_state.objects.begin()
             if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
                 self._resume.continue_after_the_end()
                 self._resume.restore(self._state())

@@ -47,6 +47,14 @@ class StopInValidation(Callback):
             os.kill(os.getpid(), self.signum)
 
 
+class StopAtTheStart(Callback):
+    """Sends SIGTERM in the last hook before the first batch of a validation run."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Judged(Net):
     """Draws in validation; keeps its results in a list, in a metric, and in logged values of steps and epochs."""
 
@@ -122,6 +130,18 @@ def test_stopped(batch: int) -> None:
     """Logged values, metrics, lists, and the draws of the run are those of the uninterrupted one."""
     cost = assert_continues(batch)
     assert (cost.exit_code, cost.num_validation_batches_twice) == (128 + signal.SIGTERM, 0)
+
+
+def test_stopped_before_the_first_batch() -> None:
+    """Hooks at the start of the run are not called again."""
+
+    def stopping(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Judged(), loader(shuffle=True), loader())
+        return trainer
+
+    [cost] = assert_resumes_exactly(stopping, [StopAtTheStart()], options={"every_n_train_steps": 1})
+    assert (cost.num_batches_twice, cost.num_validation_batches_twice) == (0, 0)
 
 
 def test_stopped_in_the_last_batch() -> None:

@@ -67,6 +67,7 @@ class Resumption:
         is_exact: Whether everything was restored exactly.
         not_exact: What was not restored exactly, as the run itself reports it.
         path: Path of the checkpoint.
+        num_validated: How many batches of a validation run were done; ``None`` if it did not continue inside one.
     """
 
     process: int
@@ -75,6 +76,7 @@ class Resumption:
     is_exact: bool
     not_exact: tuple[str, ...] = ()
     path: str = ""
+    num_validated: int | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -90,8 +92,9 @@ class Resumption:
             return event.kind != ledger.END
         if event.kind == ledger.END or event.place != self.place:
             return event.kind != ledger.END and event.place < self.place
-        if self.text.startswith("at the validation run"):
-            return not event.in_validation and not event.is_epoch_end
+        if self.text.startswith("at the validation run") or self.num_validated is not None:
+            begun = event.values.get("validation_batch", sys.maxsize)
+            return begun <= (self.num_validated or 0) or (not event.in_validation and not event.is_epoch_end)
         if self.text.startswith("after the step"):
             return event.kind == ledger.BATCH
         if self.text.startswith("at the end of epoch"):
@@ -211,6 +214,7 @@ def resumption_of(process: int, line: Line) -> Resumption:
         is_exact=bool(line.get("exact", True)),
         not_exact=tuple(line.get("not_exact", ())),
         path=str(line.get("path", "")),
+        num_validated=line.get("validation_batch"),
     )
 
 

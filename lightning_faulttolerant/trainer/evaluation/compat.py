@@ -22,6 +22,11 @@ SEAMS = {
 }
 
 
+def num_validated(trainer: Trainer) -> int:
+    """Return how many batches of the validation run have begun."""
+    return trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+
+
 def why_unknown(val_loop: Any) -> str | None:
     """Return why the place of a validation run can't be saved, or ``None`` if it can."""
     fetcher = val_loop._data_fetcher

@@ -31,12 +31,15 @@ class ValidationRun:
         self._is_known: bool | None = None
         self.first_loop_iter: bool | None = None
         """How far the logger connector was in the training batch before the run."""
+        self.seen = ""
+        """A digest of its batches so far, if there is a ledger."""
         self.is_continuing = False
         """Whether the run that begins next is one that an earlier process began."""
 
     def begin(self) -> None:
         """Note that a run begins."""
         self._is_known = None
+        self.seen = ""
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
     @property
@@ -67,7 +70,7 @@ class ValidationRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run between two batches, without its loaders' places."""
-        return {**runs.run_state(self._val_loop), "first_loop_iter": self.first_loop_iter}
+        return {**runs.run_state(self._val_loop), "first_loop_iter": self.first_loop_iter, "seen": self.seen}
 
     def num_consumed(self) -> dict[str, int]:
         """Return how many batches of each loader in use are consumed, by its place."""
@@ -105,7 +108,7 @@ class ValidationRun:
         """
         val_loop = self._val_loop
         during, self.first_loop_iter = runs.first_loop_iter(self._trainer), state["first_loop_iter"]
-        self._is_known = None
+        self._is_known, self.seen = None, state["seen"]
         runs.set_first_loop_iter(self._trainer, self.first_loop_iter)  # the training loop keeps it from here
 
         def start() -> None:

@@ -18,6 +18,7 @@ from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
+from lightning_faulttolerant.trainer.evaluation.compat import num_validated
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
     fetches_seen,
@@ -71,7 +72,7 @@ class FitLedger:
         self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
         self._batch: dict[str, Any] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
-        self._validated = Digest()
+        self._seen_in_validation = ""
         if session is not None:
             session.on_saved.append(self._autosaved)
         self._patches = patches
@@ -150,6 +151,7 @@ class FitLedger:
         if not self._batch:
             self._place = (report.epoch, report.batch)
         place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
+        place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
         self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
 
@@ -186,10 +188,18 @@ class FitLedger:
                 self._batch = self._known_of(batch)
                 self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
             elif self._trainer.validating:
-                self._validated.feed(batch)
+                self._note_validation_batch(batch)
             original(batch, *args, **kwargs)
 
         return on_batch_start
+
+    def _note_validation_batch(self, batch: Any) -> None:
+        """Add a batch to the digest of a validation run, which may continue in another process."""
+        run = None if self._session is None or self._session.run_state is None else self._session.run_state.validation
+        before = self._seen_in_validation if run is None else run.seen
+        self._seen_in_validation = digest([before, batch])
+        if run is not None:
+            run.seen = self._seen_in_validation
 
     def _known_of(self, batch: Any) -> dict[str, Any]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
@@ -237,10 +247,10 @@ class FitLedger:
                     kinds.VALIDATED,
                     epoch=self._trainer.current_epoch,
                     batch=num_completed(self._trainer),
-                    content=self._validated.text(),
+                    content=self._seen_in_validation,
                     metrics={name: exact(value) for name, value in sorted(metrics.items())},
                 )
-                self._validated = Digest()
+                self._seen_in_validation = ""
             original(metrics)
 
         return log_eval_end_metrics
@@ -280,6 +290,7 @@ class FitLedger:
             step=step,
             metrics=exact_metrics(metrics),
             validating=validating,
+            **({"validation_batch": num_validated(self._trainer)} if validating else {}),
             epoch_end=closes_epoch and not validating,
             logger=logger,
         )

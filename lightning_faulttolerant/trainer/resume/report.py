@@ -52,7 +52,7 @@ class ResumeReport:
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
         exact: The parts that continue exactly, each with a short description.
-        validation_batch: How many batches of a validation run had been consumed, if it was taken inside one.
+        num_validated: How many batches of a validation run had been consumed; ``None`` outside one.
         not_exact: The parts that do not, each with the reason.
         objects: The object state that does not, each with the reason.
         notes: Lines that are worth knowing: another machine, other versions.
@@ -65,7 +65,7 @@ class ResumeReport:
     batch: int
     global_step: int
     exact: tuple[str, ...]
-    validation_batch: int = 0
+    num_validated: int | None = None
     not_exact: tuple[str, ...] = ()
     objects: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
