@@ -141,6 +141,9 @@ class Boundary:
             with swap_of_validation_undone(self._trainer):
                 self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
             self.capture = None  # it is older than the autosave
+        elif self._is_captured_in_validation():
+            with swap_of_validation_undone(self._trainer):
+                self._take_capture(IN_VALIDATION)
         if self._budget.now() >= self._history.due_at:
             self._history.alive()
         self._stop.fetch_began = time.monotonic()
@@ -152,6 +155,13 @@ class Boundary:
         if self._budget.now() < self._pace.due_at:
             return False
         return self._run_state.validation.can_be_resumed and self._autosaver.is_due()
+
+    def _is_captured_in_validation(self) -> bool:
+        """Return whether a capture is due that a fit could resume from."""
+        if self._ranks.num_ranks > 1 or self.capture is None:
+            return False
+        is_due = self._budget.now() >= self._budget.capture_at or self._hook_saves.wants_captures
+        return is_due and self._run_state.validation.can_be_resumed
 
     def _stop_in_validation(self, capture: Capture) -> None:
         self._pace.is_ending = True
@@ -188,7 +198,8 @@ class Boundary:
         values of now, not of then.
         """
         as_they_are: AbstractContextManager[None] = nullcontext()
-        swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []
+        is_swapped = capture.position.where in (VALIDATION, IN_VALIDATION)
+        swapped_back = [swap_of_validation_undone(self._trainer)] if is_swapped else []
         for weights in (as_they_are, *swapped_back):
             with weights:
                 can = not overrides_save_hook(self._trainer) and capture.is_current(self._trainer)

@@ -1,7 +1,4 @@
-"""Lightning 1.9.5's acceptance tests of its fault tolerance, as laws, including the cases that it marked as failing.
-
-Lightning 1.9.5 continued in the middle of a validation run. Here the run starts over, with the same batches.
-"""
+"""Lightning 1.9.5's acceptance tests of its fault tolerance, as laws, including the cases that it marked as failing."""
 
 from __future__ import annotations
 

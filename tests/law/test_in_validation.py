@@ -210,6 +210,33 @@ def test_killed_after_an_autosave() -> None:
     assert (cost.exit_code, cost.num_batches_twice, cost.num_validation_batches_twice) == (-signal.SIGKILL, 0, 1)
 
 
+class Fails(Callback):
+    """Raises in a validation batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.seen = -1
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.seen += not trainer.sanity_checking
+        if self.seen == self.batch and not trainer.sanity_checking:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("batch", [0, 3, 9])
+def test_exception(batch: int) -> None:
+    """A fit that fails continues before the batch that it failed in."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Judged(), loader(shuffle=True), loader())
+        return trainer
+
+    options = {"train_time_interval": timedelta(hours=1), "overhead_budget": 1.0}
+    [cost] = assert_resumes_exactly(fit, [Fails(batch)], options=options)
+    assert (cost.exit_code, cost.num_batches_twice, cost.num_validation_batches_twice) == (1, 0, 1)
+
+
 class Unsized(IterableDataset):
     """Has no length, so Lightning fetches a batch ahead."""
 
