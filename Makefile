@@ -8,9 +8,9 @@ SHELL := bash
 # The first of these that is Python >= 3.10 makes the environments; `make test PYTHON=python3.12` chooses one.
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 EXTRAS := dev,demo
-# How many files of tests run at a time: one more than the CI has cores, since some tests wait. Not `auto`: the tests
+# How many files of tests run at a time: two more than the CI has cores, since many tests wait. Not `auto`: the tests
 # start workers and whole training runs of their own.
-JOBS ?= 3
+JOBS ?= 4
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
 # Up to how many tests that fail are run once more, alone; those that pass are named. The CI sets it.

@@ -50,9 +50,9 @@ def test_a_run_in_use_is_refused(project: Project, running: Callable[[float], Pr
     """A second start waits for the grace period, then names process and host of the first one, which trains on."""
     first = running(5)
     began = time.monotonic()
-    second = project.start("train.py")
+    second = project.start("train.py", PL_FAULT_TOLERANT_OPTIONS="grace_seconds=8")
     assert second.exit_code == 1, second.output
-    assert time.monotonic() - began > 20, "it did not wait for the first one to end"
+    assert time.monotonic() - began > 8, "it did not wait for the first one to end"
     assert "RunInUseError" in second.output
     assert second.lines(str(first.process_id), socket.gethostname())
     assert second.num_batches() == 0
