@@ -19,6 +19,7 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._module_mode": "modules in training mode after a resumed validation run",
     "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "a resume in a later validation loader",
     "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
+    "trainer._logger_connector._first_loop_iter": "means logged over an epoch, after a validation run in its middle",
 }
 
 
