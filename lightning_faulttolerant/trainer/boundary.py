@@ -64,6 +64,7 @@ class Boundary:
         self.fetches_from_workers = loaders.has_workers()
         """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
         self._handed_out = -1
+        self._is_alone = ranks.num_ranks == 1
         self.capture: Capture | None = None
 
     def before_batch(self) -> None:
@@ -131,37 +132,38 @@ class Boundary:
     def before_validation_batch(self) -> None:
         """Pass a boundary inside a validation run. If the run can't be resumed here, its start is saved instead."""
         if self._agreement.at_validation_batch():
-            if self._stopping.all_can(self._run_state.validation.can_be_resumed):
-                self.capture = None  # the start of the run is older than what is saved now
-                with swap_of_validation_undone(self._trainer):
-                    self._stop_here(position_of(self._trainer, IN_VALIDATION))
-            if self.capture is not None:
-                self._stop_in_validation(self.capture)
-        elif self._is_due_in_validation():
-            with swap_of_validation_undone(self._trainer):
-                self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
-            self.capture = None  # it is older than the autosave
-        elif self._is_captured_in_validation():
-            with swap_of_validation_undone(self._trainer):
-                self._take_capture(IN_VALIDATION)
-        if self._budget.now() >= self._history.due_at:
+            self._stop_before_validation_batch()
+        now = self._budget.now()
+        if self._is_alone:  # several ranks save only where they stop together
+            if now >= self._pace.due_at:
+                self._save_due_in_validation()
+            if now >= self._budget.capture_at or self._hook_saves.wants_captures:
+                self._capture_in_validation()
+        if now >= self._history.due_at:
             self._history.alive()
         self._stop.fetch_began = time.monotonic()
 
-    def _is_due_in_validation(self) -> bool:
-        """Return whether an autosave is due by time. The first one of a fit is written between training batches."""
-        if self._ranks.num_ranks > 1 or self._autosaver.counts_steps or self._pace.is_first:
-            return False
-        if self._budget.now() < self._pace.due_at:
-            return False
-        return self._run_state.validation.can_be_resumed and self._autosaver.is_due()
+    def _stop_before_validation_batch(self) -> None:
+        if self._stopping.all_can(self._run_state.validation.can_be_resumed):
+            self.capture = None  # the start of the run is older than what is saved now
+            with swap_of_validation_undone(self._trainer):
+                self._stop_here(position_of(self._trainer, IN_VALIDATION))
+        if self.capture is not None:
+            self._stop_in_validation(self.capture)
 
-    def _is_captured_in_validation(self) -> bool:
-        """Return whether a capture is due that a fit could resume from."""
-        if self._ranks.num_ranks > 1 or self.capture is None:
-            return False
-        is_due = self._budget.now() >= self._budget.capture_at or self._hook_saves.wants_captures
-        return is_due and self._run_state.validation.can_be_resumed
+    def _save_due_in_validation(self) -> None:
+        """Save if an autosave is due by time. The first one of a fit is written between training batches."""
+        if self._autosaver.counts_steps or self._pace.is_first or not self._run_state.validation.can_be_resumed:
+            return
+        if self._autosaver.is_due():
+            with swap_of_validation_undone(self._trainer):
+                self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
+            self.capture = None  # it is older than the autosave
+
+    def _capture_in_validation(self) -> None:
+        if self.capture is not None and self._run_state.validation.can_be_resumed:
+            with swap_of_validation_undone(self._trainer):
+                self._take_capture(IN_VALIDATION)
 
     def _stop_in_validation(self, capture: Capture) -> None:
         self._pace.is_ending = True
