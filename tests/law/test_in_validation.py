@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from tests.data_sets import NoisyDataset
+from tests.processes import run
 from tests.runs import Net, make_trainer
 
 # Advice of Lightning's: validation that shuffles must continue, too.
@@ -303,3 +306,20 @@ def test_without_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ValidationRun, "state_dict", lambda self: {**state_dict(self), name: value})
     with pytest.raises(NotTheSame):
         assert_continues(batch, validation=two_loaders, val_check_interval=2)
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    """The position is that of the ranks that saved: the error says what to do, also with `elastic`."""
+
+    def main(num_ranks: int, *users: Callback) -> None:
+        ranks: dict[str, Any] = {"devices": num_ranks, "strategy": "ddp"} if num_ranks > 1 else {}
+        ours = FaultTolerance(tmp_path / "run", run_id="run", elastic=True)
+        make_trainer([ours, *users], tmp_path, **ranks).fit(Judged(), loader(), loader())
+
+    stopped = run(lambda: main(1, StopInValidation(2)))
+    assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
+    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
+    assert run_ranks(lambda rank: main(2), outputs=outputs, seed=1, timeout_seconds=60) == 1
+    told = outputs[0].read_text()
+    assert "was saved before batch 3 of the validation run after batch 5 of epoch 0." in told, told
+    assert "Start with as many ranks as before" in told
