@@ -33,7 +33,7 @@ def check_descriptors(num_ranks: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise UnsupportedTrainerError(
             f"This process may have {limit} files and connections open, has {num_open}, and {num_ranks} ranks that save"
-            f" together need {needed}. They could not be connected. Start each rank behind"
+            f" together need {needed}. They could not be connected. Start each rank after"
             f" `ulimit -n {max(needed, 65536)}`, or leave FaultTolerance out."
         )
 
