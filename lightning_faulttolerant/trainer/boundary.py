@@ -125,8 +125,11 @@ class Boundary:
 
     def before_validation(self) -> None:
         """Capture the start of a validation run: a fit that ends inside it may have to repeat it."""
-        self._run_state.validation.begin()
-        self._take_capture(VALIDATION)
+        run = self._run_state.validation
+        if not run.is_continuing:
+            run.begin()
+            self._take_capture(VALIDATION)
+            run.lost_before = self._run_state.not_carried()
         self._handed_out = -1
 
     def before_validation_batch(self) -> None:
@@ -144,7 +147,7 @@ class Boundary:
         self._stop.fetch_began = time.monotonic()
 
     def _stop_before_validation_batch(self) -> None:
-        if self._stopping.all_can(self._run_state.validation.can_be_resumed):
+        if self._stopping.all_can(self._can_continue_here()):
             self.capture = None  # the start of the run is older than what is saved now
             with swap_of_validation_undone(self._trainer):
                 self._stop_here(position_of(self._trainer, IN_VALIDATION))
@@ -152,16 +155,24 @@ class Boundary:
             self._stop_in_validation(self.capture)
 
     def _save_due_in_validation(self) -> None:
-        """Save if an autosave is due by time. The first one of a fit is written between training batches."""
-        if self._autosaver.counts_steps or self._pace.is_first or not self._run_state.validation.can_be_resumed:
+        """Save if an autosave is due by time. A fit that begins writes its first one between training batches."""
+        is_too_early = self._pace.is_first and not self._run_state.validation.is_continuing
+        if self._autosaver.counts_steps or is_too_early or not self._autosaver.is_due():
             return
-        if self._autosaver.is_due():
+        if self._can_continue_here():
             with swap_of_validation_undone(self._trainer):
                 self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
             self.capture = None  # it is older than the autosave
 
+    def _can_continue_here(self) -> bool:
+        """Return whether a fit could continue before this batch of the validation run. If not, it repeats the run."""
+        run = self._run_state.validation
+        if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
+            run.can_be_resumed = False
+        return run.can_be_resumed
+
     def _capture_in_validation(self) -> None:
-        if self.capture is not None and self._run_state.validation.can_be_resumed:
+        if self._can_continue_here():
             with swap_of_validation_undone(self._trainer):
                 self._take_capture(IN_VALIDATION)
 

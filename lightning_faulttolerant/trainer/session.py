@@ -377,7 +377,7 @@ class Session:
             if self._trainer.sanity_checking:
                 with self._ended_here():
                     return original()
-            if self.autosaver is not None and not self._state().validation.is_continuing:
+            if self.autosaver is not None:
                 self._make_boundary().before_validation()
             return original()
 

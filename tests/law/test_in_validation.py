@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -284,6 +285,103 @@ def test_averaged_weights(batch: int) -> None:
         return [EMAWeightAveraging(decay=0.5, update_every_n_steps=1)]
 
     assert assert_continues(batch, users=users).num_validation_batches_twice == 0
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill", "exception"])
+@pytest.mark.parametrize("second", [0, 1])
+def test_ended_again_in_the_same_run(kind: str, second: int) -> None:
+    """A run that continues passes boundaries like any other: it stops, saves, and captures."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Judged(), loader(shuffle=True), loader())
+        return trainer
+
+    every: dict[str, Any] = {"train_time_interval": timedelta(microseconds=1)}
+    rarely: dict[str, Any] = {"train_time_interval": timedelta(hours=1), "overhead_budget": 1.0}
+    kinds: dict[str, Any] = {
+        "stop": (StopInValidation, {"every_n_train_steps": 1}),
+        "kill": (lambda batch: StopInValidation(batch, signal.SIGKILL), every),
+        "exception": (Fails, rarely),
+    }
+    fault, options = kinds[kind]
+    costs = assert_resumes_exactly(fit, [fault(1), fault(second)], options=options)
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 5), (0, 5)]
+    assert [cost.num_validation_batches_twice for cost in costs] == [int(kind != "stop")] * 2
+
+
+class Hooked(Judged):
+    """Registers a hook for the length of a validation run."""
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.handle = self.layers[0].register_forward_hook(lambda *_: self.calls.append("hook"))
+
+    def on_validation_end(self) -> None:
+        self.handle.remove()
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("num hook", float(self.calls.count("hook")))
+
+
+class Switched(Judged):
+    """Sets a switch of the process for the length of a validation run."""
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        torch.set_default_dtype(torch.float64)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("dtype", torch.rand(()))
+        torch.set_default_dtype(torch.float32)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("draw", torch.rand(()).float())
+
+
+class Opens(Judged):
+    """Opens a file in the first batch of a validation run."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if batch_idx == 0:
+            self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until the end of the run
+        self.file.write(f"{batch_idx}\n")
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.file.seek(0)
+        self.log("lines", float(len(self.file.read().split())))
+        self.file.close()
+
+
+@pytest.mark.parametrize("module", [Hooked, Switched, Opens])
+def test_what_a_new_process_would_lack_is_done_again(module: type[Judged]) -> None:
+    """Where a run has left more than state, it is repeated from its start."""
+    assert assert_continues(2, module=module).num_validation_batches_twice == 3
+
+
+class Salient(Judged):
+    """Adds gradients over a validation run."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        with torch.enable_grad():
+            self.layers(batch).square().mean().backward()
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("norm", sum(each.grad.norm() for each in self.parameters() if each.grad is not None))
+        self.zero_grad()
+
+
+def test_gradients_of_validation_steps() -> None:
+    """Gradients that steps of the run have added up continue."""
+    cost = assert_continues(2, module=Salient, inference_mode=False)
+    assert cost.num_validation_batches_twice == 0
 
 
 # What a resume would have without a part of the state, and a batch after which that shows.

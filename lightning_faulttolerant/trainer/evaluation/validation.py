@@ -12,6 +12,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_state
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
@@ -31,6 +32,8 @@ class ValidationRun:
         self._is_known: bool | None = None
         self.first_loop_iter: bool | None = None
         """How far the logger connector was in the training batch before the run."""
+        self.lost_before: frozenset[str] = frozenset()
+        """What a checkpoint could not carry at the start of the run."""
         self.seen = ""
         """A digest of its batches so far, if there is a ledger."""
         self.is_continuing = False
@@ -49,11 +52,17 @@ class ValidationRun:
             self._is_known = self._why_repeated() is None
         return self._is_known
 
+    @can_be_resumed.setter
+    def can_be_resumed(self, value: bool) -> None:
+        self._is_known = value
+
     def _why_repeated(self) -> str | None:
         if saves_shards(self._trainer.strategy):
             return "the strategy shards the model"
         if swaps_in_its_own_way(self._trainer):
             return "a callback has swapped the weights in its own way"
+        if not leaves_only_state(self._trainer):
+            return "a hook at its start may have done what a new process would lack"
         trackers = self._trackers()
         if len(trackers) < self._val_loop.num_dataloaders:
             return "a loader is not followed"

@@ -107,6 +107,8 @@ class Objects:
         self._registered = registered
         self._callbacks = {name: callback for name, callback in callbacks.items() if not is_left_out(callback)}
         self._state: ObjectState | None = None
+        self.live: Mapping[str, str] = {}
+        """What the last `state_dict` left out because it is no state (files, locks, bars), by path."""
         self._structure: Structure | None = None
         self._warned_of: set[str] = set()
         self.notes: list[str] = []
@@ -172,7 +174,7 @@ class Objects:
             return {}
         self._add()
         self._state.keeps_bytes = self.keeps_bytes
-        state = self._state.state_dict()
+        state, self.live = self._state.state_dict(), self._state.live
         state[LOST].update(lost_in_loaders(places))
         made_again = _made_again(self._users(), state[LOST]) + self._replayed(state[LOST])
         for path in (*self._carried_by_hooks(state[LOST]), *made_again):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.objects.modules import users_variables
+from lightning_faulttolerant.state.objects.object_state import LOST
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
     TensorMarks,
@@ -139,11 +140,11 @@ class RunState:
         module = trainer.lightning_module
         self._refresh()
         rng = rng_state()
-        has_gradients = keeps_gradients(trainer) or compat.is_accumulating(trainer)
+        is_validating = position.where == IN_VALIDATION  # a validation step may have computed gradients
+        has_gradients = keeps_gradients(trainer) or compat.is_accumulating(trainer) or is_validating
         in_shards = saves_shards(trainer.strategy)
         if has_gradients:
             reshard(trainer)
-        is_validating = position.where == IN_VALIDATION
         validated = self.validation.num_consumed() if is_validating else {}
         loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position), validated=validated)
         return {
@@ -170,6 +171,10 @@ class RunState:
         if position.where == EPOCH_START:
             return not compat.starts_over(self._trainer)
         return position.where not in (EPOCH_END, FINISHED)
+
+    def not_carried(self) -> frozenset[str]:
+        """Return the paths of what training has changed or made that a checkpoint of this instant would lack."""
+        return frozenset(self.objects.state_dict(IN_VALIDATION, {}).get(LOST, ())) | frozenset(self.objects.live)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore everything but the loaders' positions, random generators last.

@@ -1,0 +1,61 @@
+"""What users' hooks do at the start of a validation run. A run that continues does not call them again.
+
+A hook that only sets attributes and resets results leaves nothing but state, which is carried. Any other code may
+register a hook, open a file, or set a switch of the process. The new process would lack that without a sign of it.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.bases import is_lightnings
+
+_HOOKS = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
+_OURS = "lightning_faulttolerant."
+_METHODS = {*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"}
+_NAMES = {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
+_LOADS_A_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_REFUSED = ("IMPORT_NAME", "MAKE_FUNCTION", "STORE_GLOBAL", "STORE_SUBSCR", "SETUP_WITH", "BEFORE_WITH", "DELETE_ATTR")
+
+
+def leaves_only_state(trainer: Trainer) -> bool:
+    """Return whether the hooks at the start of a validation run only set attributes and reset results."""
+    return all(_only_sets(function) for function in _functions(trainer))
+
+
+def _functions(trainer: Trainer) -> Iterator[Any]:
+    """Yield the hooks that are not Lightning's or ours."""
+    for owner in (*compat.callbacks(trainer), trainer.lightning_module):
+        for hook in _HOOKS:
+            function = getattr(owner, hook, None)
+            function = getattr(function, "__func__", function)
+            name = str(getattr(function, "__module__", ""))
+            is_empty = isinstance(owner, LightningModule) and function is getattr(LightningModule, hook)
+            if function is not None and not is_empty and not is_lightnings(name) and not name.startswith(_OURS):
+                yield function
+
+
+def _only_sets(function: Any) -> bool:
+    if not isinstance(function, types.FunctionType):
+        return False
+    for step in dis.get_instructions(function):
+        name = str(step.argval)
+        if step.opname in _REFUSED:
+            return False
+        if step.opname in _LOADS_A_NAME and name not in _NAMES and name != "__class__":
+            return False
+        if _calls_a_method(step) and name not in _METHODS:
+            return False
+    return True
+
+
+def _calls_a_method(step: dis.Instruction) -> bool:
+    # Before Python 3.12 a method has an instruction of its own; since then the lowest bit tells it from an attribute.
+    is_either = step.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and "LOAD_METHOD" not in dis.opmap
+    return step.opname == "LOAD_METHOD" or (is_either and bool((step.arg or 0) & 1))
