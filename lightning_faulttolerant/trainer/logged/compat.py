@@ -99,6 +99,13 @@ def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
     return _ResultMetric(meta, state["is_tensor"])
 
 
+def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
+    """Let a reset give the data type of `value`: it may have been logged while another default was set."""
+    default = item._defaults[name]
+    if isinstance(default, Tensor) and default.dtype != value.dtype:
+        item._defaults[name] = default.to(value.dtype)
+
+
 def result_cache(item: _ResultMetric) -> dict[str, Any]:
     """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache

@@ -54,6 +54,7 @@ def _make_item(trainer: Trainer, state: Mapping[str, Any]) -> Any:
     if item.is_tensor:
         for name, value in state["sums"].items():
             setattr(item, name, value.detach().clone().to(device))
+            compat.reset_to_kind_of(item, name, value)
     else:
         metric = named_metrics(trainer.lightning_module).get(item.meta.metric_attribute or "")
         if metric is None:

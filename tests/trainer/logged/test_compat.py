@@ -12,7 +12,7 @@ from lightning_faulttolerant.trainer.logged.compat import SEAMS
 from tests.contract import missing, private_names
 from tests.runs import fit_net
 
-ON_VALUES = {"_forward_cache", "_update_count", "_computed"}
+ON_VALUES = {"_forward_cache", "_update_count", "_computed", "_defaults"}
 
 
 @pytest.fixture(scope="module")
