@@ -82,10 +82,11 @@ class Boundary:
         if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
 
-    def _take_capture(self, where: str) -> None:
+    def _take_capture(self, where: str) -> Capture:
         began = self._budget.now()
-        self.capture = self._run_state.capture(position_of(self._trainer, where))
+        self.capture = capture = self._run_state.capture(position_of(self._trainer, where))
         self._budget.spend_on_capture(began)
+        return capture
 
     def _save_due(self) -> None:
         """Save if every rank knows by itself that a save is due. Otherwise rank 0 requests a common boundary."""
@@ -128,8 +129,8 @@ class Boundary:
         run = self._run_state.validation
         if not run.is_continuing:
             run.begin()
-            self._take_capture(VALIDATION)
-            run.lost_before = self._run_state.not_carried()
+            capture = self._take_capture(VALIDATION)
+            run.lost_before = self._run_state.not_carried(capture.state)
         self._handed_out = -1
 
     def before_validation_batch(self) -> None:
@@ -168,7 +169,7 @@ class Boundary:
         """Return whether a fit could continue before this batch of the validation run. If not, it repeats the run."""
         run = self._run_state.validation
         if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
-            run.can_be_resumed = False
+            run.repeat("it has made or changed what a checkpoint can't carry")
         return run.can_be_resumed
 
     def _capture_in_validation(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_s
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+
+_log = logging.getLogger(__name__)
 
 
 class ValidationRun:
@@ -49,12 +52,16 @@ class ValidationRun:
     def can_be_resumed(self) -> bool:
         """Whether a fit can continue before the next batch of this run. If not, it repeats the run."""
         if self._is_known is None:
-            self._is_known = self._why_repeated() is None
+            self._is_known = True
+            reason = self._why_repeated()
+            if reason is not None:
+                self.repeat(reason)
         return self._is_known
 
-    @can_be_resumed.setter
-    def can_be_resumed(self, value: bool) -> None:
-        self._is_known = value
+    def repeat(self, reason: str) -> None:
+        """Let a fit that ends inside this run repeat it from its start."""
+        self._is_known = False
+        _log.debug("A fit that ends inside this validation run repeats it: %s.", reason)
 
     def _why_repeated(self) -> str | None:
         if saves_shards(self._trainer.strategy):

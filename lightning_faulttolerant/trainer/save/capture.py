@@ -172,9 +172,14 @@ class RunState:
             return not compat.starts_over(self._trainer)
         return position.where not in (EPOCH_END, FINISHED)
 
-    def not_carried(self) -> frozenset[str]:
-        """Return the paths of what training has changed or made that a checkpoint of this instant would lack."""
-        return frozenset(self.objects.state_dict(IN_VALIDATION, {}).get(LOST, ())) | frozenset(self.objects.live)
+    def not_carried(self, taken: Mapping[str, Any] | None = None) -> frozenset[str]:
+        """Return the paths of what training has changed or made that a checkpoint would lack.
+
+        Args:
+            taken: The `state_dict` of this instant, if it was taken just now.
+        """
+        objects = self.objects.state_dict(IN_VALIDATION, {}) if taken is None else taken[OBJECTS]
+        return frozenset(objects.get(LOST, ())) | frozenset(self.objects.live)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore everything but the loaders' positions, random generators last.
