@@ -18,8 +18,10 @@ from lightning_faulttolerant.trainer.bases import is_lightnings
 
 _HOOKS = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
 _OURS = "lightning_faulttolerant."
-_METHODS = {*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"}
-_NAMES = {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
+_METHODS = frozenset({*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"})
+_NAMES = frozenset(
+    {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
+)
 _LOADS_A_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _REFUSED = ("IMPORT_NAME", "MAKE_FUNCTION", "STORE_GLOBAL", "STORE_SUBSCR", "SETUP_WITH", "BEFORE_WITH", "DELETE_ATTR")
 
