@@ -54,6 +54,16 @@ def test_what_counts_of_one_place_depends_on_where_in_it_the_state_was_taken(tex
     assert len(found.events) == num_kept
 
 
+@pytest.mark.parametrize("num_validated", [0, 1, 2])
+def test_a_validation_run_that_continues_keeps_what_its_batches_logged(num_validated: int) -> None:
+    """Values of the validation batches that are done count; those of later ones come again."""
+    batches = [batch_line(0, 0), batch_line(0, 1)]
+    judged = [log_line(0, 2, validating=True, validation_batch=number) for number in (1, 2, 3)]
+    again = {**resumed(0, 2, text="before a batch of the validation run"), "validation_batch": num_validated}
+    found = join(0, [[begun(), *batches, *judged], [begun(pid=2), again, *judged[num_validated:]]])
+    assert first_mismatch([join(0, [[begun(), *batches, *judged]])], [found]) is None
+
+
 def test_a_fit_that_had_ended_keeps_all_but_its_end() -> None:
     """A restart after the end of a fit reports that end again, and continues with the next fit of the script."""
     whole = [begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]
