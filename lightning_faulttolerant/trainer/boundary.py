@@ -64,7 +64,6 @@ class Boundary:
         self.fetches_from_workers = loaders.has_workers()
         """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
         self._handed_out = -1
-        self._is_alone = ranks.num_ranks == 1
         self.capture: Capture | None = None
 
     def before_batch(self) -> None:
@@ -138,7 +137,7 @@ class Boundary:
         if self._agreement.at_validation_batch():
             self._stop_before_validation_batch()
         now = self._budget.now()
-        if self._is_alone:  # several ranks save only where they stop together
+        if self._ranks.num_ranks == 1:  # several ranks save only where they stop together
             if now >= self._pace.due_at:
                 self._save_due_in_validation()
             if now >= self._budget.capture_at or self._hook_saves.wants_captures:
@@ -165,17 +164,26 @@ class Boundary:
                 self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
             self.capture = None  # it is older than the autosave
 
-    def _can_continue_here(self) -> bool:
-        """Return whether a fit could continue before this batch of the validation run. If not, it repeats the run."""
+    def _can_continue_here(self, taken: Capture | None = None) -> bool:
+        """Return whether a fit could continue before this batch of the validation run. If not, it repeats the run.
+
+        Args:
+            taken: A capture of this instant, if there is one.
+        """
         run = self._run_state.validation
-        if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
-            run.repeat("it has made or changed what a checkpoint can't carry")
+        if run.can_be_resumed:
+            lost = self._run_state.not_carried(None if taken is None else taken.state)
+            if not run.lost_before.issuperset(lost):
+                run.repeat("it has made or changed what a checkpoint can't carry")
         return run.can_be_resumed
 
     def _capture_in_validation(self) -> None:
-        if self._can_continue_here():
+        if self._run_state.validation.can_be_resumed:
+            before = self.capture
             with swap_of_validation_undone(self._trainer):
-                self._take_capture(IN_VALIDATION)
+                taken = self._take_capture(IN_VALIDATION)
+            if not self._can_continue_here(taken):
+                self.capture = before
 
     def _stop_in_validation(self, capture: Capture) -> None:
         self._pace.is_ending = True
