@@ -11,13 +11,12 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.bases import is_lightnings
+from lightning_faulttolerant.trainer.user_hooks import is_users_function, overridden
 
 _HOOKS = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
-_OURS = "lightning_faulttolerant."
 _METHODS = frozenset({*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"})
 _NAMES = frozenset(
     {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
@@ -34,12 +33,8 @@ def leaves_only_state(trainer: Trainer) -> bool:
 def _functions(trainer: Trainer) -> Iterator[Any]:
     """Yield the hooks that are not Lightning's or ours."""
     for owner in (*compat.callbacks(trainer), trainer.lightning_module):
-        for hook in _HOOKS:
-            function = getattr(owner, hook, None)
-            function = getattr(function, "__func__", function)
-            name = str(getattr(function, "__module__", ""))
-            is_empty = isinstance(owner, LightningModule) and function is getattr(LightningModule, hook)
-            if function is not None and not is_empty and not is_lightnings(name) and not name.startswith(_OURS):
+        for function in (overridden(owner, hook) for hook in _HOOKS):
+            if function is not None and is_users_function(function):
                 yield function
 
 

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.bases import is_empty_hook, is_lightnings
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,
@@ -30,6 +29,12 @@ from lightning_faulttolerant.trainer.position import (
 )
 from lightning_faulttolerant.trainer.save.capture import Capture, RunState, named_callbacks
 from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
+from lightning_faulttolerant.trainer.user_hooks import (
+    is_lightnings_function,
+    is_our_function,
+    is_users_function,
+    overridden,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -149,14 +154,14 @@ class HookSaves:
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         pending, lost = [], []
         if self._run_state.files.saves_in_its_hook(saver):
-            name, function = order[own][0], _overridden(saver, hook)
-            pending += [name] if _is_lightnings(function) else []
-            lost += [] if _is_lightnings(function) else [f"the rest of {type(saver).__name__}.{hook}"]
+            name, function = order[own][0], overridden(saver, hook)
+            pending += [name] if is_lightnings_function(function) else []
+            lost += [] if is_lightnings_function(function) else [f"the rest of {type(saver).__name__}.{hook}"]
         for name, owner in order[own + 1 :]:
-            function = _overridden(owner, hook)
-            if function is None or _is_ours(function):
+            function = overridden(owner, hook)
+            if function is None or is_our_function(function):
                 continue
-            is_lightnings = _is_lightnings(function)
+            is_lightnings = is_lightnings_function(function)
             if hook in _WITH_BATCH:
                 can_be_called = is_lightnings and not isinstance(owner, _LOOKS_AT_BATCHES)
             else:
@@ -166,23 +171,6 @@ class HookSaves:
             elif hook not in _NOT_AGAIN:
                 pending.append(name)
         return pending, lost
-
-
-def _overridden(owner: Any, hook: str) -> Any:
-    """Return the function of a hook, unless it is the empty one that every callback and module inherits."""
-    function = getattr(owner, hook)
-    function = getattr(function, "__func__", function)
-    is_modules = isinstance(owner, LightningModule)
-    is_empty = function is getattr(LightningModule, hook) if is_modules else is_empty_hook(function, hook)
-    return None if is_empty else function
-
-
-def _is_lightnings(function: Any) -> bool:
-    return is_lightnings(getattr(function, "__module__", ""))
-
-
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("lightning_faulttolerant.")
 
 
 def _saves_in_a_batch(trainer: Trainer) -> bool:
@@ -196,7 +184,7 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
         for owner in owners
         for kind in (*type(owner).__mro__, owner)
         for name, function in list(getattr(kind, "__dict__", {}).items())
-        if isinstance(function, types.FunctionType) and not _is_lightnings(function) and not _is_ours(function)
+        if isinstance(function, types.FunctionType) and is_users_function(function)
     )
 
 
