@@ -100,6 +100,13 @@ def loader(num_workers: int = 0, *, size: int = 20, **arguments: Any) -> DataLoa
     return DataLoader(NoisyDataset(size), batch_size=4, num_workers=num_workers, **arguments)
 
 
+def fit_judged(callbacks: list[Callback], directory: Path) -> Trainer:
+    """Fit for 2 epochs, each with a validation run of 5 batches."""
+    trainer = make_trainer(callbacks, directory)
+    trainer.fit(Judged(), loader(shuffle=True), loader())
+    return trainer
+
+
 def assert_continues(
     batch: int,
     *,
@@ -138,13 +145,7 @@ def test_stopped(batch: int) -> None:
 
 def test_stopped_before_the_first_batch() -> None:
     """Hooks at the start of the run are not called again."""
-
-    def stopping(callbacks: list[Callback], directory: Path) -> Trainer:
-        trainer = make_trainer(callbacks, directory)
-        trainer.fit(Judged(), loader(shuffle=True), loader())
-        return trainer
-
-    [cost] = assert_resumes_exactly(stopping, [StopAtTheStart()], options={"every_n_train_steps": 1})
+    [cost] = assert_resumes_exactly(fit_judged, [StopAtTheStart()], options={"every_n_train_steps": 1})
     assert (cost.num_batches_twice, cost.num_validation_batches_twice) == (0, 0)
 
 
@@ -203,14 +204,8 @@ def test_bars(rich: bool) -> None:
 
 def test_killed_after_an_autosave() -> None:
     """Autosaves by time come inside a run, too: a kill repeats only the batches since the last one."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        trainer = make_trainer(callbacks, directory)
-        trainer.fit(Judged(), loader(shuffle=True), loader())
-        return trainer
-
     options = {"train_time_interval": timedelta(microseconds=1)}
-    [cost] = assert_resumes_exactly(fit, [StopInValidation(8, signal.SIGKILL)], options=options)
+    [cost] = assert_resumes_exactly(fit_judged, [StopInValidation(8, signal.SIGKILL)], options=options)
     assert (cost.exit_code, cost.num_batches_twice, cost.num_validation_batches_twice) == (-signal.SIGKILL, 0, 1)
 
 
@@ -230,14 +225,8 @@ class Fails(Callback):
 @pytest.mark.parametrize("batch", [0, 3, 9])
 def test_exception(batch: int) -> None:
     """A fit that fails continues before the batch that it failed in."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        trainer = make_trainer(callbacks, directory)
-        trainer.fit(Judged(), loader(shuffle=True), loader())
-        return trainer
-
     options = {"train_time_interval": timedelta(hours=1), "overhead_budget": 1.0}
-    [cost] = assert_resumes_exactly(fit, [Fails(batch)], options=options)
+    [cost] = assert_resumes_exactly(fit_judged, [Fails(batch)], options=options)
     assert (cost.exit_code, cost.num_batches_twice, cost.num_validation_batches_twice) == (1, 0, 1)
 
 
@@ -291,12 +280,6 @@ def test_averaged_weights(batch: int) -> None:
 @pytest.mark.parametrize("second", [0, 1])
 def test_ended_again_in_the_same_run(kind: str, second: int) -> None:
     """A run that continues passes boundaries like any other: it stops, saves, and captures."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        trainer = make_trainer(callbacks, directory)
-        trainer.fit(Judged(), loader(shuffle=True), loader())
-        return trainer
-
     every: dict[str, Any] = {"train_time_interval": timedelta(microseconds=1)}
     rarely: dict[str, Any] = {"train_time_interval": timedelta(hours=1), "overhead_budget": 1.0}
     kinds: dict[str, Any] = {
@@ -305,7 +288,7 @@ def test_ended_again_in_the_same_run(kind: str, second: int) -> None:
         "exception": (Fails, rarely),
     }
     fault, options = kinds[kind]
-    costs = assert_resumes_exactly(fit, [fault(1), fault(second)], options=options)
+    costs = assert_resumes_exactly(fit_judged, [fault(1), fault(second)], options=options)
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 5), (0, 5)]
     assert [cost.num_validation_batches_twice for cost in costs] == [int(kind != "stop")] * 2
 

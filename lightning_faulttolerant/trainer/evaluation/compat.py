@@ -8,9 +8,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle, _Sequential
-from torch import Tensor
 
-from lightning_faulttolerant.state.tensors import plain_copy
+from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
@@ -38,19 +37,24 @@ def why_unknown(val_loop: Any) -> str | None:
     return None
 
 
+def current_loader(val_loop: Any) -> int | None:
+    """Return the number of the loader that a run takes its batches from; ``None`` if from all of them together."""
+    iterator = val_loop._combined_loader._iterator
+    return iterator._iterator_idx if isinstance(iterator, _Sequential) else None
+
+
 def run_state(val_loop: Any) -> dict[str, Any]:
     """Return what the loop of a validation run keeps between two batches, as plain values and tensors."""
     iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
     return {
-        "loader": iterator._iterator_idx if isinstance(iterator, _Sequential) else None,
+        "loader": current_loader(val_loop),
         "index": iterator._idx,
         "used_up": list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else [],
         "fetched": fetcher.fetched,
         "progress": val_loop.batch_progress.state_dict(),
         "has_run": val_loop._has_run,
-        "logged": _copied(val_loop._logged_outputs),
+        "logged": copied(val_loop._logged_outputs),
         "logged_by": val_loop._results.dataloader_idx,
-        "training": dict(val_loop._module_mode.mode),
     }
 
 
@@ -67,7 +71,7 @@ def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
     fetcher.done = fetcher.fetched >= fetcher.length
     val_loop.batch_progress.load_state_dict(dict(state["progress"]))
     val_loop._has_run = state["has_run"]
-    val_loop._logged_outputs = _copied(state["logged"])
+    val_loop._logged_outputs = copied(state["logged"])
     val_loop._results.dataloader_idx = state["logged_by"]
     val_loop._module_mode.mode = dict(state["training"])
 
@@ -83,7 +87,7 @@ def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: 
         def store() -> None:
             is_first, undecided[0] = undecided[0], False
             has_fetched = val_loop._data_fetcher.fetched > fetched_before
-            if not (is_first and has_fetched and val_loop._combined_loader._iterator._iterator_idx == loader):
+            if not (is_first and has_fetched and current_loader(val_loop) == loader):
                 original()
 
         return store
@@ -104,11 +108,3 @@ def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:
 def forget_loader_of_bar(bar: Any) -> None:
     """Let a progress bar take the next validation batch for the first one of its loader."""
     bar._current_eval_dataloader_idx = None
-
-
-def _copied(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {name: _copied(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [_copied(value) for value in values]
-    return plain_copy(values) if isinstance(values, Tensor) else values

@@ -86,11 +86,12 @@ class ValidationRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run between two batches, without its loaders' places."""
-        return {**runs.run_state(self._val_loop), "first_loop_iter": self.first_loop_iter, "seen": self.seen}
+        before = compat.before_validation(self._trainer, self.first_loop_iter)
+        return {**runs.run_state(self._val_loop), **before, "seen": self.seen}
 
     def num_consumed(self) -> dict[str, int]:
         """Return how many batches of each loader in use are consumed, by its place."""
-        current = runs.run_state(self._val_loop)["loader"]
+        current = runs.current_loader(self._val_loop)
         iterations = {number: tracker.iteration for number, tracker in enumerate(self._trackers())}
         in_use = {number: one for number, one in iterations.items() if one is not None and current in (None, number)}
         return {f"{VALIDATION}/{number}": one.num_out for number, one in in_use.items()}

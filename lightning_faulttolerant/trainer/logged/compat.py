@@ -33,7 +33,7 @@ _CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "pro
 def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
     """Return what the logger connector keeps between batches."""
     connector = trainer._logger_connector
-    metrics = {name: _copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
+    metrics = {name: copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
     return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
 
 
@@ -41,13 +41,18 @@ def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Restore a result of `logger_connector_state`."""
     connector = trainer._logger_connector
     for name, attribute in _CONNECTOR.items():
-        setattr(connector, attribute, _copied(state["metrics"][name]))
+        setattr(connector, attribute, copied(state["metrics"][name]))
     connector._first_loop_iter = state["first_loop_iter"]
     connector._current_fx = state["current_fx"]
 
 
-def _copied(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain_copy(v) if isinstance(v, Tensor) else v for name, v in metrics.items()}
+def copied(values: Any) -> Any:
+    """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
+    if isinstance(values, Mapping):
+        return {name: copied(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [copied(value) for value in values]
+    return plain_copy(values) if isinstance(values, Tensor) else values
 
 
 def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:

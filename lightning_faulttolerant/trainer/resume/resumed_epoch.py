@@ -6,13 +6,13 @@ ends the epoch, as in an uninterrupted run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.evaluation.validation import zeroed
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun, zeroed
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
@@ -85,19 +85,15 @@ class ResumedEpoch:
             original(data_fetcher)
         loaders.holds_back = False
         compat.load_fetcher(trainer, state.get("combined"))
-        validation = self._resume.saved(VALIDATION_RUN)
+        run, saved = run_state.validation, self._resume.saved(VALIDATION_RUN)
         if self._where == IN_VALIDATION:
-            run_state.validation.prepare(validation)
+            run.prepare(saved)
         self._resume.restore(run_state)
         compat.set_not_restarting(trainer)
-        if self._where == IN_VALIDATION:
-            with run_state.validation.continued(validation, lambda: begin_validation(trainer)):
-                compat.finish_batch(trainer)
-            return
         with self._resume.as_due():
-            self._finish()
+            self._finish(run, saved)
 
-    def _finish(self) -> None:
+    def _finish(self, run: ValidationRun, saved: Mapping[str, Any]) -> None:
         trainer = self._trainer
         if self._where == EPOCH_START:
             self._call("on_train_epoch_start")
@@ -107,6 +103,9 @@ class ResumedEpoch:
             compat.finish_batch(trainer)
         elif self._where == VALIDATION:
             with zeroed(trainer):
+                compat.finish_batch(trainer)
+        elif self._where == IN_VALIDATION:
+            with run.continued(saved, lambda: begin_validation(trainer)):
                 compat.finish_batch(trainer)
         elif self._where == VALIDATION_END:
             callbacks, module = self._pending()
