@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -59,3 +60,25 @@ def files_below(directory: Path) -> list[str]:
     """Return the files and links below a directory; for event files, only the part of the name that does not change."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(re.sub(r"(events\.out\.tfevents)\..*", r"\1", str(path.relative_to(directory))) for path in paths)
+
+
+class StopInValidation(Callback):
+    """Sends a signal in a validation batch, counted over all validation runs of this process."""
+
+    def __init__(self, batch: int, signum: int = signal.SIGTERM) -> None:
+        self.batch = batch
+        self.signum = signum
+        self.seen = -1
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.seen += not trainer.sanity_checking
+        if self.seen == self.batch and not trainer.sanity_checking:
+            os.kill(os.getpid(), self.signum)
+
+
+class StopAtTheStart(Callback):
+    """Sends SIGTERM in the last hook before the first batch of a validation run."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -9,6 +9,7 @@ from typing import NoReturn
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -171,6 +172,8 @@ class Boundary:
             taken: A capture of this instant, if there is one.
         """
         run = self._run_state.validation
+        if run.can_be_resumed and taken is None:
+            run.check_loaders()
         if run.can_be_resumed:
             lost = self._run_state.not_carried(None if taken is None else taken.state)
             if not run.lost_before.issuperset(lost):
@@ -180,8 +183,12 @@ class Boundary:
     def _capture_in_validation(self) -> None:
         if self._run_state.validation.can_be_resumed:
             before = self.capture
-            with swap_of_validation_undone(self._trainer):
-                taken = self._take_capture(IN_VALIDATION)
+            try:
+                with swap_of_validation_undone(self._trainer):
+                    taken = self._take_capture(IN_VALIDATION)
+            except NotExactError as error:  # a loader can't report its place
+                self._run_state.validation.repeat(str(error))
+                return
             if not self._can_continue_here(taken):
                 self.capture = before
 

@@ -179,7 +179,7 @@ class Session:
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        self.run_state = RunState(self._trainer, self._loaders, self._files, self._registered)
+        self.run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
         if self._resume is None and self._trainer.num_sanity_val_steps:
             self.run_state.objects.before_sanity_check()
         self._reloads = self.run_state.objects.reloads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from tests.data_sets import NoisyDataset
+from tests.kills import StopAtTheStart, StopInValidation
 from tests.processes import run
 from tests.runs import Net, make_trainer
 
@@ -35,28 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection"),
 ]
-
-
-class StopInValidation(Callback):
-    """Sends a signal in a validation batch, counted over all validation runs of this process."""
-
-    def __init__(self, batch: int, signum: int = signal.SIGTERM) -> None:
-        self.batch = batch
-        self.signum = signum
-        self.seen = -1
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.seen += not trainer.sanity_checking
-        if self.seen == self.batch and not trainer.sanity_checking:
-            os.kill(os.getpid(), self.signum)
-
-
-class StopAtTheStart(Callback):
-    """Sends SIGTERM in the last hook before the first batch of a validation run."""
-
-    def on_validation_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Judged(Net):
@@ -389,18 +367,33 @@ def test_without_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_continues(batch, validation=two_loaders, val_check_interval=2)
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    """The position is that of the ranks that saved: the error says what to do, also with `elastic`."""
+def stopped_with_one_rank(directory: Path, **options: Any) -> tuple[int, str]:
+    """Stop a fit with one rank in its first validation run, continue it with two, and return what that gave."""
 
     def main(num_ranks: int, *users: Callback) -> None:
         ranks: dict[str, Any] = {"devices": num_ranks, "strategy": "ddp"} if num_ranks > 1 else {}
-        ours = FaultTolerance(tmp_path / "run", run_id="run", elastic=True)
-        make_trainer([ours, *users], tmp_path, **ranks).fit(Judged(), loader(), loader())
+        ours = FaultTolerance(directory / "run", run_id="run", **options)
+        make_trainer([ours, *users], directory, **ranks).fit(Judged(), loader(), loader())
 
     stopped = run(lambda: main(1, StopInValidation(2)))
     assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
-    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
-    assert run_ranks(lambda rank: main(2), outputs=outputs, seed=1, timeout_seconds=60) == 1
-    told = outputs[0].read_text()
+    outputs = [directory / f"rank-{rank}.txt" for rank in range(2)]
+    code = run_ranks(lambda rank: main(2), outputs=outputs, seed=1, timeout_seconds=60)
+    return code, outputs[0].read_text()
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    """The position is that of the ranks that saved: the error says what to do."""
+    code, told = stopped_with_one_rank(tmp_path)
+    assert code == 1
     assert "was saved before batch 3 of the validation run after batch 5 of epoch 0." in told, told
     assert "Start with as many ranks as before" in told
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+@pytest.mark.parametrize("options", [{"elastic": True}, {"worker_rng": "per_sample"}], ids=str)
+def test_another_number_of_ranks_repeats_the_run(options: dict[str, Any], tmp_path: Path) -> None:
+    """If another number of ranks may continue the fit, the start of the run is saved, and they repeat it."""
+    code, told = stopped_with_one_rank(tmp_path, **options)
+    assert code == 0, told
+    assert "at the validation run after batch 5 of epoch 0" in told, told

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.kills import StopInValidation
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan
 from tests.law.test_loaders import SHORT_CUTS
@@ -115,7 +116,10 @@ def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one loader", "two loaders", "passed on by two data sets"])
 def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> None:
-    """Training and validation take turns with its epochs, also in a run that resumes at the start of one."""
+    """Training and validation take turns with its epochs, also in a run that resumes at the start of one.
+
+    A validation run is repeated: inside it, the data set can't tell which of its epochs comes next.
+    """
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         dataset = Augmented(data, shuffle=True, batch_size=4)
@@ -127,8 +131,10 @@ def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> No
         train, validation = loaders[way]
         return fit_net(callbacks, directory, train=train, validation=validation, max_epochs=3)
 
-    costs = assert_resumes_exactly(fit, [KillAt(8), KillAt(5)], options={"every_n_train_steps": 1})
-    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 5)]
+    options = {"every_n_train_steps": 1, "overhead_budget": 1.0}  # a capture before each validation batch
+    costs = assert_resumes_exactly(fit, [KillAt(8), KillAt(5), StopInValidation(3)], options=options)
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 5), (1, 8)]
+    assert costs[-1].num_validation_batches_twice == 4
 
 
 def test_two_ranks_go_on(data: str) -> None:

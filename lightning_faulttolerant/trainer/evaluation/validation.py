@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
@@ -27,11 +28,13 @@ class ValidationRun:
     Args:
         trainer: The trainer that runs the fit.
         loaders: The trainer's loaders.
+        may_be_resized: Whether another number of ranks may continue the fit. They can't continue inside a run.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+    def __init__(self, trainer: Trainer, loaders: Loaders, *, may_be_resized: bool) -> None:
         self._trainer = trainer
         self._loaders = loaders
+        self._may_be_resized = may_be_resized
         self._is_known: bool | None = None
         self.first_loop_iter: bool | None = None
         """How far the logger connector was in the training batch before the run."""
@@ -63,7 +66,16 @@ class ValidationRun:
         self._is_known = False
         _log.debug("A fit that ends inside this validation run repeats it: %s.", reason)
 
+    def check_loaders(self) -> None:
+        """Repeat the run if a loader can't report its place at this instant."""
+        try:
+            self._loaders.state_dict(in_epoch=True, validated=self.num_consumed())
+        except NotExactError as error:
+            self.repeat(str(error))
+
     def _why_repeated(self) -> str | None:
+        if self._may_be_resized:
+            return "another number of ranks may continue it"
         if saves_shards(self._trainer.strategy):
             return "the strategy shards the model"
         if swaps_in_its_own_way(self._trainer):

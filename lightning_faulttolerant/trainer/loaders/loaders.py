@@ -316,7 +316,8 @@ class Loaders:
             iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
             state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
-            places[place] = place_or_none(place, state_of, strict=self.strict, not_exact=self.not_exact)
+            strict = self.strict or bool(validated)  # a validation run can be repeated instead
+            places[place] = place_or_none(place, state_of, strict=strict, not_exact=self.not_exact)
         lost = [place for place, found in places.items() if found is None]
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
         own = self._own_states()

@@ -48,6 +48,7 @@ from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STAT
 from lightning_faulttolerant.trainer.resume.report import ORDER
 from lightning_faulttolerant.trainer.save.kept_gradients import keeps_gradients
 from lightning_faulttolerant.trainer.settings.environment import is_manual
+from lightning_faulttolerant.trainer.settings.options import Options
 
 # Each part with its name in reports. If a checkpoint lacks a part, the run that wrote it left the part out.
 PARTS = {
@@ -104,14 +105,20 @@ class RunState:
         loaders: The trainer's loaders.
         files: The files that the run has written besides its autosaves.
         registered: The functions given to `FaultTolerance.register`, by name.
+        options: The callback's options.
     """
 
     def __init__(
-        self, trainer: Trainer, loaders: Loaders, files: RunFiles, registered: Mapping[str, Registered]
+        self,
+        trainer: Trainer,
+        loaders: Loaders,
+        files: RunFiles,
+        registered: Mapping[str, Registered],
+        options: Options,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
-        self.validation = ValidationRun(trainer, loaders)
+        self.validation = ValidationRun(trainer, loaders, may_be_resized=options.allows_other_ranks)
         self.files = files
         self.objects_not_restored: tuple[str, ...] = ()
         """After a resume, a line for each part of the object state that is not as it was."""

@@ -94,6 +94,11 @@ class Options:
         return self.every_n_train_steps is None and self.train_time_interval is None
 
     @property
+    def allows_other_ranks(self) -> bool:
+        """Whether another number of ranks may continue the run."""
+        return self.elastic or self.worker_rng == "per_sample"
+
+    @property
     def signals(self) -> tuple[signal.Signals, ...]:
         """The stop signals that exist on this system."""
         return tuple(dict.fromkeys(signal.Signals[name] for name in self.stop_signals))
