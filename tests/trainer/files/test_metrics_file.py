@@ -60,7 +60,8 @@ def test_whole_file_is_not_written(tmp_path: Path) -> None:
     path.write_bytes(b"a,step\r\n1.0,0\r\n")
     before = path.stat()
     MetricsFile(str(path)).cut(1, ["a", "step"])
-    assert path.stat() == before
+    after = path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_file_in_a_remote_store() -> None:
