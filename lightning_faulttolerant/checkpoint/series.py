@@ -16,7 +16,12 @@ from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.autosave_names import (
+    AUTOSAVE_NAME,
+    METADATA_NAME,
+    PREDICTIONS_NAME,
+    SUPERSEDED_NAME,
+)
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
@@ -250,6 +255,8 @@ class AutosaveSeries:
         self._remove_leftovers(listing, other_hosts=True)
         for store, name in self._all_names(listing):
             store.delete(name)
+        for name in filter(PREDICTIONS_NAME.fullmatch, listing.files):
+            self.store.delete(name)
         for store in (*self._superseded(listing), self.store):
             store.remove_if_empty()
 

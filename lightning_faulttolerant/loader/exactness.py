@@ -18,8 +18,8 @@ from lightning_faulttolerant.loader.web_dataset import why_drawn_by_the_clock
 _log = logging.getLogger(__name__)
 
 
-def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
-    """Raise if `strict`; otherwise add `reason` to `not_exact` and log it once.
+def refuse(reason: str, *, strict: bool | None, not_exact: list[str]) -> None:
+    """Raise if `strict`; otherwise add `reason` to `not_exact` and log it once. If it is ``None``, don't log it.
 
     A worker does not log it. The main process reads the reasons of its workers, and logs them.
 
@@ -30,7 +30,7 @@ def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
         raise NotExactError(reason)
     if reason not in not_exact:
         not_exact.append(reason)
-        if get_worker_info() is None:
+        if strict is not None and get_worker_info() is None:
             _log.warning(worded(reason))
 
 

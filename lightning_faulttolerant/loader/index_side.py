@@ -81,7 +81,7 @@ class IndexSide:
         self._iterator: IndexIterator | None = None
         self.record = IndexRecord()
         self.not_exact: list[str] = []
-        self.strict = True
+        self.strict: bool | None = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_sampler" not in vars(self):

@@ -107,7 +107,7 @@ class IterableSide(IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.user_dataset = dataset
-        self.strict = True
+        self.strict: bool | None = True
         self.not_exact: list[str] = []
         self._held = HeldGenerators({"dataset": dataset})
         self._objects = DatasetObjects(dataset)

@@ -79,7 +79,7 @@ class OwnLoader(WholeLoader):
         super().__init__(loader, place=place)
         self._user_class = type(loader)
         self._plan: Mapping[str, Any] | None = None
-        self.strict = True
+        self.strict: bool | None = True
         self.not_exact: list[str] = []
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})

@@ -52,12 +52,12 @@ class ReplayedLoader(WholeLoader):
         self.replayer: Replayer = Replayer(loader, name=f"loader {place} ({self._user_class.__name__})", older=others)
 
     @property
-    def strict(self) -> bool:
-        """Whether anything inexact is an error."""
+    def strict(self) -> bool | None:
+        """Whether anything inexact is an error; ``None`` if it is only noted."""
         return self.replayer.strict
 
     @strict.setter
-    def strict(self, strict: bool) -> None:
+    def strict(self, strict: bool | None) -> None:
         self.replayer.strict = strict
 
     @property

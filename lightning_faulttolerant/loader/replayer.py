@@ -67,7 +67,7 @@ class Replayer:
     def __init__(self, loader: Any, *, name: str, older: Iterable[Replayer] = ()) -> None:
         self._name = name
         self._resumed: Iterator[Any] | None = None
-        self.strict = True
+        self.strict: bool | None = True
         self.not_exact: list[str] = []
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])

@@ -64,7 +64,7 @@ class WorkerSide:
         self.num_iterations = 0
         self.ring: WorkerRing | None = None
         self.resume_from: Sequence[WorkerState] | None = None
-        self.strict = True
+        self.strict: bool | None = True
         self._leaves_rest = leaves_rest
         self._has_state = has_state
         self._worker = -1

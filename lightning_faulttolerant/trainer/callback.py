@@ -187,20 +187,23 @@ class FaultTolerance(AnyCallback):
         module = getattr(log, "__self__", None)  # a user's function in its place has none: setup begins the fit
         if module is None or not is_module(module):
             return
-        if module.trainer.state.fn == "fit":
-            self._begin(module.trainer)
-        else:
-            EARLY.give_back()
+        self._begin(module.trainer)
 
     def _begin(self, trainer: Any) -> None:
-        """Begin a fit, unless it is only a trial."""
+        """Begin a fit or an evaluation, unless it is only a trial."""
+        is_fit = trainer.state.fn == "fit"
+        if not is_fit:
+            EARLY.give_back()
         if is_switched_off() or not self._is_in_charge(trainer):
             return
         speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
         package = served(trainer)
         if package.compat.is_nobodys_training(trainer):
             return
-        package.check_strategy(trainer.strategy)
+        if is_fit:
+            package.check_strategy(trainer.strategy)
+        elif not package.can_be_evaluated(trainer):
+            return
         if under_way.is_inside_another(trainer):
             # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
             # inner fit would then be that of another fit.
@@ -211,7 +214,8 @@ class FaultTolerance(AnyCallback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         under_way.begin(trainer)
-        self._session = package.Session(trainer, self._options, self._registered)
+        kind = package.Session if is_fit else package.EvaluationSession
+        self._session = kind(trainer, self._options, self._registered)
         self._session.begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,16 +225,17 @@ class FaultTolerance(AnyCallback):
         return {**own, "_log": None, "_session": None, "_ledger": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take over the fit."""
-        if stage != "fit":
-            return
+        """Take over the fit or the evaluation."""
         if self._is_of_another(trainer):
             return
         if self._session is None or self._session.is_open:  # this Lightning does not set the log of callbacks
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
-            self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
+            if stage == "fit":
+                self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
+        elif stage != "fit":
+            return
         elif is_switched_off() and self._is_in_charge(trainer) and served(trainer).begins_while_off(trainer):
             self._close_ledger()
             under_way.begin(trainer)
@@ -238,7 +243,7 @@ class FaultTolerance(AnyCallback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
-        session = None if self._is_of_another(trainer) else self._session
+        session = None if self._is_of_another(trainer) or trainer.state.fn != "fit" else self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
             session.put_part(checkpoint)
 
@@ -250,9 +255,7 @@ class FaultTolerance(AnyCallback):
                 session.interrupt(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Mark the fit as finished, and undo our changes to the trainer."""
-        if stage != "fit":
-            return
+        """Mark the fit or the evaluation as finished, and undo our changes to the trainer."""
         session = self._ended(trainer)
         with self._ledger_ended(trainer, finished=True):
             if session is not None:

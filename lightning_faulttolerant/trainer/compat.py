@@ -18,6 +18,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
+from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
@@ -42,8 +43,8 @@ SEAMS = {
 
 
 def validation_loop(trainer: Trainer) -> Any:
-    """Return the loop of validation runs inside ``fit``."""
-    return trainer.fit_loop.epoch_loop.val_loop
+    """Return the loop of validation runs inside ``fit``, or that of the evaluation that runs."""
+    return loop_of(trainer)
 
 
 def checkpoint_connector(trainer: Trainer) -> Any:
@@ -387,8 +388,8 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 
 def combined_loaders(trainer: Trainer) -> list[Any]:
-    """Return the CombinedLoaders of training and validation, as far as they are set up."""
-    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    """Return the CombinedLoaders of training, and of validation or an evaluation, as far as they are set up."""
+    loops = (trainer.fit_loop, validation_loop(trainer))
     return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.evaluation.compat import num_validated
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
@@ -18,6 +18,8 @@ IN_VALIDATION = "in validation"
 VALIDATION_END = "validation end"
 EPOCH_END = "epoch end"
 FINISHED = "finished"
+IN_EVALUATION = ("in validate", "in test", "in predict")
+EVALUATED = ("after validate", "after test", "after predict")
 IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDATION_END, EPOCH_END)
 
 
@@ -30,12 +32,14 @@ class TrainerPosition:
             ``batch end``: in ``on_train_batch_end`` of batch `batch` - 1; ``validation``: at the start of the
             validation run after that batch; ``in validation``: before batch `validation_batch` of that run;
             ``validation end``: in its ``on_validation_end``; ``epoch end``: in ``on_train_epoch_end``; ``finished``:
-            after the last batch of the fit. Any other value is the name of a hook where no run can be resumed.
+            after the last batch of the fit; ``in validate``, ``in test``, ``in predict``: before batch
+            `validation_batch` of an evaluation outside ``fit``; ``after validate`` and so on: after its end. Any other
+            value is the name of a hook where no run can be resumed.
         epoch: Counted from 0.
         batch: How many batches of the epoch are consumed.
         global_step: Optimizer steps so far.
         hook: The hook in which other code requested the checkpoint; empty for an autosave.
-        validation_batch: How many batches of a validation run are consumed, if it was taken inside one.
+        validation_batch: How many batches of a validation run, or of an evaluation, are consumed.
     """
 
     where: str
@@ -49,6 +53,11 @@ class TrainerPosition:
     def is_resumable(self) -> bool:
         """Return whether a run can continue from here at all."""
         return self.where in IN_EPOCH or self.where == FINISHED
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the fit, or the evaluation, was finished."""
+        return self.where == FINISHED or self.where in EVALUATED
 
     @property
     def num_validated(self) -> int | None:
@@ -76,6 +85,10 @@ class TrainerPosition:
             EPOCH_END: f"at the end of epoch {self.epoch}",
             FINISHED: "after the end of the fit",
         }
+        if self.where in IN_EVALUATION:
+            return f"before batch {self.validation_batch} of {self.where.removeprefix('in ')}"
+        if self.where in EVALUATED:
+            return f"after the end of {self.where.removeprefix('after ')}"
         place = places.get(self.where, f"at batch {self.batch} of epoch {self.epoch}")
         return f"{place}, saved in {self.hook}" if self.hook else place
 
@@ -85,7 +98,8 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> TrainerPosition
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
     batch = progress.ready if where == BATCH_END else progress.completed
-    validated = num_validated(trainer) if where == IN_VALIDATION else 0
+    is_evaluating = where in (IN_VALIDATION, *IN_EVALUATION, *EVALUATED)
+    validated = num_evaluated(trainer) if is_evaluating else 0
     return TrainerPosition(
         where=where,
         epoch=trainer.current_epoch,

@@ -19,6 +19,10 @@ PER_BATCH_HOOKS = (
     "on_train_batch_end",
     "on_validation_batch_start",
     "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
 )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle, _Sequential
 
+from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Patches
 
@@ -18,13 +22,56 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._module_mode": "modules in training mode after a resumed validation run",
     "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "a resume in a later validation loader",
     "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
+    "trainer.test_loop._seen_batches_per_dataloader": "the step of values logged in an evaluation that continues",
+    "trainer.predict_loop._predictions": "the predictions of a resumed predict",
+    "trainer.predict_loop._get_batch_indices": "the indices that prediction writers receive",
+    "trainer.test_loop._print_results": "the table of results of a finished test",
+    "trainer.test_loop._stage": "the table of results of a finished test",
     "trainer._logger_connector._first_loop_iter": "means logged over an epoch, after a validation run in its middle",
 }
 
 
-def num_validated(trainer: Trainer) -> int:
-    """Return how many batches of the validation run have begun."""
-    return trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+def num_evaluated(trainer: Trainer) -> int:
+    """Return how many batches of the validation run, or of the evaluation, have begun."""
+    return int(loop_of(trainer).batch_progress.current.ready)
+
+
+def is_predicting(loop: Any) -> bool:
+    """Return whether a loop is that of ``predict``, which logs nothing and returns predictions."""
+    return isinstance(loop, _PredictionLoop)
+
+
+def mode_of(loop: Any) -> dict[str, bool]:
+    """Return which modules were in training mode before the evaluation."""
+    return dict(loop._module_mode.mode)
+
+
+def predictions_of(loop: Any) -> list[list[Any]]:
+    """Return the predictions that the loop keeps, by loader."""
+    return cast(list[list[Any]], loop._predictions)
+
+
+def make_room_for_predictions(loop: Any) -> None:
+    """Prepare a loop that does not run for the predictions of a finished one."""
+    loop.setup_data()
+    loop._predictions = [[] for _ in range(loop.num_dataloaders)]
+
+
+def print_results(loop: Any, results: list[Any]) -> None:
+    """Print the table of results, as the loop does at its end."""
+    if loop.verbose and loop.trainer.is_global_zero:
+        loop._print_results(results, loop._stage.value)
+
+
+def keeps_predictions(trainer: Trainer) -> bool:
+    """Return whether ``predict`` keeps its predictions, to return them or for a writer at its end."""
+    writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]  # type: ignore[attr-defined]
+    return bool(trainer.predict_loop.return_predictions) or any(one.interval.on_epoch for one in writers)
+
+
+def find_batch_indices(loop: Any, patches: Patches, user_loader: Callable[[Any], Any]) -> None:
+    """Let ``predict`` find the indices of a batch in the user's loader. It gives them to prediction writers."""
+    patches.wrap(loop, "_get_batch_indices", lambda original: lambda loader: original(user_loader(loader)))
 
 
 def why_unknown(val_loop: Any) -> str | None:
@@ -46,15 +93,21 @@ def current_loader(val_loop: Any) -> int | None:
 def run_state(val_loop: Any) -> dict[str, Any]:
     """Return what the loop of a validation run keeps between two batches, as plain values and tensors."""
     iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
-    return {
+    state = {
         "loader": current_loader(val_loop),
         "index": iterator._idx,
         "used_up": list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else [],
         "fetched": fetcher.fetched,
         "progress": val_loop.batch_progress.state_dict(),
+    }
+    if is_predicting(val_loop):
+        return {**state, "epoch_batch_indices": copy.deepcopy(val_loop.epoch_batch_indices)}
+    return {
+        **state,
         "has_run": val_loop._has_run,
         "logged": copied(val_loop._logged_outputs),
         "logged_by": val_loop._results.dataloader_idx,
+        "seen_batches": dict(val_loop._seen_batches_per_dataloader),
     }
 
 
@@ -70,10 +123,14 @@ def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
     fetcher.fetched = state["fetched"]
     fetcher.done = fetcher.fetched >= fetcher.length
     val_loop.batch_progress.load_state_dict(dict(state["progress"]))
+    val_loop._module_mode.mode = dict(state["training"])
+    if is_predicting(val_loop):
+        val_loop.epoch_batch_indices = copy.deepcopy(state["epoch_batch_indices"])
+        return
+    val_loop._seen_batches_per_dataloader.update(state.get("seen_batches", {}))
     val_loop._has_run = state["has_run"]
     val_loop._logged_outputs = copied(state["logged"])
     val_loop._results.dataloader_idx = state["logged_by"]
-    val_loop._module_mode.mode = dict(state["training"])
 
 
 def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: int | None) -> None:
@@ -81,6 +138,8 @@ def store_once(val_loop: Any, patches: Patches, *, fetched_before: int, loader: 
 
     The loop takes any first batch of another loader than the first one for a change of the loader.
     """
+    if is_predicting(val_loop):
+        return
     undecided = [bool(loader)]
 
     def wrap(original: Any) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.functions import function_of
 from lightning_faulttolerant.trainer.user_hooks import is_users_function, overridden
 
-_HOOKS = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
+_STAGES = ("validation", "test", "predict")
+_HOOKS = tuple(f"on_{stage}_{hook}" for stage in _STAGES for hook in ("model_eval", "start", "epoch_start"))
 _METHODS = frozenset({*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"})
 _NAMES = frozenset(
     {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
@@ -26,14 +28,15 @@ _REFUSED = ("IMPORT_NAME", "MAKE_FUNCTION", "STORE_GLOBAL", "STORE_SUBSCR", "SET
 
 
 def leaves_only_state(trainer: Trainer) -> bool:
-    """Return whether the hooks at the start of a validation run only set attributes and reset results."""
+    """Return whether the hooks at the start of an evaluation only set attributes and reset results."""
     return all(_only_sets(function) for function in _functions(trainer))
 
 
 def _functions(trainer: Trainer) -> Iterator[Any]:
     """Yield the hooks that are not Lightning's or ours."""
+    stage = {"test": "test", "predict": "predict"}.get(function_of(trainer), "validation")
     for owner in (*compat.callbacks(trainer), trainer.lightning_module):
-        for function in (overridden(owner, hook) for hook in _HOOKS):
+        for function in (overridden(owner, hook) for hook in _HOOKS if f"_{stage}_" in hook):
             if function is not None and is_users_function(function):
                 yield function
 

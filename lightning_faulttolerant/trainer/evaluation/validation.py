@@ -15,6 +15,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_state
+from lightning_faulttolerant.trainer.functions import FIT, function_of
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
@@ -36,6 +37,8 @@ class ValidationRun:
         self._loaders = loaders
         self._may_be_resized = may_be_resized
         self._is_known: bool | None = None
+        self.reason = ""
+        """Why the run is repeated, if it is."""
         self.first_loop_iter: bool | None = None
         """How far the logger connector was in the training batch before the run."""
         self.lost_before: frozenset[str] = frozenset()
@@ -63,7 +66,7 @@ class ValidationRun:
 
     def repeat(self, reason: str) -> None:
         """Let a fit that ends inside this run repeat it from its start."""
-        self._is_known = False
+        self._is_known, self.reason = False, reason
         _log.debug("A fit that ends inside this validation run repeats it: %s.", reason)
 
     def check_loaders(self) -> None:
@@ -88,11 +91,17 @@ class ValidationRun:
         return runs.why_unknown(self._val_loop)
 
     @property
+    def stage(self) -> str:
+        """The prefix of its loaders' places."""
+        function = function_of(self._trainer)
+        return VALIDATION if function == FIT else function
+
+    @property
     def _val_loop(self) -> Any:
         return compat.validation_loop(self._trainer)
 
     def _trackers(self) -> list[TrackedLoader]:
-        places = [f"{VALIDATION}/{number}" for number in range(self._val_loop.num_dataloaders)]
+        places = [f"{self.stage}/{number}" for number in range(self._val_loop.num_dataloaders)]
         found = [self._loaders.trackers.get(place) for place in places]
         return [tracker for tracker in found if isinstance(tracker, TrackedLoader)]
 
@@ -106,7 +115,7 @@ class ValidationRun:
         current = runs.current_loader(self._val_loop)
         iterations = {number: tracker.iteration for number, tracker in enumerate(self._trackers())}
         in_use = {number: one for number, one in iterations.items() if one is not None and current in (None, number)}
-        return {f"{VALIDATION}/{number}": one.num_out for number, one in in_use.items()}
+        return {f"{self.stage}/{number}": one.num_out for number, one in in_use.items()}
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Set up the run again, at the place of `state`. Call this before the random states are restored.
@@ -114,18 +123,22 @@ class ValidationRun:
         The loaders have their places already. They are requested here if they are not set up, and the first of them
         does not begin if a later one was current.
         """
-        val_loop, number = self._val_loop, state["loader"]
         compat.set_up_validation(self._trainer)
         self._trainer.validating = True
+        self.reset(state, self._val_loop.reset)
+        self._trainer.training = True
+
+    def reset(self, state: Mapping[str, Any], original: Callable[[], None]) -> None:
+        """Begin to iterate at the place of `state`. `original` is the loop's own reset."""
+        number = state["loader"]
         first = self._trackers()[0]
         first.is_held_back = lambda: bool(number)
         try:
-            val_loop.reset()
+            original()
         finally:
             first.is_held_back = lambda: False
         with self._loaders.iterated_by_trainer():
-            runs.load_run_state(val_loop, state)
-        self._trainer.training = True
+            runs.load_run_state(self._val_loop, state)
 
     @contextlib.contextmanager
     def continued(self, state: Mapping[str, Any], begin: Callable[[], None]) -> Iterator[None]:

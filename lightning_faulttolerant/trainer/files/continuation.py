@@ -8,7 +8,7 @@ from typing import Any
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.trainer.files.parts import MARK, are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.position import FINISHED
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 
@@ -56,7 +56,7 @@ def _go_on(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
 
 
 def _is_finished(part: Mapping[str, Any] | None) -> bool:
-    return part is not None and part["position"]["where"] == FINISHED
+    return part is not None and TrainerPosition(**part["position"]).is_finished
 
 
 def _written(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

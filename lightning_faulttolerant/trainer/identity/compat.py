@@ -8,6 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+
 SEAMS = {
     "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`"
 }
@@ -15,11 +17,16 @@ STUDY_SEAMS = {"study._storage": "trials of a study in memory are told from thos
 
 
 def given_loaders(trainer: Trainer) -> dict[str, Any]:
-    """Return the training loaders that were passed to ``fit``, by place; none if a module creates them later."""
-    given = trainer.fit_loop._data_source.instance
+    """Return the loaders that were passed to ``fit`` for training, or to an evaluation, by place.
+
+    There are none if a module creates them later.
+    """
+    function = function_of(trainer)
+    loop: Any = trainer.fit_loop if function == FIT else loop_of(trainer)
+    given = loop._data_source.instance
     if isinstance(given, (LightningModule, LightningDataModule)):
         return {}
-    return dict(_loaders(given, "train"))
+    return dict(_loaders(given, "train" if function == FIT else function))
 
 
 def _loaders(value: Any, place: str) -> Iterator[tuple[str, Any]]:

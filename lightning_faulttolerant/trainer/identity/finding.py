@@ -21,6 +21,7 @@ from lightning_faulttolerant.records.registry import RegisteredRun, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
+from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity import trials
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
 from lightning_faulttolerant.trainer.identity.matching import Match, match_fit
@@ -77,10 +78,14 @@ class Finder:
         options: The options of the callback.
         default_root_dir: The Trainer's ``default_root_dir``.
         fingerprint: How the fit starts.
+        function: The Trainer's function that begins.
     """
 
-    def __init__(self, options: Options, default_root_dir: str, fingerprint: StartFingerprint) -> None:
+    def __init__(
+        self, options: Options, default_root_dir: str, fingerprint: StartFingerprint, *, function: str = FIT
+    ) -> None:
         self._options = options
+        self._function = function
         self._fingerprint = fingerprint
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
         self._start: ProcessStart = start_of_process(sys.argv, os.environ)
@@ -101,7 +106,7 @@ class Finder:
         with FITS:
             known = run.record
             match = self._match(run, known)
-            series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
+            series = run.begin_fit(keep_last=self._options.keep_last, number=match.number, function=self._function)
             autosaves = series.paths()
             fit = known.fits.get(match.number) if autosaves else None
             start = self._fingerprint.state_dict() if fit is None else fit.start  # from the first start

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.trainer.compat import datamodule
+from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity.compat import given_loaders
 from lightning_faulttolerant.trainer.identity.trials import trial_of
 from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_fingerprint, module_fingerprint
@@ -55,6 +56,11 @@ class StartFingerprint:
         """Whether it has a trial, or numbers that would differ in another trial of a sweep."""
         return "trial" in self.core or bool(self.core.get("values") or self.core.get("data values"))
 
+    def has_function(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another fingerprint is of the same function of the Trainer."""
+        own, theirs = (core.get("function", FIT) for core in (self.core, saved.get("core", {})))
+        return bool(own == theirs)
+
     @property
     def name(self) -> str:
         """A short name for `core`."""
@@ -88,15 +94,21 @@ class StartFingerprint:
         return self.is_alike(saved) and self.has_weights(saved)
 
 
-def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> StartFingerprint:
-    """Return the fingerprint of the fit that begins; no random numbers are drawn.
+def start_fingerprint(
+    trainer: Trainer, *, ignored: Collection[str] = (), function: str = FIT, checkpoint: str | None = None
+) -> StartFingerprint:
+    """Return the fingerprint of the fit or the evaluation that begins; no random numbers are drawn.
 
     Args:
-        trainer: The trainer of the fit, before its callbacks are set up.
+        trainer: The trainer, before its callbacks are set up.
         ignored: Hyperparameters that may differ between starts; names with dots for nested ones.
+        function: The Trainer's function that begins.
+        checkpoint: The checkpoint that an evaluation loads.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
     core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
+    if function != FIT:
+        core = {**core, "function": function, "checkpoint": checkpoint}
     if data_module is not None:
         core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module, ignored)}
     if os.environ.get(_SEED_VARIABLE):

@@ -47,7 +47,8 @@ def match_fit(
         is_sweep: Whether a later start may run other fits than an earlier one, or run them in another order.
     """
     place = len(taken) + 1
-    free = {number: fit for number, fit in sorted(fits.items()) if number not in taken}
+    same = {number for number, fit in fits.items() if start.has_function({} if fit is None else fit.start)}
+    free = {number: fit for number, fit in sorted(fits.items()) if number in same and number not in taken}
     known = {number: fit for number, fit in free.items() if fit is not None and fit.start}
     unfinished = [number for number, fit in known.items() if not fit.is_finished]
     found = _first_match(known, unfinished, place, start, is_sweep=is_sweep)

@@ -18,7 +18,7 @@ from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
-from lightning_faulttolerant.trainer.evaluation.compat import num_validated
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
     fetches_seen,
@@ -290,7 +290,7 @@ class FitLedger:
             step=step,
             metrics=exact_metrics(metrics),
             validating=validating,
-            **({"validation_batch": num_validated(self._trainer)} if validating else {}),
+            **({"validation_batch": num_evaluated(self._trainer)} if validating else {}),
             epoch_end=closes_epoch and not validating,
             logger=logger,
         )

@@ -45,7 +45,7 @@ class Loaders:
 
     Args:
         trainer: The trainer that runs the fit.
-        strict: Whether a loader that can't be resumed exactly is an error.
+        strict: Whether a loader that can't be resumed exactly is an error; ``None`` if it is only noted.
         manual: Whether the user's own objects keep the positions, and no loader is replaced.
         is_per_sample: Whether the generators are seeded before each sample.
 
@@ -53,7 +53,9 @@ class Loaders:
         ValueError: If both `manual` and `is_per_sample` are set.
     """
 
-    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False, is_per_sample: bool = False) -> None:
+    def __init__(
+        self, trainer: Trainer, *, strict: bool | None, manual: bool = False, is_per_sample: bool = False
+    ) -> None:
         if manual and is_per_sample:
             raise ValueError(
                 'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual leaves all'
@@ -254,9 +256,9 @@ class Loaders:
             tracker.load_state_dict(self._states[place])
 
     def _refuse(self, place: str, reason: str) -> None:
-        message = f"Loader {place} can't be resumed exactly: {reason}."
-        remedy = "Change the loader, or pass FaultTolerance(strict=False) to train without it."
-        refuse(f"{message} {remedy}" if self.strict else message, strict=self.strict, not_exact=self.not_exact)
+        remedy = " Change the loader, or pass FaultTolerance(strict=False) to train without it." if self.strict else ""
+        message = f"Loader {place} can't be resumed exactly: {reason}.{remedy}"
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def renew(self, state: Mapping[str, Any]) -> None:
         """Begin the trainer's iteration over the training loaders again, at the place of `state`.
@@ -316,7 +318,7 @@ class Loaders:
             iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
             state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
-            strict = self.strict or bool(validated)  # a validation run can be repeated instead
+            strict = bool(self.strict or validated)  # a validation run can be repeated instead
             places[place] = place_or_none(place, state_of, strict=strict, not_exact=self.not_exact)
         lost = [place for place, found in places.items() if found is None]
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined

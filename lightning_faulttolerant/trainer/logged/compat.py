@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import plain_copy
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
@@ -56,7 +57,12 @@ def copied(values: Any) -> Any:
 
 
 def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
-    """Return the collections of logged values of training and validation."""
+    """Return the collections of logged values of training and validation, or of the evaluation that runs."""
+    function = function_of(trainer)
+    if function == "predict":
+        return {}
+    if function != FIT:
+        return {"validation": loop_of(trainer)._results}
     epoch_loop = trainer.fit_loop.epoch_loop
     return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -68,3 +69,12 @@ def check_strategy(strategy: Strategy) -> None:
             f" {base.__name__} and has a {' and a '.join(own)} of its own. An autosave would be written without it, or"
             f" in a form that is not known. {_ADVICE}"
         )
+
+
+def can_be_evaluated(trainer: Trainer) -> bool:
+    """Return whether an evaluation under the trainer's strategy can be resumed. If not, it runs as it is."""
+    try:
+        check_strategy(trainer.strategy)
+    except UnsupportedTrainerError:
+        return False
+    return True

@@ -100,6 +100,17 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
+def choose_evaluation(series: AutosaveSeries, options: Options) -> Choice:
+    """Choose what an evaluation continues from: its newest autosave, if it has any."""
+    if not options.auto_resume:
+        series.set_aside("not-resumed")
+        return Choice(path=None, origin=None)
+    found = series.load_newest()
+    if found is None:
+        return Choice(path=None, origin=None)
+    return Choice(path=found[0], origin=None, checkpoint=found[1], is_autosave=True)
+
+
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
     """Set aside the autosaves that `choice` does not continue from."""
     if choice.sets_aside is None:

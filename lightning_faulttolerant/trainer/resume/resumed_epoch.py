@@ -22,7 +22,7 @@ from lightning_faulttolerant.trainer.position import (
     VALIDATION,
     VALIDATION_END,
 )
-from lightning_faulttolerant.trainer.resume.progress_bar import begin_next, begin_validation
+from lightning_faulttolerant.trainer.resume.progress_bar import begin_evaluation, begin_next
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.save.capture import VALIDATION_RUN, RunState, named_callbacks
 from lightning_faulttolerant.trainer.save.hook_saves import MODULE
@@ -105,7 +105,7 @@ class ResumedEpoch:
             with zeroed(trainer):
                 compat.finish_batch(trainer)
         elif self._where == IN_VALIDATION:
-            with run.continued(saved, lambda: begin_validation(trainer)):
+            with run.continued(saved, lambda: begin_evaluation(trainer)):
                 compat.finish_batch(trainer)
         elif self._where == VALIDATION_END:
             callbacks, module = self._pending()

@@ -20,11 +20,12 @@ from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity.finding import Finder
 from lightning_faulttolerant.trainer.identity.fingerprint import start_fingerprint
 from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.ranks.group import connect
-from lightning_faulttolerant.trainer.resume.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -48,13 +49,15 @@ class Beginning:
         trainer: The trainer that runs the fit.
         options: The options of the callback.
         files: The files that the run has written besides its autosaves.
+        function: The Trainer's function that begins.
 
     Raises:
         CheckpointError: If there is only one rank, and it can't save in its directory.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, files: RunFiles) -> None:
+    def __init__(self, trainer: Trainer, options: Options, files: RunFiles, *, function: str = FIT) -> None:
         self._trainer = trainer
+        self._function = function
         self._options = options
         self._files = files
         self._run: RunDirectory | None = None
@@ -74,12 +77,15 @@ class Beginning:
         if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
             return
         try:
-            self._open()
             given = given_checkpoint(self._trainer)
-            if given is not None:
-                assert self.series is not None
+            self._open(None if given is None else given[0])
+            assert self.series is not None
+            assert self._run is not None
+            if self._function != FIT:
+                self.choice = choose_evaluation(self.series, self._options)
+                go_on_in_files(self._files, self._run, self.choice)
+            elif given is not None:
                 self.choice = choose(self._trainer, self.series, given[0], self._options)
-                assert self._run is not None
                 self._files.experiments.tell_unknown()
                 go_on_in_files(self._files, self._run, self.choice)
         except Exception as error:
@@ -87,11 +93,18 @@ class Beginning:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _open(self) -> None:
-        options = self._options
-        fingerprint = start_fingerprint(self._trainer, ignored=options.ignore_hyperparameters)
-        found = Finder(options, self._trainer.default_root_dir, fingerprint).find()
+    def _open(self, checkpoint: Any) -> None:
+        options, function = self._options, self._function
+        fingerprint = start_fingerprint(
+            self._trainer,
+            ignored=options.ignore_hyperparameters,
+            function=function,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+        found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
         self._run, self.series, self._number = found.run, found.series, found.number
+        if function != FIT:
+            return
         self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number)
         self.history.begin(options.script)
 

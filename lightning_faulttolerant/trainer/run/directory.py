@@ -135,12 +135,13 @@ class RunDirectory:
         """Return the fits that have autosaves, by number. A fit that is missing from `record` is ``None``."""
         return {fit_number(name): record.fits.get(fit_number(name)) for name in self._fits()}
 
-    def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
-        """Begin a fit and return its series of autosaves.
+    def begin_fit(self, *, keep_last: int, number: int | None = None, function: str = "fit") -> AutosaveSeries:
+        """Begin a fit or an evaluation, and return its series of autosaves.
 
         Args:
             keep_last: The maximum number of autosaves.
             number: The number of the fit. Default: the number of the script's next fit.
+            function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
         """
         self.fit = number or 1 + max(self.begun, default=0)
         self.num_open += 1
@@ -148,7 +149,7 @@ class RunDirectory:
             self._script.begin_fit(self.directory, self.fit)
         else:
             self._script.held[self.directory].append(self.fit)
-        return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
+        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit after the one that was begun last, whether it verifies or not."""

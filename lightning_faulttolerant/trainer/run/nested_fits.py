@@ -17,8 +17,8 @@ def begin(trainer: Any) -> None:
 
 def is_under_way(trainer: Any) -> bool:
     """Return whether a fit of `trainer` is in progress in this thread. One that an exception has ended is not."""
-    is_fitting = trainer.state.fn == "fit" and trainer.state.status == "running"
-    return is_fitting and _threads.get(trainer) == threading.get_ident()
+    is_running = trainer.state.fn is not None and trainer.state.status == "running"
+    return is_running and _threads.get(trainer) == threading.get_ident()
 
 
 def is_inside_another(trainer: Any) -> bool:

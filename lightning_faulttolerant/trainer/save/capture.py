@@ -39,7 +39,15 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.objects.objects import Objects
-from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, IN_VALIDATION, TrainerPosition
+from lightning_faulttolerant.trainer.position import (
+    EPOCH_END,
+    EPOCH_START,
+    EVALUATED,
+    FINISHED,
+    IN_EVALUATION,
+    IN_VALIDATION,
+    TrainerPosition,
+)
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -148,11 +156,12 @@ class RunState:
         self._refresh()
         rng = rng_state()
         is_validating = position.where == IN_VALIDATION  # a validation step may have computed gradients
+        is_evaluating = position.where in IN_EVALUATION
         has_gradients = keeps_gradients(trainer) or compat.is_accumulating(trainer) or is_validating
         in_shards = saves_shards(trainer.strategy)
         if has_gradients:
             reshard(trainer)
-        validated = self.validation.num_consumed() if is_validating else {}
+        validated = self.validation.num_consumed() if is_validating or is_evaluating else {}
         loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position), validated=validated)
         return {
             "rng": rng,
@@ -170,14 +179,14 @@ class RunState:
             "objects": self.objects.state_dict(position.where, loaders["places"]),
             "files": self.files.state_dict(),
             "began": {"buffers": self._buffers},
-            **({VALIDATION_RUN: self.validation.state_dict()} if is_validating else {}),
+            **({VALIDATION_RUN: self.validation.state_dict()} if is_validating or is_evaluating else {}),
         }
 
     def _is_iterating(self, position: TrainerPosition) -> bool:
         """Return whether the next batch comes from the iterators that the training loaders have here."""
         if position.where == EPOCH_START:
             return not compat.starts_over(self._trainer)
-        return position.where not in (EPOCH_END, FINISHED)
+        return position.where not in (EPOCH_END, FINISHED, *IN_EVALUATION, *EVALUATED)
 
     def not_carried(self, taken: Mapping[str, Any] | None = None) -> frozenset[str]:
         """Return the paths of what training has changed or made that a checkpoint would lack.

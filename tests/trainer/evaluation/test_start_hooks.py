@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_state
@@ -86,7 +87,11 @@ def replaces_an_item(self: Any) -> None:
 
 def trainer_with(*callbacks: Any, module: LightningModule | None = None) -> Any:
     """Return an object with what the check reads."""
-    return SimpleNamespace(callbacks=list(callbacks), lightning_module=module or LightningModule())
+    return SimpleNamespace(
+        callbacks=list(callbacks),
+        lightning_module=module or LightningModule(),
+        state=TrainerState(fn=TrainerFn.FITTING),
+    )
 
 
 @pytest.mark.parametrize("module", [LightningModule, SetsAttributes])

@@ -1,0 +1,181 @@
+"""The resume of an evaluation: whether its autosave fits, and what is restored before the next batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
+from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState, run_of
+from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
+from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, RESULTS, VERSION
+from lightning_faulttolerant.trainer.functions import function_of, loop_of
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.objects.objects import DRAWN
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, state_of
+from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run.comparison import Comparison
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, differences
+from lightning_faulttolerant.trainer.save.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.save.trust import Trust
+
+
+class EvaluationResume:
+    """Restores one evaluation from an autosave.
+
+    Args:
+        trainer: The trainer that evaluates.
+        choice: The autosave.
+        state: Restores the state.
+        run_state: The part of it that fits have, too.
+        loaders: The evaluation's loaders.
+        fingerprint: The fingerprint of this run.
+        rank: The number of this rank.
+        trust: Decides whether objects may be unpickled.
+        predictions: The predictions of this rank.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        choice: Choice,
+        state: EvaluationState,
+        run_state: RunState,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        *,
+        rank: int,
+        trust: Trust,
+        predictions: Predictions,
+    ) -> None:
+        assert choice.checkpoint is not None
+        assert choice.part is not None
+        self._trainer = trainer
+        self._path = str(choice.path)
+        self._part = choice.part
+        self._evaluation = state
+        self._run_state = run_state
+        self._loaders = loaders
+        self._fingerprint = fingerprint
+        self._trust = trust
+        self._predictions = predictions
+        self._began = time.monotonic()
+        self._comparison = Comparison(self._path, strict=True, is_elastic=False)
+        self._patches = Patches()
+        self.position = TrainerPosition(**self._part["position"])
+        self._state: Mapping[str, Any] = state_of(self._part, rank, choice.checkpoint)
+        saved = self._part["fingerprint"]
+        self._saved = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}
+        self.report: ResumeReport | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the evaluation was finished."""
+        return self.position.is_finished
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """The place of the loop."""
+        return run_of(self._state)
+
+    def why_not(self) -> str:
+        """Return why this evaluation is another one than the one that saved, or an empty string."""
+        if self._part["version"] > VERSION:
+            return f"{self._path} was written by a newer version of the package"
+        if self._part["world_size"] != self._trainer.world_size:
+            return f"{self._path} is of {self._part['world_size']} ranks, and now there are {self._trainer.world_size}"
+        if self._state.get(SUMS) != self._evaluation.sums:
+            return "it begins with other weights"
+        now = {**self._fingerprint.model(), **self._fingerprint.settings()}
+        lines = [line for name in ("module", "trainer") for line in differences(self._saved[name], now[name], name)]
+        return "; ".join(lines)
+
+    def put_back_drawn(self) -> None:
+        """Restore what the script drew before the first start.
+
+        Raises:
+            FingerprintMismatchError: If that fails.
+        """
+        if self._loaders.drawn is not None:
+            saved = (self._state.get(OBJECTS) or {}).get(DRAWN, {})
+            self._comparison.put_back_drawn(self._loaders.drawn, saved)
+
+    def expect_loaders(self) -> None:
+        """Compare the loaders that are set up next with those of the evaluation that saved, and let them continue."""
+        self._loaders.expect(self._compare_loader)
+        self._loaders.resume_from(self._state["loaders"])
+
+    def _compare_loader(self, place: str, now: Mapping[str, Any]) -> None:
+        saved = self._saved["loaders"].get(place)
+        if saved is not None:
+            self._comparison.compare_loader(
+                place,
+                saved,
+                now,
+                tracker=self._loaders.trackers.get(place),
+                is_resized=False,
+                drawn=self._loaders.drawn,
+                saved_drawn=(self._state.get(OBJECTS) or {}).get(DRAWN, {}),
+            )
+
+    def restore(self) -> None:
+        """Restore the state in place of the hooks at the start of the loop."""
+        loop, run = loop_of(self._trainer), self.run
+        runs.store_once(loop, self._patches, fetched_before=run["fetched"], loader=run["loader"])
+        validation = self._run_state.validation
+        validation.first_loop_iter = run["first_loop_iter"]
+        self._load()
+        if function_of(self._trainer) == "validate":
+            swap_for_validation(self._trainer)
+        begin_evaluation(self._trainer)
+        validation.lost_before = self._run_state.not_carried()
+        self._settle()
+
+    def restore_finished(self) -> Any:
+        """Restore the end of a finished evaluation. Return what it returned."""
+        loop = loop_of(self._trainer)
+        if runs.is_predicting(loop):
+            runs.make_room_for_predictions(loop)
+        self._load()
+        self._settle()
+        if runs.is_predicting(loop):
+            return loop.predictions if loop.return_predictions else None
+        results = self._part[RESULTS]
+        runs.print_results(loop, results)
+        return results
+
+    def _load(self) -> None:
+        state = self._trust.unpickled(self._state, self._path)
+        self._not_exact = self._evaluation.load_state_dict(state)
+        if PREDICTIONS in state:
+            self._predictions.load(state[PREDICTIONS])
+
+    def _settle(self) -> None:
+        self._loaders.resumed()
+        position = self.position
+        self.report = ResumeReport(
+            path=self._path,
+            position=str(position),
+            epoch=position.epoch,
+            batch=position.batch,
+            global_step=position.global_step,
+            num_validated=position.validation_batch,
+            exact=tuple(PARTS[name] for name in PARTS if name in self._state),
+            not_exact=tuple(self._not_exact),
+            objects=self._run_state.objects_not_restored,
+            notes=(*self._comparison.notes, *self._run_state.objects.notes),
+            seconds=time.monotonic() - self._began,
+        )
+        self._state = {}
+        with above_the_bar():
+            tell(f"{self.report}")

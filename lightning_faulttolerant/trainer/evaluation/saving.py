@@ -1,0 +1,138 @@
+"""The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
+from lightning_faulttolerant.trainer.files.parts import KEY
+from lightning_faulttolerant.trainer.functions import loop_of
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
+from lightning_faulttolerant.trainer.run.history import HistoryWriter
+from lightning_faulttolerant.trainer.save.budget import Budget
+from lightning_faulttolerant.trainer.save.outage import Outage, described
+from lightning_faulttolerant.trainer.settings.options import Options
+
+VERSION = 1
+RESULTS, PREDICTIONS = "results", "predictions"
+_FIRST_SECONDS = 1.0
+"""An evaluation that is shorter has no autosave inside it, unless an interval says so."""
+
+
+class EvaluationSaver:
+    """Writes the autosaves of one evaluation.
+
+    Args:
+        trainer: The trainer that evaluates.
+        series: Writes the files; ``None`` on ranks that write none.
+        state: Reads the state.
+        options: Say when to save.
+        ranks: The ranks that save together. Each method that saves is a collective.
+        header: Returns what every autosave says about the run.
+        history: Records each autosave.
+        predictions: The predictions of this rank, for ``predict``.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        series: AutosaveSeries | None,
+        state: EvaluationState,
+        options: Options,
+        *,
+        ranks: Ranks,
+        header: Callable[[], Mapping[str, Any]],
+        history: HistoryWriter,
+        predictions: Predictions,
+    ) -> None:
+        self._trainer = trainer
+        self._series = series
+        self._state = state
+        self._ranks = ranks
+        self._header = header
+        self._history = history
+        self._predictions = predictions
+        interval = options.train_time_interval
+        self._interval = None if interval is None else interval.total_seconds()
+        self._budget = Budget(options.overhead_budget)
+        self._outage = Outage(history, speaks=ranks.rank == 0)
+        self.save_seconds = 0.0
+        """The duration of the longest save."""
+        self.saved: TrainerPosition | None = None
+        """The position of the last autosave."""
+        self.due_at = self._budget.now() + (_FIRST_SECONDS if self._interval is None else self._interval)
+        """The time of the clock until which no autosave is due."""
+        self.now = self._budget.now
+
+    def save(self, position: TrainerPosition, results: Any = None) -> str:
+        """Save the state of this instant; a collective. Return why it could not be written, or an empty string.
+
+        Args:
+            position: Where the evaluation is.
+            results: What a finished evaluation returned.
+        """
+        began = self.now()
+        state = self._state.state_dict(position)
+        failure = ""
+        if runs.is_predicting(loop_of(self._trainer)):
+            try:
+                state[PREDICTIONS] = self._predictions.write()
+            except OSError as error:
+                failure = described(error)
+        failures = self._ranks.to_first("predictions", failure)
+        failure = self._ranks.from_first("predictions", next(iter(filter(None, failures or ())), ""))
+        if not failure:
+            checkpoint = self._checkpoint(position, state, results)
+            failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
+        self._note(position, began, failure)
+        return failure
+
+    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], results: Any) -> dict[str, Any] | None:
+        header = self._header()
+        if self._ranks.num_ranks > 1:
+            state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
+        packed = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
+        if packed is None:
+            return None
+        part = {
+            "version": VERSION,
+            "world_size": self._trainer.world_size,
+            "position": position.state_dict(),
+            **header,
+            RESULTS: results,
+            "ranks": packed,
+        }
+        return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}
+
+    def _attempted(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> str:
+        assert self._series is not None
+        assert checkpoint is not None
+        try:
+            path = self._series.save(
+                checkpoint,
+                epoch=position.epoch,
+                batch=position.validation_batch,
+                global_step=position.global_step,
+            )
+        except OSError as error:
+            return described(error)
+        self._history.autosave(self._series, path, position, seconds=self.now() - began, taken=began)
+        return ""
+
+    def _note(self, position: TrainerPosition, began: float, failure: str) -> None:
+        self.save_seconds = max(self.save_seconds, self.now() - began)
+        self._budget.spend_on_save(began)
+        self.due_at = self._budget.save_at if self._interval is None else self.now() + self._interval
+        if failure:
+            self._outage.note(failure, position, self.saved)
+        else:
+            self._outage.end()
+            self.saved = position

@@ -1,0 +1,298 @@
+"""One ``validate``, ``test``, or ``predict``: it continues at its batch when the same command is run again.
+
+An evaluation that can't be resumed is run from its start. It is never refused: to repeat it gives the same results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.checkpoint.ranks import by_first
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
+from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.functions import function_of, loop_of
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.loaders.trackers import user_loader
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.logged.compat import copied
+from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
+from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.save.capture import RunState
+from lightning_faulttolerant.trainer.save.exception import tell_stopped
+from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.settings.environment import is_manual
+from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.stop.signals import stopped_by
+from lightning_faulttolerant.trainer.stop.stopping import Stopping
+from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
+
+_log = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+class EvaluationSession:
+    """Everything that this package keeps for the length of one evaluation.
+
+    Args:
+        trainer: The trainer that evaluates.
+        options: The callback's options.
+        registered: The functions that were passed to `FaultTolerance.register`, by name.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
+        self.trainer = self._trainer = trainer
+        self._options = options
+        self._registered = registered
+        self._function = function_of(trainer)
+        self._loop = loop_of(trainer)
+        is_per_sample = options.worker_rng == "per_sample"
+        self._loaders = Loaders(trainer, strict=None, manual=is_manual(), is_per_sample=is_per_sample)
+        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
+        self._stopping = Stopping(trainer, options)
+        self._patches = Patches()
+        self._files = RunFiles(trainer, self._patches)
+        self._beginning = Beginning(trainer, options, self._files, function=self._function)
+        self._run_state: RunState | None = None
+        self._state: EvaluationState | None = None
+        self._saver: EvaluationSaver | None = None
+        self._resume: EvaluationResume | None = None
+        self.is_open = False
+
+    @property
+    def report(self) -> ResumeReport | None:
+        """The report of what was restored, if this evaluation resumed."""
+        return self._resume.report if self._resume is not None else None
+
+    def begin(self) -> None:
+        """Choose what the evaluation resumes from. Call this before loggers open their files."""
+        self._beginning.begin()
+        if not self._beginning.is_connected:
+            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
+
+    def _connect(self) -> None:
+        self._stopping.connect(self._beginning.connect())
+
+    def open(self, callback: Callback) -> None:
+        """Take over the seams. `callback` is the callback that opens this session."""
+        if not self._beginning.is_connected:
+            self._connect()
+        pass_over_idle_hooks(callback, self._patches)
+        self.is_open = True
+        self._stopping.open()
+        trainer, loop, wrap = self._trainer, self._loop, self._patches.wrap
+        wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
+        wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
+        wrap(loop, "run", self._wrap_run)
+        wrap(loop, "setup_data", self._wrap_setup_data)
+        wrap(loop, "reset", self._wrap_reset)
+        wrap(loop, "on_run_start", self._wrap_run_start)
+        wrap(loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
+        wrap(loop, compat.AFTER_FETCH, self._wrap_after_fetch)
+        if runs.is_predicting(loop):
+            runs.find_batch_indices(loop, self._patches, user_loader)
+
+    def _begin(self) -> None:
+        """Begin the evaluation itself: its weights are loaded."""
+        options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
+        self._stopping.begin(lambda: self._saver.save_seconds if self._saver is not None else 0.0)
+        self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
+        self._state = EvaluationState(self._trainer, self._run_state)
+        trust, series = Trust(options), beginning.series
+        self._run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: trust.is_trusted_series(series))
+        directory = ranks.from_first("the directory", None if series is None else str(series.directory))
+        predictions = Predictions(self._trainer, directory, rank=ranks.rank, trust=trust)
+        self._loaders.share_seeds(ranks)
+        header = {**self._files.header(), "origin": None, "surroundings": surroundings(self._trainer)}
+        self._saver = EvaluationSaver(
+            self._trainer,
+            series,
+            self._state,
+            options,
+            ranks=ranks,
+            header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
+            history=beginning.history,
+            predictions=predictions,
+        )
+        choice = beginning.choice
+        if choice is None or choice.checkpoint is None:
+            return
+        resume = EvaluationResume(
+            self._trainer,
+            choice,
+            self._state,
+            self._run_state,
+            self._loaders,
+            self._fingerprint,
+            rank=ranks.rank,
+            trust=trust,
+            predictions=predictions,
+        )
+        beginning.forget_checkpoint()
+        reason = resume.why_not()
+        if self._stopping.all_can(not reason):
+            self._resume = resume
+            return
+        if ranks.rank == 0 and series is not None:
+            aside = series.set_aside("another-evaluation")
+            reason = reason or "another rank differs"
+            tell(f"This {self._function} starts over: {reason}. Its autosaves are in {aside}.")
+
+    # What the seams do.
+
+    def _wrap_process_dataloader(self, original: Method) -> Method:
+        return lambda loader: self._loaders.process(original(loader))
+
+    def _wrap_setup_data(self, original: Method) -> Method:
+        def setup_data() -> None:
+            self._loaders.begin(self._function)
+            if self._resume is not None:
+                self._resume.expect_loaders()
+            with self._loaders.iterated_by_trainer(stage=self._function):
+                original()
+            if self._run_state is not None:
+                self._run_state.objects.look_again()
+
+        return setup_data
+
+    def _wrap_run(self, original: Method) -> Method:
+        def run() -> Any:
+            if self._run_state is None or self._saver is None:
+                return original()
+            objects = self._run_state.objects
+            if self._resume is not None:
+                self._resume.put_back_drawn()
+            objects.begin()
+            if self._resume is not None and self._resume.is_finished:
+                results = self._resume.restore_finished()
+            else:
+                self._run_state.validation.begin()
+                results = original()
+                self._saver.save(self._position(is_finished=True), self._returned(results))
+            self._stopping.stop_if_wanted(f"after the end of {self._function}")
+            return results
+
+        return run
+
+    def _returned(self, results: Any) -> Any:
+        return None if runs.is_predicting(self._loop) or results is None else copied(results)
+
+    def _wrap_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            with self._loaders.iterated_by_trainer():
+                if self._resume is not None and self._run_state is not None:
+                    self._run_state.validation.reset(self._resume.run, original)
+                else:
+                    original()
+
+        return reset
+
+    def _wrap_run_start(self, original: Method) -> Method:
+        def on_run_start() -> None:
+            if self._resume is None:
+                original()
+                if self._run_state is not None:
+                    self._run_state.validation.lost_before = self._run_state.not_carried()
+            else:
+                self._resume.restore()
+
+        return on_run_start
+
+    def _position(self, *, is_finished: bool = False) -> TrainerPosition:
+        return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
+
+    def _wrap_before_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            if self._saver is not None:
+                self._boundary(self._saver)
+            original()
+            self._loaders.begin_fetch()
+
+        return before_fetch
+
+    def _boundary(self, saver: EvaluationSaver) -> None:
+        if self._stopping.agreement.at_validation_batch():
+            self._stop_here(saver)
+        if saver.now() >= saver.due_at and self._beginning.ranks.num_ranks == 1 and self._can_continue_here():
+            saver.save(self._position())
+
+    def _stop_here(self, saver: EvaluationSaver) -> None:
+        position, unsaved = self._position(), ""
+        reason = self._stopping.reason
+        place = str(position)
+        if not self._stopping.all_can(self._can_continue_here()):
+            place += f". It is repeated from its start: {self._run_state.validation.reason}"  # type: ignore[union-attr]
+        elif self._stopping.save_fits():
+            with self._stopping.signals.saving():
+                unsaved = saver.save(position)
+        self._stopping.end_together()
+        raise stopped_by(reason, place, unsaved)
+
+    def _can_continue_here(self) -> bool:
+        assert self._run_state is not None
+        run = self._run_state.validation
+        if self._loaders.not_exact:
+            run.repeat(self._loaders.not_exact[0])
+        if run.can_be_resumed:
+            run.check_loaders()
+        if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
+            run.repeat("it has made or changed what a checkpoint can't carry")
+        return run.can_be_resumed
+
+    def _wrap_after_fetch(self, original: Method) -> Method:
+        def after_fetch() -> None:
+            self._loaders.end_fetch()
+            original()
+            self._stopping.signals.fetch_began = None
+
+        return after_fetch
+
+    # The end.
+
+    def finish(self) -> None:
+        """End an evaluation that finished."""
+        self._beginning.end_fit()
+        self._tell_end(None)
+
+    def interrupt(self, exception: BaseException) -> None:
+        """End an evaluation that raised an exception. The last autosave stays."""
+        self._stopping.interrupt(exception)
+        try:
+            if isinstance(exception, TrainingStopped):
+                tell_stopped(exception, None if self._saver is None else self._saver.saved, self._beginning.source)
+            self._stopping.requeue(exception)
+        finally:
+            self._loaders.close_workers()
+            compat.end_fetching(self._trainer)
+            self._tell_end(exception)
+
+    def _tell_end(self, exception: BaseException | None) -> None:
+        try:
+            self._beginning.end(exception)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing more."""
+        self._patches.undo()
+        self._stopping.close()
+        self._loaders.release_workers()
+        self._loaders.put_back()
+        self._files.put_back()
+        self._beginning.close()
+        self._run_state = self._state = self._saver = None

@@ -1,0 +1,24 @@
+"""The functions of a Trainer: ``fit``, ``validate``, ``test``, and ``predict``, and the loop of each evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+FIT = "fit"
+
+
+def function_of(trainer: Trainer) -> str:
+    """Return the name of the function that runs."""
+    return FIT if trainer.state.fn is None else str(trainer.state.fn.value)
+
+
+def loop_of(trainer: Trainer) -> Any:
+    """Return the evaluation loop of the function that runs; for ``fit`` that of its validation runs."""
+    function = function_of(trainer)
+    if function == "validate":
+        return trainer.validate_loop
+    if function == "test":
+        return trainer.test_loop
+    return trainer.predict_loop if function == "predict" else trainer.fit_loop.epoch_loop.val_loop

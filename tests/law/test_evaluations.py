@@ -1,0 +1,391 @@
+"""``validate``, ``test``, and ``predict``: killed at any batch and started again, they return the same results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing.processes import run_ranks
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
+from lightning_faulttolerant.trainer.loaders.trackers import user_loader
+from tests.data_sets import NoisyDataset
+from tests.processes import run
+from tests.runs import Net, make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your `(val|test|predict)_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use .self.log"),
+]
+
+EVALUATIONS = ("validate", "test", "predict")
+ALWAYS = {"train_time_interval": timedelta(microseconds=1)}
+"""An autosave before each batch."""
+
+
+class Strike(Callback):
+    """Sends a signal in a batch of one function, counted over all of its batches: a resume restores the count."""
+
+    def __init__(self, function: str, batch: int, signum: int = signal.SIGTERM) -> None:
+        self.function, self.batch, self.signum = function, batch, signum
+        self.seen = -1
+
+    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.state.fn == self.function:
+            self.seen += 1
+            if self.seen == self.batch:
+                os.kill(os.getpid(), self.signum)
+
+    on_validation_batch_start = on_predict_batch_start = on_train_batch_start = on_test_batch_start
+
+
+class Judge(Net):
+    """Draws in each step; keeps its results in a list, a metric, and logged values. Counts the calls of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+        self.outputs: list[float] = []
+        self.calls: list[str] = []
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = self.layers(batch).square().mean() + torch.rand(())
+        self.outputs.append(value.item())
+        self.metric.update(value)
+        self.log("loss of a batch", value, on_step=True, on_epoch=True)
+        self.log("metric", self.metric)
+
+    validation_step = test_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        return {"value": self.layers(batch).flatten() + torch.rand(()), "batch": (batch_idx, dataloader_idx)}
+
+    def on_test_start(self) -> None:
+        self.calls.append("start")
+
+    def on_test_epoch_end(self) -> None:
+        self.log("listed", sum(self.outputs) / max(len(self.outputs), 1))
+        self.log("starts", float(self.calls.count("start")))
+
+    on_validation_start = on_predict_start = on_test_start
+    on_validation_epoch_end = on_test_epoch_end
+
+
+def loader(num_workers: int = 0, *, size: int = 20, **arguments: Any) -> DataLoader[Tensor]:
+    """Return a loader of 5 noisy batches."""
+    return DataLoader(NoisyDataset(size), batch_size=4, num_workers=num_workers, **arguments)
+
+
+def two_loaders(num_workers: int = 0) -> list[DataLoader[Tensor]]:
+    """Return a loader of 5 batches and one of 3, which shuffles."""
+    return [loader(num_workers), loader(num_workers, size=12, shuffle=True)]
+
+
+Main = Callable[[list[Callback], Path], object]
+
+
+def evaluation(
+    function: str,
+    *,
+    loaders: Callable[[], Any] = two_loaders,
+    module: Callable[[], LightningModule] = Judge,
+    users: Callable[[], list[Callback]] = list,
+    **arguments: Any,
+) -> Main:
+    """Return a script that evaluates, and returns what the Trainer returns and everything that it has left."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer = make_trainer([*users(), *callbacks], directory, logger=CSVLogger(directory), **arguments)
+        one = module()
+        results = getattr(trainer, function)(one, loaders())
+        return results, left_by(trainer, one)
+
+    return main
+
+
+def left_by(trainer: Trainer, module: LightningModule) -> object:
+    """Return the state of the process and of the module after an evaluation."""
+    metrics = [dict(values) for values in (trainer.callback_metrics, trainer.logged_metrics)]
+    return torch.rand(3), module.state_dict(), getattr(module, "outputs", None), metrics, module.training
+
+
+def ended(main: Main, directory: Path, callbacks: Callable[[], list[Callback]] = list) -> tuple[int, str]:
+    """Run a script in a process of its own. Return its exit code and its output; its result is in a file."""
+    directory.mkdir(exist_ok=True)
+    result = run(lambda: torch.save(main(callbacks(), directory), directory / "result.pt"))
+    return result.exit_code, result.output
+
+
+def assert_continues(main: Main, tmp_path: Path, *strikes: Strike, resumes: bool = True, **options: Any) -> list[str]:
+    """Check that a script that is struck returns what it returns without us, and logs the same. Return the outputs."""
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    code, output = ended(main, whole)
+    assert code == 0, output
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves", **options}
+    outputs = []
+    for number, strike in enumerate((*strikes, None)):
+        own = [] if strike is None else [strike]
+        code, output = ended(main, struck, lambda own=own: [FaultTolerance(**options), *own])  # type: ignore[misc]
+        outputs.append(output)
+        expected = 0 if strike is None else -signal.SIGKILL if strike.signum == signal.SIGKILL else 128 + strike.signum
+        assert code == expected, output
+        assert not number or ("Resumed exactly" in output) == resumes, output
+    expected_result, result = (torch.load(path / "result.pt", weights_only=False) for path in (whole, struck))
+    torch.testing.assert_close(result, expected_result, rtol=0, atol=0, equal_nan=True)
+    if resumes:
+        logs = [sorted(path.rglob("metrics.csv")) for path in (whole, struck)]
+        assert [[log.read_text() for log in of_run] for of_run in logs[:1]] == [[log.read_text() for log in logs[1]]]
+    assert not list((tmp_path / "autosaves").rglob("*.ckpt"))
+    assert not list((tmp_path / "autosaves").rglob("*.pt"))
+    return outputs
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("batch", [0, 3, 4, 5, 7])
+@pytest.mark.parametrize("function", EVALUATIONS)
+def test_struck(function: str, batch: int, signum: int, tmp_path: Path) -> None:
+    """Results, metrics, lists, draws, and logged rows are those of the uninterrupted script."""
+    assert_continues(evaluation(function), tmp_path, Strike(function, batch, signum))
+
+
+@pytest.mark.parametrize("function", EVALUATIONS)
+@pytest.mark.parametrize(
+    "loaders",
+    [lambda: loader(2), lambda: loader(2, shuffle=True, persistent_workers=True), lambda: two_loaders(2)],
+    ids=["workers", "persistent", "two"],
+)
+def test_workers(function: str, loaders: Callable[[], Any], tmp_path: Path) -> None:
+    """Workers continue with their random states."""
+    assert_continues(evaluation(function, loaders=loaders), tmp_path, Strike(function, 2), Strike(function, 4))
+
+
+@pytest.mark.parametrize("function", EVALUATIONS)
+def test_struck_again(function: str, tmp_path: Path) -> None:
+    """An evaluation that continues can be struck again, also before it has done a batch."""
+    strikes = [Strike(function, batch, signum) for batch, signum in ((1, 15), (2, 9), (2, 15), (4, 9))]
+    assert_continues(evaluation(function), tmp_path, *strikes)
+
+
+def test_limited_and_interrupted(tmp_path: Path) -> None:
+    """``limit_test_batches`` and Ctrl-C."""
+    main = evaluation("test", loaders=loader, limit_test_batches=4)
+    assert_continues(main, tmp_path, Strike("test", 1, signal.SIGINT))
+
+
+def test_bars(tmp_path: Path) -> None:
+    """A bar starts without the hook at the start of the evaluation."""
+    for users in (list, lambda: [RichProgressBar()]):
+        directory = tmp_path / f"{len(users())}"
+        directory.mkdir()
+        main = evaluation("test", users=users, enable_progress_bar=True)
+        assert_continues(main, directory, Strike("test", 6))
+
+
+def fit_test_predict(callbacks: list[Callback], directory: Path) -> object:
+    """Fit, validate, test, and predict with one trainer."""
+    trainer = make_trainer(callbacks, directory, logger=CSVLogger(directory))
+    module = Judge()
+    trainer.fit(module, loader(shuffle=True), loader())
+    results = [trainer.validate(module, loader()), trainer.test(module, two_loaders())]
+    return [*results, trainer.predict(module, two_loaders()), left_by(trainer, module)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("struck", ["fit", *EVALUATIONS])
+def test_a_whole_script(struck: str, signum: int, tmp_path: Path) -> None:
+    """A script that fits, validates, tests, and predicts resumes in the one that was struck."""
+    outputs = assert_continues(fit_test_predict, tmp_path, Strike(struck, 2, signum))
+    finished = ["fit", *EVALUATIONS].index(struck)
+    assert outputs[-1].count("Resumed exactly after the end of") == finished
+
+
+def test_finished_before_another_is_struck(tmp_path: Path) -> None:
+    """A finished evaluation is not run again: its results come from its autosave."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer, module = make_trainer(callbacks, directory, logger=CSVLogger(directory)), Judge()
+        found = [trainer.test(module, two_loaders()), trainer.predict(module, loader()), trainer.test(module, loader())]
+        return found, left_by(trainer, module)
+
+    strikes = [Strike("predict", 1, signal.SIGKILL), Strike("test", 1)]
+    outputs = assert_continues(main, tmp_path, *strikes)
+    assert outputs[-1].count("Resumed exactly after the end of test") == 1
+    assert outputs[-1].count("Resumed exactly after the end of predict") == 1
+
+
+class Writer(BasePredictionWriter):
+    """Writes one file for each batch, and one at the end."""
+
+    def __init__(self, directory: Path, interval: str) -> None:
+        super().__init__(interval)  # type: ignore[arg-type]
+        self.directory = directory
+
+    def write_on_batch_end(
+        self, trainer: Trainer, module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:  # fmt: skip
+        path = self.directory / f"{dataloader_idx}-{batch_idx}.pt"
+        number = 1 + torch.load(path)[0] if path.exists() else 1
+        torch.save((number, prediction, list(batch_indices)), path)
+
+    def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
+        torch.save((predictions, list(batch_indices)), self.directory / "all.pt")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_prediction_writers(interval: str, num_workers: int, tmp_path: Path) -> None:
+    """A writer is called once for each batch, with its indices, and at the end with all predictions."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer = make_trainer([*callbacks, Writer(directory, interval)], directory)
+        trainer.predict(Judge(), two_loaders(num_workers), return_predictions=False)
+        return {path.name: torch.load(path) for path in sorted(directory.glob("*.pt")) if path.name != "result.pt"}
+
+    assert_continues(main, tmp_path, Strike("predict", 2), Strike("predict", 6))
+
+
+class BatchNormTest(Judge):
+    """Adapts its batch norms to the test data."""
+
+    def on_test_model_eval(self) -> None:
+        self.train()
+
+
+def test_weights_that_change(tmp_path: Path) -> None:
+    """Buffers that a test changes, and dropout that stays on."""
+    assert_continues(evaluation("test", module=BatchNormTest), tmp_path, Strike("test", 4, signal.SIGKILL))
+
+
+class OpensAFile(Judge):
+    """Does more than set attributes at its start."""
+
+    def on_test_start(self) -> None:
+        self.file = open(os.devnull, "w")  # noqa: SIM115
+        self.calls.append("start")
+
+
+def test_repeated(tmp_path: Path) -> None:
+    """A test whose start a new process would lack is run from its start; nothing is saved inside it."""
+    outputs = assert_continues(
+        evaluation("test", module=OpensAFile), tmp_path, Strike("test", 4), Strike("test", 4, signal.SIGKILL),
+        resumes=False,
+    )  # fmt: skip
+    assert "It is repeated from its start: a hook at its start may have done" in outputs[0]
+
+
+class Endless(IterableDataset[Tensor]):
+    """Has no length, and a state that can't be followed."""
+
+    def __init__(self) -> None:
+        self.open = (row for row in torch.arange(20.0).reshape(5, 4))
+
+    def __iter__(self) -> Any:
+        return self.open
+
+
+def test_a_loader_that_cannot_be_followed(tmp_path: Path) -> None:
+    """Such a loader is not refused, as in a fit. The evaluation runs as it is, and from its start."""
+    main = evaluation("predict", loaders=lambda: DataLoader(Endless(), batch_size=1))
+    outputs = assert_continues(main, tmp_path, Strike("predict", 2), resumes=False)
+    assert "can't be resumed exactly" not in outputs[0]
+
+
+def test_other_weights_start_over(tmp_path: Path) -> None:
+    """An evaluation of other weights is another one: the autosaves are set aside."""
+
+    def main(weight: float) -> Main:
+        def of_weight(callbacks: list[Callback], directory: Path) -> object:
+            module = Judge()
+            module.layers[0].bias.data[0] = weight
+            return make_trainer(callbacks, directory).test(module, loader())
+
+        return of_weight
+
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves", "run_id": "run"}
+    assert ended(main(1.0), tmp_path, lambda: [FaultTolerance(**options), Strike("test", 2)])[0] == 143
+    code, output = ended(main(2.0), tmp_path, lambda: [FaultTolerance(**options)])
+    assert code == 0, output
+    assert "This test starts over: it begins with other weights." in output
+    result = torch.load(tmp_path / "result.pt")
+    assert ended(main(2.0), tmp_path / "alone")[0] == 0
+    assert result == torch.load(tmp_path / "alone" / "result.pt")
+
+
+class Slow(Judge):
+    """Gives the ranks time to agree on a batch."""
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        time.sleep(0.01)
+
+    on_validation_batch_start = on_predict_batch_start = on_test_batch_start
+
+
+@pytest.mark.parametrize("function", EVALUATIONS)
+def test_two_ranks(function: str, tmp_path: Path) -> None:
+    """Both ranks stop before the same batch, and each continues with its own state."""
+    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
+
+    def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
+        def of_rank(rank: int) -> None:
+            trainer, module = make_trainer(callbacks(), directory, devices=2, strategy="ddp"), Slow()
+            results = getattr(trainer, function)(module, loader(size=240))
+            torch.save((results, left_by(trainer, module)), directory / f"result-{rank}.pt")
+
+        directory.mkdir(exist_ok=True)
+        return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60)
+
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
+    assert start(whole, list) == 0
+    assert start(struck, lambda: [FaultTolerance(**options), Strike(function, 2)]) == 143
+    assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
+    assert "Resumed exactly before batch" in outputs[0].read_text()
+    for name in ("result-0.pt", "result-1.pt"):
+        torch.testing.assert_close(torch.load(struck / name), torch.load(whole / name), rtol=0, atol=0)
+
+
+WITHOUT = {"rng": "test", "metrics": "test", "results": "test", "loaders": "predict", "objects": "test", "held": ""}
+
+
+@pytest.mark.parametrize("part", [name for name, function in WITHOUT.items() if function])
+def test_without_a_part(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: without a part of the state, the results differ."""
+    load = EvaluationState.load_state_dict
+    monkeypatch.setattr(
+        EvaluationState,
+        "load_state_dict",
+        lambda self, state: load(self, {name: value for name, value in state.items() if name != part}),
+    )
+    if part == "loaders":
+        monkeypatch.setattr(ValidationRun, "num_consumed", lambda self: {})
+    with pytest.raises(AssertionError):
+        assert_continues(evaluation(WITHOUT[part]), tmp_path, Strike(WITHOUT[part], 6, signal.SIGKILL))
+
+
+def test_nothing_stays(tmp_path: Path) -> None:
+    """After an evaluation, the loops, the loaders, and the signals are as they were."""
+    before, given = signal.getsignal(signal.SIGTERM), two_loaders()
+    trainer = make_trainer([FaultTolerance(dirpath=tmp_path / "autosaves")], tmp_path)
+    for function in EVALUATIONS:
+        getattr(trainer, function)(Judge(), given)
+        loop = getattr(trainer, f"{function}_loop")
+        assert not {"run", "reset", "setup_data", "on_run_start"} & vars(loop).keys()
+        assert all(type(one) is DataLoader and user_loader(one) is one for one in loop._combined_loader.flattened)
+    assert signal.getsignal(signal.SIGTERM) == before
