@@ -72,6 +72,11 @@ class FitRecord:
     start: Mapping[str, Any] = field(default_factory=dict)
     is_finished: bool = False
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is a ``validate``, ``test``, or ``predict``."""
+        return "function" in self.start.get("core", {})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:

@@ -12,6 +12,8 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
+from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
+from lightning_faulttolerant.trainer.evaluation.compat import num_batches_of, num_evaluated
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
@@ -66,6 +68,7 @@ class Boundary:
         """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
         self._handed_out = -1
         self.capture: Capture | None = None
+        self._common: CommonPace | None = None
 
     def before_batch(self) -> None:
         """Pass a boundary. If a stop was requested, it is the last."""
@@ -126,7 +129,7 @@ class Boundary:
 
     def before_validation(self) -> None:
         """Capture the start of a validation run: a fit that ends inside it may have to repeat it."""
-        run = self._run_state.validation
+        run, self._common = self._run_state.validation, None
         if not run.is_continuing:
             run.begin()
             capture = self._take_capture(VALIDATION)
@@ -138,7 +141,9 @@ class Boundary:
         if self._agreement.at_validation_batch():
             self._stop_before_validation_batch()
         now = self._budget.now()
-        if self._ranks.num_ranks == 1:  # several ranks save only where they stop together
+        if self._ranks.num_ranks > 1:
+            self._save_together_in_validation()
+        else:
             if now >= self._pace.due_at:
                 self._save_due_in_validation()
             if now >= self._budget.capture_at or self._hook_saves.wants_captures:
@@ -155,15 +160,35 @@ class Boundary:
         if self.capture is not None:
             self._stop_in_validation(self.capture)
 
-    def _save_due_in_validation(self) -> None:
-        """Save if an autosave is due by time. A fit that begins writes its first one between training batches."""
+    def _saves_in_validation(self) -> bool:
+        """Return whether this run has autosaves. A fit that begins writes its first one between training batches."""
         is_too_early = self._pace.is_first and not self._run_state.validation.is_continuing
-        if self._autosaver.counts_steps or is_too_early or not self._autosaver.is_due():
+        return not self._autosaver.counts_steps and not is_too_early
+
+    def _save_due_in_validation(self) -> None:
+        """Save if an autosave is due by time."""
+        if self._saves_in_validation() and self._autosaver.is_due() and self._can_continue_here():
+            self._save_in_validation()
+
+    def _save_in_validation(self) -> None:
+        with swap_of_validation_undone(self._trainer):
+            self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
+        self.capture = None  # it is older than the autosave
+
+    def _save_together_in_validation(self) -> None:
+        """Save before a batch that all ranks reach, if an autosave is due by rank 0's clock; a collective."""
+        if not self._saves_in_validation():
             return
-        if self._can_continue_here():
-            with swap_of_validation_undone(self._trainer):
-                self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
-            self.capture = None  # it is older than the autosave
+        batch = num_evaluated(self._trainer)
+        if self._common is None:
+            self._common = CommonPace(self._ranks)
+            self._common.begin(batch, num_batches_of(compat.validation_loop(self._trainer)))
+        if not self._common.is_here(batch):
+            return
+        is_due = self._ranks.rank == 0 and self._budget.now() >= self._pace.due_at and self._autosaver.is_due()
+        if self._ranks.from_first("due", is_due) and self._stopping.all_can(self._can_continue_here()):
+            self._save_in_validation()
+        self._common.meet_again(batch, self._pace.due_at - self._budget.now())
 
     def _can_continue_here(self, taken: Capture | None = None) -> bool:
         """Return whether a fit could continue before this batch of the validation run. If not, it repeats the run.

@@ -337,9 +337,10 @@ class Slow(Judge):
     on_validation_batch_start = on_predict_batch_start = on_test_batch_start
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("function", EVALUATIONS)
-def test_two_ranks(function: str, tmp_path: Path) -> None:
-    """Both ranks stop before the same batch, and each continues with its own state."""
+def test_two_ranks(function: str, signum: int, tmp_path: Path) -> None:
+    """Both ranks stop before the same batch, or save before common ones, and each continues with its own state."""
     outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
 
     def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
@@ -354,7 +355,8 @@ def test_two_ranks(function: str, tmp_path: Path) -> None:
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
     assert start(whole, list) == 0
-    assert start(struck, lambda: [FaultTolerance(**options), Strike(function, 2)]) == 143
+    code = start(struck, lambda: [FaultTolerance(**options), Strike(function, 6, signum)])
+    assert code == (143 if signum == signal.SIGTERM else -signum), outputs[0].read_text()
     assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
     assert "Resumed exactly before batch" in outputs[0].read_text()
     for name in ("result-0.pt", "result-1.pt"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.state.blobs import unpack_blobs
-from lightning_faulttolerant.testing import KillAt, NotTheSame
+from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.trainer.ranks.gather import state_of
 from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import HoldingDataset, NoisyDataset
+from tests.kills import StopInValidation
 from tests.rank_runs import SECONDS, RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, make_trainer
 
@@ -59,6 +62,14 @@ def test_broken_again_and_again() -> None:
     ]
     costs = assert_ranks_resume(rank_fit(2), faults)
     assert len(costs) == 4
+
+
+def test_killed_in_validation() -> None:
+    """Autosaves by time come inside a validation run, too, before batches that both ranks reach."""
+    fit = rank_fit(2, validation=lambda: DataLoader(NoisyDataset(40), batch_size=4))
+    fault, options = StopInValidation(3, signal.SIGKILL), {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_resumes_exactly(fit, [fault], options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert (cost.num_batches_twice, cost.num_validation_batches_twice) == (0, 1)
 
 
 # State that each rank has for itself.

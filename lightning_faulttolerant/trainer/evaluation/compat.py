@@ -36,6 +36,12 @@ def num_evaluated(trainer: Trainer) -> int:
     return int(loop_of(trainer).batch_progress.current.ready)
 
 
+def num_batches_of(loop: Any) -> float:
+    """Return how many batches an evaluation has on this rank; infinite if that is not known."""
+    length = loop._data_fetcher.length
+    return float("inf") if length is None else float(length)
+
+
 def is_predicting(loop: Any) -> bool:
     """Return whether a loop is that of ``predict``, which logs nothing and returns predictions."""
     return isinstance(loop, _PredictionLoop)

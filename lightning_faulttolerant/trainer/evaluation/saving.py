@@ -72,6 +72,10 @@ class EvaluationSaver:
         """The time of the clock until which no autosave is due."""
         self.now = self._budget.now
 
+    def is_due_for_all(self) -> bool:
+        """Return whether an autosave is due, by rank 0's clock; a collective."""
+        return bool(self._ranks.from_first("due", self.now() >= self.due_at))
+
     def save(self, position: TrainerPosition, results: Any = None) -> str:
         """Save the state of this instant; a collective. Return why it could not be written, or an empty string.
 

@@ -15,6 +15,7 @@ from lightning_faulttolerant.checkpoint.ranks import by_first
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.evaluation import compat as runs
+from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
@@ -72,6 +73,7 @@ class EvaluationSession:
         self._state: EvaluationState | None = None
         self._saver: EvaluationSaver | None = None
         self._resume: EvaluationResume | None = None
+        self._common: CommonPace | None = None
         self.is_open = False
 
     @property
@@ -210,6 +212,9 @@ class EvaluationSession:
                     self._run_state.validation.lost_before = self._run_state.not_carried()
             else:
                 self._resume.restore()
+            if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
+                self._common = CommonPace(self._beginning.ranks)
+                self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
 
         return on_run_start
 
@@ -228,8 +233,15 @@ class EvaluationSession:
     def _boundary(self, saver: EvaluationSaver) -> None:
         if self._stopping.agreement.at_validation_batch():
             self._stop_here(saver)
-        if saver.now() >= saver.due_at and self._beginning.ranks.num_ranks == 1 and self._can_continue_here():
-            saver.save(self._position())
+        if self._common is None:
+            if saver.now() >= saver.due_at and self._can_continue_here():
+                saver.save(self._position())
+            return
+        batch = runs.num_evaluated(self._trainer)
+        if self._common.is_here(batch):
+            if saver.is_due_for_all() and self._stopping.all_can(self._can_continue_here()):
+                saver.save(self._position())
+            self._common.meet_again(batch, saver.due_at - saver.now())
 
     def _stop_here(self, saver: EvaluationSaver) -> None:
         position, unsaved = self._position(), ""

@@ -122,8 +122,7 @@ class Loaders:
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
         self._left = list(states.get("left", ()))
-        self._states = states.get("places", {})
-        self._states_of_own = states.get("own", {})
+        self._states, self._states_of_own = states.get("places", {}), states.get("own", {})
         self.load_own(self._states_of_own)
         if self._seeds is not None:
             self._seeds.resume_from(self._states)

@@ -89,8 +89,8 @@ class Resized:
         if self._position.where == IN_VALIDATION:
             raise NotExactError(
                 f"The checkpoint was saved {self._position}. Another number of ranks can't continue this run"
-                f" ({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True or"
-                ' worker_rng="per_sample", its start is saved instead, from which any number of ranks continues.'
+                f" ({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True, or"
+                ' with worker_rng="per_sample", its start is saved instead, from which any number of ranks continues.'
             )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])

@@ -205,7 +205,10 @@ class RunDirectory:
         ) + self._script.num_open(self.directory)
         ended_well = num_open == 0 and uncaught is None
         try:
-            if ended_well:
+            if ended_well and self._has_only_evaluated():
+                ended_well = False  # the fit that is unfinished stays as it is
+                self._remove_evaluations()
+            elif ended_well:
                 self.remove()
         except (OSError, CheckpointError) as error:
             _log.warning(
@@ -219,6 +222,22 @@ class RunDirectory:
             self._lock.release()
         if ended_well:
             self._remove_if_empty()
+
+    def _has_only_evaluated(self) -> bool:
+        """Return whether this script has run evaluations only, next to a fit that an earlier one has not finished."""
+        begun, fits = self.begun, self.record.fits
+        is_evaluation = [fit.is_evaluation for number, fit in fits.items() if number in begun]
+        unfinished = [fit for number, fit in fits.items() if number not in begun and not fit.is_finished]
+        return all(is_evaluation) and any(not fit.is_evaluation for fit in unfinished)
+
+    def _remove_evaluations(self) -> None:
+        self._lock.check()
+        begun = self.begun
+        for name in self._fits():
+            if fit_number(name) in begun:
+                AutosaveSeries(self._store.path(name), keep_last=1).remove_all()
+        record = self.record
+        write_record(self.directory, replace(record, fits={n: f for n, f in record.fits.items() if n not in begun}))
 
     def remove(self) -> None:
         """Remove all autosaves of this run, those of the last fit first.
