@@ -31,6 +31,8 @@ from benchmarks.runs import (
     BareRandomDataset,
     ChangingModel,
     ConvNet,
+    EvaluatedMetricsModel,
+    EvaluatedModel,
     GrowingDataset,
     MetricsModel,
     OwnSampler,
@@ -65,6 +67,7 @@ class Case:
     batch_size: int = 1
     steps_share: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    function: str = "fit"
 
     def loader(self, steps: int, *, num_ranks: int = 1) -> DataLoader[Any]:
         """Return a loader of `steps` batches for each rank."""
@@ -111,6 +114,15 @@ CASES = {
         model=TimedModel, num_workers=2, target=None, dataset=partial(StatefulStream, 32)
     ),
 }
+EVALUATIONS = {
+    name: Case(model=EvaluatedModel, num_workers=0, target=1.05, function=name)
+    for name in ("validation", "validate", "test", "predict")
+}
+EVALUATIONS |= {
+    "validation, 2 workers": Case(model=EvaluatedModel, num_workers=2, target=1.05, function="validation"),
+    "validation, metrics": Case(model=EvaluatedMetricsModel, num_workers=0, target=1.05, function="validation"),
+    "test, metrics": Case(model=EvaluatedMetricsModel, num_workers=0, target=1.05, function="test"),
+}
 # The cases in which a rank with one or two cores does not spend its time waiting for a core.
 CASES_OF_RANKS = ("plain", "shuffled", "metrics", "shuffled, 2 workers")
 
@@ -120,7 +132,8 @@ def step_times(case: Case, variant: str, steps: int, directory: Path, *, num_ran
     torch.manual_seed(0)
     loader, model = case.loader(steps, num_ranks=num_ranks), case.model()
     gc.collect()
-    fit(model, loader, VARIANTS[variant](**case.options), directory, num_ranks=num_ranks)
+    callbacks = VARIANTS[variant](**case.options)
+    fit(model, loader, callbacks, directory, num_ranks=num_ranks, function=case.function)
     began: list[float] = model.began  # type: ignore[assignment]
     return torch.tensor(began[_WARM_UP_STEPS:], dtype=torch.float64).diff()
 
@@ -177,7 +190,10 @@ def ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float
 def main(arguments: list[str] | None = None) -> None:
     """Measure the requested cases, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
+    parser.add_argument(
+        "--case", action="append", choices=CASES | EVALUATIONS, help="only this one; may be given several times"
+    )
+    parser.add_argument("--evaluation", action="store_true", help="the cost per step of evaluations instead of fits")
     parser.add_argument("--ranks", type=int, default=1, help="so many ranks under DDP, over gloo (default: 1)")
     parser.add_argument("--rounds", type=int, default=20, help="fits of each variant (default: 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of a fit (default: 500)")
@@ -195,9 +211,10 @@ def main(arguments: list[str] | None = None) -> None:
         f"{'case':32} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
     )
     with tempfile.TemporaryDirectory() as directory:
-        for name in options.case or (CASES if options.ranks == 1 else CASES_OF_RANKS):
+        of_fits = CASES if options.ranks == 1 else CASES_OF_RANKS
+        for name in options.case or (EVALUATIONS if options.evaluation else of_fits):
             found = measure(
-                CASES[name],
+                (CASES | EVALUATIONS)[name],
                 rounds=options.rounds,
                 steps=options.steps,
                 directory=Path(directory),

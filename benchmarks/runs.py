@@ -37,6 +37,44 @@ class TimedModel(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
+class EvaluatedModel(BoringModel):
+    """`BoringModel` that records when each of its evaluation steps begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        return super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        return super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        return self(batch)
+
+
+class EvaluatedMetricsModel(EvaluatedModel):
+    """A model that logs two metrics at each validation step and over the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.error = MeanMetric(), MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        output = self(batch)
+        self.mean(self.loss(output))
+        self.error(output, torch.ones_like(output))
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_epoch=True)
+
+    test_step = validation_step
+
+
 class MetricsModel(TimedModel):
     """A model that logs two metrics at each step and over the epoch."""
 
@@ -198,8 +236,18 @@ def fit(
     directory: Path,
     *,
     num_ranks: int = 1,
+    function: str = "fit",
 ) -> Trainer:
-    """Fit one epoch on the CPU. Use the trainer's defaults, except for files and output."""
+    """Fit one epoch on the CPU, or evaluate. Use the trainer's defaults, except for files and output.
+
+    Args:
+        model: The model.
+        loader: The loader of training, or of the evaluation.
+        callbacks: The trainer's callbacks.
+        directory: Where files go.
+        num_ranks: The number of ranks.
+        function: ``fit``, ``validate``, ``test``, ``predict``, or ``validation``: a fit of one batch that validates.
+    """
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -212,7 +260,11 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader)
+    if function == "validation":
+        trainer.limit_train_batches, trainer.num_sanity_val_steps = 1, 0
+        trainer.fit(model, loader, loader)
+    else:
+        getattr(trainer, function)(model, loader)
     return trainer
 
 
