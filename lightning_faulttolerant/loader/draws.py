@@ -90,10 +90,16 @@ class DrawLog:
         return b"".join(self._entries)
 
 
+_LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"
+"""It notes the indices of ``predict``, for prediction writers, and passes them on."""
+
+
 def draws_only_at_its_start(sampler: Any) -> bool:
     """Return whether torch's code shows that `sampler` makes no mid-epoch draws from a generator that others use."""
     if type(sampler) is BatchSampler:
         return draws_only_at_its_start(sampler.sampler)
+    if type(sampler).__name__ == _LIGHTNINGS_WRAPPER:
+        return draws_only_at_its_start(vars(sampler).get("_batch_sampler"))
     if type(sampler) is RandomSampler:
         # It has its own generator, or makes one pass whose order is drawn at the start.
         one_pass = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from lightning_faulttolerant.loader.index_digest import updated
@@ -20,6 +20,10 @@ class Side(Protocol):
     num_ranks: int
     global_rank: int
     is_batched: bool
+
+    @property
+    def only_passes_on(self) -> bool:
+        """Whether drawing the next batch needs no more than a call of the sampler."""
 
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from. It is called right before the first index is drawn."""
@@ -37,12 +41,16 @@ class IndexIterator(Iterator[Any]):
         self._indices = indices
         self._is_open = False
         self._ahead: deque[Any] = deque()
+        self._draw_next: Callable[[], Any] | None = None
+        """Draws a batch, where nothing besides the batch has to be noted."""
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
         if not self._is_open:
             self._is_open = True
             self._indices = self._side.open(self._indices)
+            if self._side.seeds is None and self._side.only_passes_on:
+                self._draw_next = self._indices.__next__
 
     def draw_ahead(self) -> None:
         """Draw the next batch now, if one exists. It is handed out when it is requested."""
@@ -54,9 +62,18 @@ class IndexIterator(Iterator[Any]):
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
+        record = self._record
+        draw_next = self._draw_next
+        if draw_next is not None and not self._ahead:
+            batch = draw_next()
+            record.handed_out += 1
+            record.recent.append(batch)
+            if digests := record.digests:
+                digests.append(updated(digests[-1], batch, record.not_compared))
+            return batch
         if not self._is_open:
             self.open()
-        record, seeds = self._record, self._side.seeds
+        seeds = self._side.seeds
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)

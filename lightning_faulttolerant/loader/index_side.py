@@ -89,6 +89,11 @@ class IndexSide:
         return getattr(self._sampler, name)
 
     @property
+    def only_passes_on(self) -> bool:
+        """Whether drawing the next batch needs no more than a call of the sampler."""
+        return not self.may_draw and not self._is_first_due and self._parked is None
+
+    @property
     def own_sampler(self) -> Any:
         """The loader's sampler."""
         return self._sampler

@@ -48,14 +48,15 @@ class Iteration:
     dataset_states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def __post_init__(self) -> None:
-        self._note()
+        self.note()
 
     def count(self) -> None:
         """Count a batch that was yielded."""
         self.num_out += 1
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Keep the state of the data set after the batches so far."""
         if self.dataset is not None:
             self.dataset_states.append((self.num_out, state_of(self.dataset)))
 
@@ -93,7 +94,14 @@ class CountedBatches(Iterator[Any]):
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
-        return self._next()
+        if self._num_heard:
+            return self._next()
+        batch = next(self._batches)
+        iteration = self._iteration
+        iteration.num_out += 1
+        if iteration.dataset is not None:
+            iteration.note()
+        return batch
 
     def _next(self) -> Any:
         try:

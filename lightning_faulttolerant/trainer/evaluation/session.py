@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.evaluation import compat as runs
@@ -222,19 +223,23 @@ class EvaluationSession:
         return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
 
     def _wrap_before_fetch(self, original: Method) -> Method:
+        loaders, stopping = self._loaders, self._stopping
+
         def before_fetch() -> None:
-            if self._saver is not None:
-                self._boundary(self._saver)
+            saver = self._saver
+            if saver is not None:
+                if stopping.agreement.at_validation_batch():
+                    self._stop_here(saver)
+                if self._common is not None or perf_counter() >= saver.due_at:
+                    self._save_if_due(saver)
             original()
-            self._loaders.begin_fetch()
+            loaders.begin_fetch()
 
         return before_fetch
 
-    def _boundary(self, saver: EvaluationSaver) -> None:
-        if self._stopping.agreement.at_validation_batch():
-            self._stop_here(saver)
+    def _save_if_due(self, saver: EvaluationSaver) -> None:
         if self._common is None:
-            if saver.now() >= saver.due_at and self._can_continue_here():
+            if self._can_continue_here():
                 saver.save(self._position())
             return
         batch = runs.num_evaluated(self._trainer)
@@ -267,10 +272,11 @@ class EvaluationSession:
         return run.can_be_resumed
 
     def _wrap_after_fetch(self, original: Method) -> Method:
+        loaders = self._loaders
+
         def after_fetch() -> None:
-            self._loaders.end_fetch()
+            loaders.end_fetch()
             original()
-            self._stopping.signals.fetch_began = None
 
         return after_fetch
 

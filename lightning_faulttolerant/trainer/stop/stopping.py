@@ -17,6 +17,7 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.functions import FIT, function_of
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
@@ -128,7 +129,8 @@ class Stopping:
         wrap(loop, "run", self._wrap_run)
         wrap(loop, "reset", self._wrap_validation_reset)
         wrap(loop, "on_run_end", self._wrap_validation_end)
-        wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+        if function_of(self._trainer) == FIT:
+            wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(compat.signal_connector(self._trainer), "register_signal_handlers", self._wrap_register)
         wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
         self._is_open = True
