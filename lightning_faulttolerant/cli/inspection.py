@@ -81,11 +81,18 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _key_lines(found["keys"])
 
 
+def _place(position: Mapping[str, Any]) -> str:
+    where, evaluated = str(position.get("where")), position.get("validation_batch")
+    if where.rpartition(" ")[2] in ("validate", "test", "predict"):
+        return f"{where}: batch {evaluated}"
+    batch = f"batch {position.get('batch')}" + (f", validation batch {evaluated}" if evaluated else "")
+    hook = f", in {position['hook']}" if position.get("hook") else ""
+    return f"{where}: epoch {position.get('epoch')}, {batch}, step {position.get('global_step')}{hook}"
+
+
 def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     position = part["position"] if isinstance(part["position"], dict) else {}
-    where = f"{position.get('where')}: epoch {position.get('epoch')}, batch {position.get('batch')}"
-    hook = f", in {position['hook']}" if position.get("hook") else ""
-    yield _line("saved at", f"{where}, step {position.get('global_step')}{hook}")
+    yield _line("saved at", _place(position))
     yield _line("run", part["run"])
     yield _line("started from", part["origin"] or "the beginning")
     yield _line("ranks", part["world_size"])
