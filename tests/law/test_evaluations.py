@@ -27,6 +27,7 @@ from lightning_faulttolerant.trainer.loaders.trackers import user_loader
 from tests.data_sets import NoisyDataset
 from tests.processes import run
 from tests.runs import Net, make_trainer
+from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `(val|test|predict)_dataloader`'s sampler has shuffling enabled"),
@@ -337,30 +338,82 @@ class Slow(Judge):
     on_validation_batch_start = on_predict_batch_start = on_test_batch_start
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("function", EVALUATIONS)
-def test_two_ranks(function: str, signum: int, tmp_path: Path) -> None:
-    """Both ranks stop before the same batch, or save before common ones, and each continues with its own state."""
+def assert_ranks_continue(
+    function: str,
+    make: Callable[[list[Callback], Path], Trainer],
+    tmp_path: Path,
+    signum: int,
+    module: Callable[[], LightningModule] = Slow,
+) -> None:
+    """Check that an evaluation of two ranks continues after a signal to both, in batch 6."""
     outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
 
     def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
         def of_rank(rank: int) -> None:
-            trainer, module = make_trainer(callbacks(), directory, devices=2, strategy="ddp"), Slow()
-            results = getattr(trainer, function)(module, loader(size=240))
-            torch.save((results, left_by(trainer, module)), directory / f"result-{rank}.pt")
+            trainer, one = make(callbacks(), directory), module()
+            results = getattr(trainer, function)(one, loader(size=240))
+            torch.save((results, left_by(trainer, one)), directory / f"result-{rank}.pt")
 
         directory.mkdir(exist_ok=True)
         return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60)
 
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
-    assert start(whole, list) == 0
+    assert start(whole, list) == 0, outputs[0].read_text()
     code = start(struck, lambda: [FaultTolerance(**options), Strike(function, 6, signum)])
     assert code == (143 if signum == signal.SIGTERM else -signum), outputs[0].read_text()
     assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
     assert "Resumed exactly before batch" in outputs[0].read_text()
     for name in ("result-0.pt", "result-1.pt"):
-        torch.testing.assert_close(torch.load(struck / name), torch.load(whole / name), rtol=0, atol=0)
+        found, expected = (torch.load(path / name, weights_only=False) for path in (struck, whole))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("function", EVALUATIONS)
+def test_two_ranks(function: str, signum: int, tmp_path: Path) -> None:
+    """Both ranks stop before the same batch, or save before common ones, and each continues with its own state."""
+
+    def make(callbacks: list[Callback], directory: Path) -> Trainer:
+        return make_trainer(callbacks, directory, devices=2, strategy="ddp")
+
+    assert_ranks_continue(function, make, tmp_path, signum)
+
+
+class ShardedJudge(ShardedNet, Judge):  # type: ignore[misc]
+    """Its weights are in shards."""
+
+
+@pytest.mark.parametrize("function", ["test", "predict"])
+def test_sharded(function: str, tmp_path: Path) -> None:
+    """A model in shards (FSDP2): its weights need not be saved."""
+
+    def make(callbacks: list[Callback], directory: Path) -> Trainer:
+        return make_trainer(callbacks, directory, devices=2, strategy=fsdp2())
+
+    assert_ranks_continue(function, make, tmp_path, signal.SIGTERM, module=ShardedJudge)
+
+
+class Adapts(ShardedJudge):
+    """Changes a weight while it tests."""
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        time.sleep(0.01)
+        with torch.no_grad():
+            self.layers[0].bias.mul_(0.99)
+
+
+def test_weights_in_shards_that_change(tmp_path: Path) -> None:
+    """Changed weights in shards are not saved: the test is run from its start."""
+    output = tmp_path / "rank-0.txt"
+
+    def of_rank(rank: int) -> None:
+        ours = [FaultTolerance(dirpath=tmp_path / "autosaves", **ALWAYS), Strike("test", 6)]  # type: ignore[arg-type]
+        make_trainer(ours, tmp_path, devices=2, strategy=fsdp2()).test(Adapts(), loader(size=240))
+
+    assert run_ranks(of_rank, outputs=[output, tmp_path / "rank-1.txt"], seed=1, timeout_seconds=60) == 143
+    assert "It is repeated from its start: it has changed weights that are in shards" in output.read_text()
+    assert not list((tmp_path / "autosaves").rglob("*.ckpt"))
 
 
 WITHOUT = {"rng": "test", "metrics": "test", "results": "test", "loaders": "predict", "objects": "test", "held": ""}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.save.capture import VALIDATION_RUN, RunState
 
 SUMS = "sums"
@@ -43,6 +44,12 @@ class EvaluationState:
 
     def _tensors_of_gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trainer.lightning_module.parameters() if p.grad is not None]
+
+    def can_be_saved(self) -> bool:
+        """Return whether weights that the evaluation has changed could be saved, if there are any."""
+        if not saves_shards(self._trainer.strategy):
+            return True
+        return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
 
     def state_dict(self, position: TrainerPosition) -> dict[str, Any]:
         """Return the state of this rank."""

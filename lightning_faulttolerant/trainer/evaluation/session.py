@@ -269,6 +269,8 @@ class EvaluationSession:
             run.check_loaders()
         if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
             run.repeat("it has made or changed what a checkpoint can't carry")
+        if run.can_be_resumed and self._state is not None and not self._state.can_be_saved():
+            run.repeat("it has changed weights that are in shards")
         return run.can_be_resumed
 
     def _wrap_after_fetch(self, original: Method) -> Method:

@@ -77,9 +77,9 @@ class ValidationRun:
             self.repeat(str(error))
 
     def _why_repeated(self) -> str | None:
-        if self._may_be_resized:
+        if self._may_be_resized and function_of(self._trainer) == FIT:
             return "another number of ranks may continue it"
-        if saves_shards(self._trainer.strategy):
+        if saves_shards(self._trainer.strategy) and function_of(self._trainer) == FIT:
             return "the strategy shards the model"
         if swaps_in_its_own_way(self._trainer):
             return "a callback has swapped the weights in its own way"
