@@ -242,7 +242,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    return shard_of(tensor).data_ptr(), tensor._version
+    # A tensor that was made in inference mode has no counter.
+    return shard_of(tensor).data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 @torch.no_grad()

@@ -65,6 +65,11 @@ class TrainerPosition:
         return self.validation_batch if self.where == IN_VALIDATION else None
 
     @property
+    def is_of_evaluation(self) -> bool:
+        """Return whether it is a place in ``validate``, ``test``, or ``predict``."""
+        return self.where in IN_EVALUATION or self.where in EVALUATED
+
+    @property
     def is_in_epoch(self) -> bool:
         """Return whether an epoch was in progress."""
         return self.where in IN_EPOCH

@@ -15,8 +15,7 @@ from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
-from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION as VALIDATION_LOADERS
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Patches, then
@@ -107,7 +106,7 @@ class Session:
         wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
-        wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION_LOADERS))
+        wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION))
         wrap(fit_loop, "run", self._wrap_fit)
         wrap(fit_loop, "on_run_start", self._wrap_fit_start)
         wrap(fit_loop, "on_advance_start", self._wrap_before_epoch)
@@ -263,6 +262,7 @@ class Session:
         is_pending = self._resume is not None and self._resume.is_pending
         if self._resume is not None and is_pending:
             self._resume.restore(self._state())
+            compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
         self._beginning.history.start(self._beginning.choice, self.report)
         if not is_pending:
             autosaver.save(position_of(self._trainer, FINISHED))

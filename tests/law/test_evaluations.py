@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, RichProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -112,7 +112,8 @@ def evaluation(
     """Return a script that evaluates, and returns what the Trainer returns and everything that it has left."""
 
     def main(callbacks: list[Callback], directory: Path) -> object:
-        trainer = make_trainer([*users(), *callbacks], directory, logger=CSVLogger(directory), **arguments)
+        logger = CSVLogger(directory, flush_logs_every_n_steps=1)
+        trainer = make_trainer([*users(), *callbacks], directory, logger=logger, **arguments)
         one = module()
         results = getattr(trainer, function)(one, loaders())
         return results, left_by(trainer, one)
@@ -147,11 +148,11 @@ def assert_continues(main: Main, tmp_path: Path, *strikes: Strike, resumes: bool
         expected = 0 if strike is None else -signal.SIGKILL if strike.signum == signal.SIGKILL else 128 + strike.signum
         assert code == expected, output
         assert not number or ("Resumed exactly" in output) == resumes, output
+        assert "NOT EXACT" not in output
     expected_result, result = (torch.load(path / "result.pt", weights_only=False) for path in (whole, struck))
     torch.testing.assert_close(result, expected_result, rtol=0, atol=0, equal_nan=True)
-    if resumes:
-        logs = [sorted(path.rglob("metrics.csv")) for path in (whole, struck)]
-        assert [[log.read_text() for log in of_run] for of_run in logs[:1]] == [[log.read_text() for log in logs[1]]]
+    logs = [{str(log.relative_to(run)): log.read_text() for log in run.rglob("metrics.csv")} for run in (whole, struck)]
+    assert logs[1] == logs[0]
     assert not list((tmp_path / "autosaves").rglob("*.ckpt"))
     assert not list((tmp_path / "autosaves").rglob("*.pt"))
     return outputs
@@ -230,6 +231,117 @@ def test_finished_before_another_is_struck(tmp_path: Path) -> None:
     assert outputs[-1].count("Resumed exactly after the end of predict") == 1
 
 
+class OpensAFile(Judge):
+    """Does more than set attributes at its start."""
+
+    def on_test_start(self) -> None:
+        self.file = open(os.devnull, "w")  # noqa: SIM115
+        self.calls.append("start")
+
+
+class StrikeAtEnd(Strike):
+    """Kills the process after the last batch, once."""
+
+    def on_test_end(self, *_: Any) -> None:
+        os.kill(os.getpid(), self.signum)
+
+
+@pytest.mark.parametrize("module", [Judge, OpensAFile], ids=["continues", "is repeated"])
+def test_rows_after_the_last_autosave(module: type[Judge], tmp_path: Path) -> None:
+    """Rows that loggers have written since the autosave, or since the start, come once."""
+    resumes = module is Judge
+    assert_continues(
+        evaluation("test", module=module), tmp_path, StrikeAtEnd("test", 99, signal.SIGKILL), resumes=resumes
+    )
+
+
+def kill_here(callbacks: list[Callback]) -> None:
+    """Kill the process between two functions of the Trainer, if a callback says so."""
+    for one in callbacks:
+        if isinstance(one, Strike) and one.function == "between":
+            os.kill(os.getpid(), one.signum)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_fit_after_a_finished_one(evaluates: bool, tmp_path: Path) -> None:
+    """A second fit of the same Trainer begins as after a first one that ran: with a sanity check."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer, module = make_trainer(callbacks, directory, max_epochs=1), Judge()
+        trainer.fit(module, loader(shuffle=True), loader())
+        if evaluates:
+            trainer.validate(module, loader())
+        kill_here(callbacks)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader(shuffle=True), loader())
+        return left_by(trainer, module)
+
+    assert_continues(main, tmp_path, Strike("between", 0, signal.SIGKILL))
+
+
+def test_a_best_checkpoint_that_is_gone(tmp_path: Path) -> None:
+    """A finished test of a checkpoint that a later fit has replaced is restored without it."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        kept = ModelCheckpoint(dirpath=directory / "kept")
+        trainer = make_trainer([*callbacks, kept], directory, max_epochs=1, enable_checkpointing=True)
+        module, results = Judge(), []
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, loader(shuffle=True), loader())
+            results.append(trainer.test(module, loader(), ckpt_path="best"))
+        return results, left_by(trainer, module)
+
+    assert_continues(main, tmp_path, Strike("test", 7, signal.SIGKILL))
+
+
+class MakesABuffer(Judge):
+    """Has a buffer that each test step replaces, in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx, dataloader_idx)
+        self.mean = 0.9 * self.mean + 0.1 * batch.mean()
+
+
+def test_tensors_of_inference_mode(tmp_path: Path) -> None:
+    """A test may begin with tensors that an earlier one has made in inference mode."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer, module = make_trainer(callbacks, directory), MakesABuffer()
+        results = [trainer.test(module, loader()) for _ in range(2)]
+        return results, left_by(trainer, module)
+
+    assert_continues(main, tmp_path, Strike("test", 2), Strike("test", 8, signal.SIGKILL))
+
+
+@pytest.mark.parametrize("changed", ["limit_test_batches", "scale"])
+def test_another_start_starts_over(changed: str, tmp_path: Path) -> None:
+    """A test of another limit, or of a module with another number, is another one."""
+
+    def main(value: float) -> Main:
+        def with_value(callbacks: list[Callback], directory: Path) -> object:
+            limit = value if changed == "limit_test_batches" else 1.0
+            module = Judge()
+            module.scale = value  # type: ignore[assignment]
+            return make_trainer(callbacks, directory, limit_test_batches=limit).test(module, loader())
+
+        return with_value
+
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves", "run_id": "run"}
+    assert ended(main(1.0), tmp_path, lambda: [FaultTolerance(**options), Strike("test", 2)])[0] == 143
+    code, output = ended(main(0.6), tmp_path, lambda: [FaultTolerance(**options)])
+    assert code == 0, output
+    assert "This test starts over: " in output
+    assert "Resumed" not in output
+    result = torch.load(tmp_path / "result.pt")
+    assert ended(main(0.6), tmp_path / "alone")[0] == 0
+    assert result == torch.load(tmp_path / "alone" / "result.pt")
+
+
 class Writer(BasePredictionWriter):
     """Writes one file for each batch, and one at the end."""
 
@@ -272,14 +384,6 @@ class BatchNormTest(Judge):
 def test_weights_that_change(tmp_path: Path) -> None:
     """Buffers that a test changes, and dropout that stays on."""
     assert_continues(evaluation("test", module=BatchNormTest), tmp_path, Strike("test", 4, signal.SIGKILL))
-
-
-class OpensAFile(Judge):
-    """Does more than set attributes at its start."""
-
-    def on_test_start(self) -> None:
-        self.file = open(os.devnull, "w")  # noqa: SIM115
-        self.calls.append("start")
 
 
 def test_repeated(tmp_path: Path) -> None:
@@ -404,7 +508,7 @@ class Adapts(ShardedJudge):
 
 
 def test_weights_in_shards_that_change(tmp_path: Path) -> None:
-    """Changed weights in shards are not saved: the test is run from its start."""
+    """Changed weights in shards are not saved: the test continues from the last autosave before the change."""
     output = tmp_path / "rank-0.txt"
 
     def of_rank(rank: int) -> None:
@@ -412,8 +516,8 @@ def test_weights_in_shards_that_change(tmp_path: Path) -> None:
         make_trainer(ours, tmp_path, devices=2, strategy=fsdp2()).test(Adapts(), loader(size=240))
 
     assert run_ranks(of_rank, outputs=[output, tmp_path / "rank-1.txt"], seed=1, timeout_seconds=60) == 143
-    assert "It is repeated from its start: it has changed weights that are in shards" in output.read_text()
-    assert not list((tmp_path / "autosaves").rglob("*.ckpt"))
+    assert "It can't continue here: it has changed weights that are in shards" in output.read_text()
+    assert "to continue before batch 0 of test" in output.read_text()
 
 
 WITHOUT = {"rng": "test", "metrics": "test", "results": "test", "loaders": "predict", "objects": "test", "held": ""}

@@ -11,9 +11,6 @@ import math
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.clock import perf_counter
 
-_FIRST = 1
-"""The first batch to meet before. By then rank 0 knows how long a batch takes."""
-
 
 class CommonPace:
     """Decides before which batches of an evaluation the ranks meet, to save there.
@@ -39,7 +36,7 @@ class CommonPace:
         smallest = None if numbers is None else min(numbers)
         self._num_common = self._ranks.from_first("the number of common batches", smallest)
         self._began = batch, perf_counter()
-        self._next = batch + _FIRST if self._can_meet(batch + _FIRST) else math.inf
+        self._next = batch if self._can_meet(batch) else math.inf
 
     def _can_meet(self, batch: float) -> bool:
         return batch < self._num_common < math.inf
@@ -56,6 +53,9 @@ class CommonPace:
             in_seconds: In how many seconds the next autosave is due. Only rank 0's counts.
         """
         first, began = self._began
-        seconds_per_batch = max((perf_counter() - began) / max(batch - first, 1), 1e-9)
-        following = batch + max(math.ceil(in_seconds / seconds_per_batch), 1)
+        num_more = 1
+        if batch > first:  # then rank 0 knows how long a batch takes
+            seconds_per_batch = max((perf_counter() - began) / (batch - first), 1e-9)
+            num_more = max(math.ceil(in_seconds / seconds_per_batch), 1)
+        following = batch + num_more
         self._next = self._ranks.from_first("where to meet", following if self._can_meet(following) else math.inf)

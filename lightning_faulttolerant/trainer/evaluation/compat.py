@@ -59,7 +59,6 @@ def predictions_of(loop: Any) -> list[list[Any]]:
 
 def make_room_for_predictions(loop: Any) -> None:
     """Prepare a loop that does not run for the predictions of a finished one."""
-    loop.setup_data()
     loop._predictions = [[] for _ in range(loop.num_dataloaders)]
 
 

@@ -12,7 +12,7 @@ from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState, run_of
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, RESULTS, VERSION
+from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RESULTS, STARTS_OVER, VERSION
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
@@ -88,13 +88,22 @@ class EvaluationResume:
         """The place of the loop."""
         return run_of(self._state)
 
-    def why_not(self) -> str:
-        """Return why this evaluation is another one than the one that saved, or an empty string."""
+    @property
+    def starts_over(self) -> bool:
+        """Whether only the start of the evaluation is saved, since it can't continue."""
+        return bool(self._part.get(STARTS_OVER))
+
+    def why_not(self, *, has_weights: bool) -> str:
+        """Return why this evaluation is another one than the one that saved, or an empty string.
+
+        Args:
+            has_weights: Whether it has the weights that it evaluates.
+        """
         if self._part["version"] > VERSION:
             return f"{self._path} was written by a newer version of the package"
         if self._part["world_size"] != self._trainer.world_size:
             return f"{self._path} is of {self._part['world_size']} ranks, and now there are {self._trainer.world_size}"
-        if self._state.get(SUMS) != self._evaluation.sums:
+        if has_weights and self._state.get(SUMS) != self._evaluation.sums:
             return "it begins with other weights"
         now = {**self._fingerprint.model(), **self._fingerprint.settings()}
         lines = [line for name in ("module", "trainer") for line in differences(self._saved[name], now[name], name)]
@@ -144,9 +153,11 @@ class EvaluationResume:
     def restore_finished(self) -> Any:
         """Restore the end of a finished evaluation. Return what it returned."""
         loop = loop_of(self._trainer)
+        loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if runs.is_predicting(loop):
             runs.make_room_for_predictions(loop)
         self._load()
+        loop.batch_progress.load_state_dict(dict(self._state[PROGRESS]))
         self._settle()
         if runs.is_predicting(loop):
             return loop.predictions if loop.return_predictions else None

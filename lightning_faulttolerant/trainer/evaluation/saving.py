@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.files.parts import KEY
 from lightning_faulttolerant.trainer.functions import loop_of
@@ -22,9 +23,8 @@ from lightning_faulttolerant.trainer.save.outage import Outage, described
 from lightning_faulttolerant.trainer.settings.options import Options
 
 VERSION = 1
-RESULTS, PREDICTIONS = "results", "predictions"
-_FIRST_SECONDS = 1.0
-"""An evaluation that is shorter has no autosave inside it, unless an interval says so."""
+RESULTS, PREDICTIONS, PROGRESS, STARTS_OVER = "results", "predictions", "progress", "starts_over"
+_MORE_SECONDS = 10.0
 
 
 class EvaluationSaver:
@@ -68,8 +68,12 @@ class EvaluationSaver:
         """The duration of the longest save."""
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
-        self.due_at = self._budget.now() + (_FIRST_SECONDS if self._interval is None else self._interval)
-        """The time of the clock until which no autosave is due."""
+        self.due_at = float("-inf")
+        """The time of the clock until which no autosave is due: the first one is due at the first boundary."""
+        self.has_only_start = False
+        """Whether nothing but the start of the evaluation is saved."""
+        self.files_at_start: Mapping[str, Any] = {}
+        """What loggers had written before the evaluation began."""
         self.now = self._budget.now
 
     def is_due_for_all(self) -> bool:
@@ -85,6 +89,7 @@ class EvaluationSaver:
         """
         began = self.now()
         state = self._state.state_dict(position)
+        state[PROGRESS] = loop_of(self._trainer).batch_progress.state_dict()
         failure = ""
         if runs.is_predicting(loop_of(self._trainer)):
             try:
@@ -98,6 +103,22 @@ class EvaluationSaver:
             failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
         self._note(position, began, failure)
         return failure
+
+    def save_start(self, position: TrainerPosition) -> str:
+        """Note that the evaluation has begun, and can only be run from its start; a collective."""
+        began, state = self.now(), {SUMS: self._state.sums, "files": self.files_at_start}
+        position = replace(position, validation_batch=0)
+        checkpoint = self._checkpoint(position, state, None)
+        if checkpoint is not None:
+            checkpoint[KEY][STARTS_OVER] = True
+        failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
+        self._note(position, began, failure)
+        self.has_only_start = not failure
+        return failure
+
+    def put_off(self) -> None:
+        """Let the next autosave be due later: none can be taken here."""
+        self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
 
     def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], results: Any) -> dict[str, Any] | None:
         header = self._header()
@@ -139,4 +160,4 @@ class EvaluationSaver:
             self._outage.note(failure, position, self.saved)
         else:
             self._outage.end()
-            self.saved = position
+            self.saved, self.has_only_start = position, False

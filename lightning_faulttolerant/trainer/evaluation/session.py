@@ -6,6 +6,7 @@ An evaluation that can't be resumed is run from its start. It is never refused: 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant.checkpoint.ranks import by_first
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
@@ -75,6 +77,8 @@ class EvaluationSession:
         self._saver: EvaluationSaver | None = None
         self._resume: EvaluationResume | None = None
         self._common: CommonPace | None = None
+        self._is_without_weights = False
+        """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
         self.is_open = False
 
     @property
@@ -99,6 +103,7 @@ class EvaluationSession:
         self.is_open = True
         self._stopping.open()
         trainer, loop, wrap = self._trainer, self._loop, self._patches.wrap
+        wrap(compat.checkpoint_connector(trainer), "resume_start", self._wrap_resume_start)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(loop, "run", self._wrap_run)
@@ -147,9 +152,10 @@ class EvaluationSession:
             predictions=predictions,
         )
         beginning.forget_checkpoint()
-        reason = resume.why_not()
+        reason = resume.why_not(has_weights=not self._is_without_weights)
         if self._stopping.all_can(not reason):
-            self._resume = resume
+            self._files.settle()
+            self._resume = None if resume.starts_over else resume
             return
         if ranks.rank == 0 and series is not None:
             aside = series.set_aside("another-evaluation")
@@ -157,6 +163,21 @@ class EvaluationSession:
             tell(f"This {self._function} starts over: {reason}. Its autosaves are in {aside}.")
 
     # What the seams do.
+
+    def _wrap_resume_start(self, original: Method) -> Method:
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
+                checkpoint_path, self._is_without_weights = None, True
+            original(checkpoint_path, *args, **kwargs)
+
+        return resume_start
+
+    def _is_finished_for_good(self) -> bool:
+        """Return whether this evaluation is finished, and a later fit restores its own weights anyway."""
+        choice = self._beginning.choice
+        part = None if choice is None else choice.part
+        is_finished = part is not None and TrainerPosition(**part["position"]).is_finished
+        return is_finished and self._beginning.has_later_autosaves()
 
     def _wrap_process_dataloader(self, original: Method) -> Method:
         return lambda loader: self._loaders.process(original(loader))
@@ -181,6 +202,8 @@ class EvaluationSession:
             if self._resume is not None:
                 self._resume.put_back_drawn()
             objects.begin()
+            self._files.flush()
+            self._saver.files_at_start = self._files.state_dict()
             if self._resume is not None and self._resume.is_finished:
                 results = self._resume.restore_finished()
             else:
@@ -239,21 +262,32 @@ class EvaluationSession:
 
     def _save_if_due(self, saver: EvaluationSaver) -> None:
         if self._common is None:
-            if self._can_continue_here():
-                saver.save(self._position())
+            self._save(saver)
             return
         batch = runs.num_evaluated(self._trainer)
         if self._common.is_here(batch):
-            if saver.is_due_for_all() and self._stopping.all_can(self._can_continue_here()):
-                saver.save(self._position())
+            if saver.is_due_for_all():
+                self._save(saver)
             self._common.meet_again(batch, saver.due_at - saver.now())
+
+    def _save(self, saver: EvaluationSaver) -> None:
+        """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
+        if self._stopping.all_can(self._can_continue_here()):
+            saver.save(self._position())
+        elif saver.saved is None:
+            saver.save_start(self._position())
+        else:
+            saver.put_off()
 
     def _stop_here(self, saver: EvaluationSaver) -> None:
         position, unsaved = self._position(), ""
         reason = self._stopping.reason
         place = str(position)
         if not self._stopping.all_can(self._can_continue_here()):
-            place += f". It is repeated from its start: {self._run_state.validation.reason}"  # type: ignore[union-attr]
+            if saver.saved is None:
+                saver.save_start(position)
+            told = "is repeated from its start" if saver.has_only_start else "can't continue here"
+            place += f". It {told}: {self._run_state.validation.reason}"  # type: ignore[union-attr]
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position)
@@ -316,3 +350,7 @@ class EvaluationSession:
         self._files.put_back()
         self._beginning.close()
         self._run_state = self._state = self._saver = None
+
+
+def _is_gone(checkpoint_path: Any) -> bool:
+    return not is_url(checkpoint_path) and not os.path.exists(local_path(checkpoint_path))

@@ -49,10 +49,15 @@ def _go_on(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     if part is None or written is None or part.get("inexact"):
         return
     # A finished fit must not drop what a later fit has logged to the same files.
-    later = run.later_autosaves() if _is_finished(part) else []
+    # Nor must an evaluation that ended by an exception which the script caught.
+    later = run.later_autosaves() if _is_finished(part) or _is_of_evaluation(part) else []
     own = choice.path if choice.is_autosave else choice.autosave
     files.resume_loggers(written, later=[_written(part_of(path)) for path in later], autosave=own or "")
     files.continues = True
+
+
+def _is_of_evaluation(part: Mapping[str, Any]) -> bool:
+    return TrainerPosition(**part["position"]).is_of_evaluation
 
 
 def _is_finished(part: Mapping[str, Any] | None) -> bool:

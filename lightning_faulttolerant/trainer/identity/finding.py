@@ -11,8 +11,10 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
@@ -64,11 +66,13 @@ class FoundFit:
         run: The run of the fit, held by this process.
         series: The autosaves.
         number: The number of the fit in the run.
+        start: How it started first.
     """
 
     run: RunDirectory
     series: AutosaveSeries
     number: int
+    start: Mapping[str, Any]
 
 
 class Finder:
@@ -122,7 +126,7 @@ class Finder:
                 f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
                 f" {discard_line(run.directory)}"
             )
-        return FoundFit(run=run, series=series, number=match.number)
+        return FoundFit(run=run, series=series, number=match.number, start=start)
 
     def _open(self) -> RunDirectory:
         is_one_of_many = self._start.is_one_of_many or self._is_sweep

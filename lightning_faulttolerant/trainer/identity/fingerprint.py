@@ -108,7 +108,7 @@ def start_fingerprint(
     module, data_module = trainer.lightning_module, datamodule(trainer)
     core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
     if function != FIT:
-        core = {**core, "function": function, "checkpoint": checkpoint}
+        core = {**core, "function": function, "checkpoint": checkpoint, "limit": _limit_of(trainer, function)}
     if data_module is not None:
         core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module, ignored)}
     if os.environ.get(_SEED_VARIABLE):
@@ -118,6 +118,12 @@ def start_fingerprint(
         core["trial"] = trial
     data = {place: _data_of(loader) for place, loader in given_loaders(trainer).items()}
     return StartFingerprint(core=core, data=data, weights=_weights(module))
+
+
+def _limit_of(trainer: Trainer, function: str) -> Any:
+    """Return how many batches of each loader an evaluation is limited to."""
+    limits = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+    return _jsonable(getattr(trainer, limits[function]))
 
 
 def _data_of(loader: Any) -> Any:

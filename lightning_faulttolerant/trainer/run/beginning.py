@@ -21,9 +21,10 @@ from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import FIT
-from lightning_faulttolerant.trainer.identity.finding import Finder
-from lightning_faulttolerant.trainer.identity.fingerprint import start_fingerprint
+from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
+from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, start_fingerprint
 from lightning_faulttolerant.trainer.identity.messages import advise
+from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.ranks.group import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
@@ -104,9 +105,20 @@ class Beginning:
         found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
         self._run, self.series, self._number = found.run, found.series, found.number
         if function != FIT:
+            self._set_other_aside(found, fingerprint)
             return
         self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number)
         self.history.begin(options.script)
+
+    def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:
+        """Set the autosaves of an evaluation aside that started otherwise than the one that begins."""
+        lines = fingerprint.differs(found.start)
+        if not lines:
+            return
+        aside = found.series.set_aside("another-evaluation")
+        found.run.start_again(found.number, fingerprint.state_dict())
+        if aside is not None:
+            tell(f"This {self._function} starts over: {'; '.join(lines)}. Its autosaves are in {aside}.")
 
     def connect(self) -> Ranks:
         """Connect the ranks, and send rank 0's choice to the others; a collective.
@@ -182,6 +194,11 @@ class Beginning:
     def source(self) -> str | None:
         """The checkpoint that the fit started from, if any."""
         return None if self.choice is None else self.choice.path
+
+    def has_later_autosaves(self) -> bool:
+        """Return whether a later fit or evaluation of the script has autosaves; on rank 0, which tells the others."""
+        found = self.ranks.rank == 0 and self._run is not None and bool(self._run.later_autosaves())
+        return bool(self.ranks.from_first("later autosaves", found))
 
     def set_aside(self) -> None:
         """Set aside the autosaves that the choice does not continue from."""

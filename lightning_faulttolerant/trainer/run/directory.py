@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -150,6 +151,11 @@ class RunDirectory:
         else:
             self._script.held[self.directory].append(self.fit)
         return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
+
+    def start_again(self, number: int, start: Mapping[str, Any]) -> None:
+        """Note that a fit or an evaluation begins anew, with another start."""
+        with FITS:
+            write_record(self.directory, self.record.with_fit(number, FitRecord(start=start)))
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit after the one that was begun last, whether it verifies or not."""
