@@ -150,6 +150,7 @@ class Boundary:
                 self._capture_in_validation()
         if now >= self._history.due_at:
             self._history.alive()
+        self._run_state.validation.note_fetch()
         self._stop.fetch_began = time.monotonic()
 
     def _stop_before_validation_batch(self) -> None:

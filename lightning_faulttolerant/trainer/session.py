@@ -254,11 +254,7 @@ class Session:
             raise
 
     def _save_finished(self, autosaver: Autosaver) -> None:
-        """Save one autosave that marks the fit as finished, or restore the state of such an autosave.
-
-        Raises:
-            TrainingStopped: If a stop was requested since the last boundary.
-        """
+        """Save one autosave that marks the fit as finished, or restore the state of such an autosave."""
         is_pending = self._resume is not None and self._resume.is_pending
         if self._resume is not None and is_pending:
             self._resume.restore(self._state())
@@ -385,6 +381,8 @@ class Session:
 
     def _wrap_validation_reset(self, original: Method) -> Method:
         def reset() -> None:
+            if self.run_state is not None:
+                self.run_state.validation.watch_first_fetch()
             with self._loaders.iterated_by_trainer():
                 original()
 

@@ -412,6 +412,22 @@ def test_a_loader_that_cannot_be_followed(tmp_path: Path) -> None:
     assert "can't be resumed exactly" not in outputs[0]
 
 
+class Unsized(IterableDataset[Tensor]):
+    """Has no length, and draws for each row."""
+
+    def __iter__(self) -> Any:
+        for row in range(20):
+            yield torch.full((4,), row / 20) + 0.1 * torch.randn(4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("function", ["test", "predict"])
+def test_without_a_length(function: str, num_workers: int, tmp_path: Path) -> None:
+    """The batch that Lightning has fetched ahead is fetched again."""
+    main = evaluation(function, loaders=lambda: DataLoader(Unsized(), batch_size=4, num_workers=num_workers))
+    assert_continues(main, tmp_path, Strike(function, 0), Strike(function, 2, signal.SIGKILL), Strike(function, 4))
+
+
 def test_other_weights_start_over(tmp_path: Path) -> None:
     """An evaluation of other weights is another one: the autosaves are set aside."""
 

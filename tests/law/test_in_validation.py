@@ -209,15 +209,36 @@ def test_exception(batch: int) -> None:
 
 
 class Unsized(IterableDataset):
-    """Has no length, so Lightning fetches a batch ahead."""
+    """Has no length, so Lightning fetches a batch ahead. Draws for each row, as validation does for each batch."""
+
+    def __init__(self, num_rows: int = 20) -> None:
+        self.num_rows = num_rows
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.rand(20, 4))
+        for row in range(self.num_rows):
+            yield torch.full((4,), row / self.num_rows) + 0.1 * torch.randn(4)
 
 
-def test_repeated_without_a_length() -> None:
-    """Lightning fetches a batch ahead: the run is repeated from its start, and is exact."""
-    cost = assert_continues(3, validation=lambda: DataLoader(Unsized(), batch_size=4))
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+@pytest.mark.parametrize("batch", [0, 1, 3, 7])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_a_length(num_workers: int, batch: int, kind: str) -> None:
+    """The batch that was fetched ahead is fetched again, under the same random states as before."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory)
+        trainer.fit(Judged(), loader(shuffle=True), DataLoader(Unsized(), batch_size=4, num_workers=num_workers))
+        return trainer
+
+    signum = signal.SIGTERM if kind == "stop" else signal.SIGKILL
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_resumes_exactly(fit, [StopInValidation(batch, signum)], options=options)
+    assert (cost.num_batches_twice, cost.num_validation_batches_twice) == (0, int(kind == "kill"))
+
+
+def test_repeated_with_another_loader_without_a_length() -> None:
+    """Among several loaders, the batch that was fetched ahead may be of the next one: the run is repeated."""
+    cost = assert_continues(3, validation=lambda: [loader(), DataLoader(Unsized(), batch_size=4)])
     assert cost.num_validation_batches_twice == 4
 
 

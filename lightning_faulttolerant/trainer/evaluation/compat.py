@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -18,7 +19,6 @@ from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._logged_outputs": "values of the validation loaders that are done",
-    "trainer.fit_loop.epoch_loop.val_loop._has_run": "whether a validation run has had a batch",
     "trainer.fit_loop.epoch_loop.val_loop._module_mode": "modules in training mode after a resumed validation run",
     "trainer.fit_loop.epoch_loop.val_loop._store_dataloader_outputs": "a resume in a later validation loader",
     "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
@@ -84,9 +84,15 @@ def why_unknown(val_loop: Any) -> str | None:
     fetcher = val_loop._data_fetcher
     if not isinstance(fetcher, _PrefetchDataFetcher):
         return "its steps take batches from the iterator themselves"
-    if fetcher.length is None:
-        return "a loader has no length, so that batches are fetched ahead"
+    if fetcher.length is None and len(val_loop._combined_loader.flattened) > 1:
+        return "one of its loaders has no length, so that batches of the next one may be fetched ahead"
     return None
+
+
+def has_no_length(val_loop: Any) -> bool:
+    """Return whether a loader has no length, so that each batch is fetched before the step of the previous one."""
+    combined = val_loop._combined_loader
+    return combined._iterator is not None and sized_len(combined) is None
 
 
 def current_loader(val_loop: Any) -> int | None:
@@ -109,7 +115,6 @@ def run_state(val_loop: Any) -> dict[str, Any]:
         return {**state, "epoch_batch_indices": copy.deepcopy(val_loop.epoch_batch_indices)}
     return {
         **state,
-        "has_run": val_loop._has_run,
         "logged": copied(val_loop._logged_outputs),
         "logged_by": val_loop._results.dataloader_idx,
         "seen_batches": dict(val_loop._seen_batches_per_dataloader),
@@ -126,14 +131,17 @@ def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
         iterator._consumed = list(state["used_up"])
     iterator._idx = state["index"]
     fetcher.fetched = state["fetched"]
-    fetcher.done = fetcher.fetched >= fetcher.length
+    if fetcher.batches:  # fetched ahead, by an iterator that had begun to count at 0
+        batch, _, loader = fetcher.batches[0]
+        fetcher.batches[0] = batch, state["index"] - 1, loader
+    if fetcher.length is not None:
+        fetcher.done = fetcher.fetched >= fetcher.length
     val_loop.batch_progress.load_state_dict(dict(state["progress"]))
     val_loop._module_mode.mode = dict(state["training"])
     if is_predicting(val_loop):
         val_loop.epoch_batch_indices = copy.deepcopy(state["epoch_batch_indices"])
         return
     val_loop._seen_batches_per_dataloader.update(state.get("seen_batches", {}))
-    val_loop._has_run = state["has_run"]
     val_loop._logged_outputs = copied(state["logged"])
     val_loop._results.dataloader_idx = state["logged_by"]
 

@@ -23,6 +23,7 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_resume import Evaluat
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -207,7 +208,7 @@ class EvaluationSession:
             if self._resume is not None and self._resume.is_finished:
                 results = self._resume.restore_finished()
             else:
-                self._run_state.validation.begin()
+                self._validation.begin()
                 results = original()
                 self._saver.save(self._position(is_finished=True), self._returned(results))
             self._stopping.stop_if_wanted(f"after the end of {self._function}")
@@ -222,8 +223,10 @@ class EvaluationSession:
         def reset() -> None:
             with self._loaders.iterated_by_trainer():
                 if self._resume is not None and self._run_state is not None:
-                    self._run_state.validation.reset(self._resume.run, original)
+                    self._validation.reset(self._resume.run, original)
                 else:
+                    if self._run_state is not None:
+                        self._validation.watch_first_fetch()
                     original()
 
         return reset
@@ -233,7 +236,7 @@ class EvaluationSession:
             if self._resume is None:
                 original()
                 if self._run_state is not None:
-                    self._run_state.validation.lost_before = self._run_state.not_carried()
+                    self._validation.lost_before = self._run_state.not_carried()
             else:
                 self._resume.restore()
             if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
@@ -241,6 +244,11 @@ class EvaluationSession:
                 self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
 
         return on_run_start
+
+    @property
+    def _validation(self) -> ValidationRun:
+        assert self._run_state is not None
+        return self._run_state.validation
 
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
         return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
@@ -255,6 +263,7 @@ class EvaluationSession:
                     self._stop_here(saver)
                 if self._common is not None or perf_counter() >= saver.due_at:
                     self._save_if_due(saver)
+                self._validation.note_fetch()
             original()
             loaders.begin_fetch()
 
@@ -287,7 +296,7 @@ class EvaluationSession:
             if saver.saved is None:
                 saver.save_start(position)
             told = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {told}: {self._run_state.validation.reason}"  # type: ignore[union-attr]
+            place += f". It {told}: {self._validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position)
@@ -296,7 +305,7 @@ class EvaluationSession:
 
     def _can_continue_here(self) -> bool:
         assert self._run_state is not None
-        run = self._run_state.validation
+        run = self._validation
         if self._loaders.not_exact:
             run.repeat(self._loaders.not_exact[0])
         if run.can_be_resumed:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
@@ -21,6 +23,19 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BeforeFetch:
+    """The state right before the batch was fetched that the loop will use next."""
+
+    num_out: dict[str, int]
+    held: Mapping[str, Any]
+    rng: Mapping[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is restored before the batch is fetched again."""
+        return {"held": self.held, "rng": self.rng}
 
 
 class ValidationRun:
@@ -45,12 +60,14 @@ class ValidationRun:
         """What a checkpoint could not carry at the start of the run."""
         self.seen = ""
         """A digest of its batches so far, if there is a ledger."""
+        self._is_ahead = False
+        self._ahead: _BeforeFetch | None = None
         self.is_continuing = False
         """Whether the run that begins next is one that an earlier process began."""
 
     def begin(self) -> None:
         """Note that a run begins."""
-        self._is_known = None
+        self._is_known, self._ahead, self._is_ahead = None, None, False
         self.seen = ""
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
@@ -108,10 +125,13 @@ class ValidationRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run between two batches, without its loaders' places."""
         before = compat.before_validation(self._trainer, self.first_loop_iter)
-        return {**runs.run_state(self._val_loop), **before, "seen": self.seen}
+        ahead = self._ahead.state_dict() if self._ahead is not None else None
+        return {**runs.run_state(self._val_loop), **before, "seen": self.seen, "ahead": ahead}
 
     def num_consumed(self) -> dict[str, int]:
         """Return how many batches of each loader in use are consumed, by its place."""
+        if self._ahead is not None:  # its batch is fetched again
+            return self._ahead.num_out
         current = runs.current_loader(self._val_loop)
         iterations = {number: tracker.iteration for number, tracker in enumerate(self._trackers())}
         in_use = {number: one for number, one in iterations.items() if one is not None and current in (None, number)}
@@ -130,8 +150,13 @@ class ValidationRun:
 
     def reset(self, state: Mapping[str, Any], original: Callable[[], None]) -> None:
         """Begin to iterate at the place of `state`. `original` is the loop's own reset."""
-        number = state["loader"]
-        first = self._trackers()[0]
+        number, ahead = state["loader"], state.get("ahead")
+        trackers = self._trackers()
+        first = trackers[0]
+        if ahead is not None:
+            self._loaders.load_held(ahead["held"])
+            set_rng_state(ahead["rng"])
+        self.watch_first_fetch()
         first.is_held_back = lambda: bool(number)
         try:
             original()
@@ -139,6 +164,27 @@ class ValidationRun:
             first.is_held_back = lambda: False
         with self._loaders.iterated_by_trainer():
             runs.load_run_state(self._val_loop, state)
+
+    def watch_first_fetch(self) -> None:
+        """Note the state before the very first fetch. Without a length, it comes while the loop is reset."""
+        for tracker in self._trackers():
+            tracker.on_first_batch = self._note_first_fetch
+
+    def _note_first_fetch(self) -> None:
+        self._is_ahead = runs.has_no_length(self._val_loop)
+        self.note_fetch()
+
+    def note_fetch(self) -> None:
+        """Note the state right before a batch is fetched, if it is fetched ahead of its step."""
+        if not self._is_ahead:
+            return
+        trackers = {f"{self.stage}/{number}": tracker for number, tracker in enumerate(self._trackers())}
+        iterations = {place: tracker.iteration for place, tracker in trackers.items()}
+        self._ahead = _BeforeFetch(
+            num_out={place: 0 if one is None else one.num_out for place, one in iterations.items()},
+            held={place: tracker.held.state_dict() for place, tracker in trackers.items()},
+            rng=rng_state(),
+        )
 
     @contextlib.contextmanager
     def continued(self, state: Mapping[str, Any], begin: Callable[[], None]) -> Iterator[None]:
