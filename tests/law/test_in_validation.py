@@ -372,6 +372,7 @@ WITHOUT = {
     "index": (0, 1),
     "fetched": (0, 1),
     "logged": ([], 6),
+    "logged_by": (None, 4),
     "training": ({}, 1),
     "first_loop_iter": (None, 1),
     "progress": (_BatchProgress().state_dict(), 1),
@@ -386,6 +387,19 @@ def test_without_a_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ValidationRun, "state_dict", lambda self: {**state_dict(self), name: value})
     with pytest.raises(NotTheSame):
         assert_continues(batch, validation=two_loaders, val_check_interval=2)
+
+
+def unsized() -> DataLoader:
+    """Return a loader whose batches are fetched ahead."""
+    return DataLoader(Unsized(), batch_size=4)
+
+
+def test_without_the_state_of_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: the batch that was fetched ahead must be fetched under the random states of then."""
+    state_dict = ValidationRun.state_dict
+    monkeypatch.setattr(ValidationRun, "state_dict", lambda self: {**state_dict(self), "ahead": None})
+    with pytest.raises(NotTheSame):
+        assert_continues(3, validation=unsized)
 
 
 def stopped_with_one_rank(directory: Path, **options: Any) -> tuple[int, str]:

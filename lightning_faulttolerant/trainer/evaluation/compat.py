@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle, _Sequential
+from lightning.pytorch.utilities.combined_loader import _Sequential
 
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.logged.compat import copied
@@ -107,7 +107,6 @@ def run_state(val_loop: Any) -> dict[str, Any]:
     state = {
         "loader": current_loader(val_loop),
         "index": iterator._idx,
-        "used_up": list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else [],
         "fetched": fetcher.fetched,
         "progress": val_loop.batch_progress.state_dict(),
     }
@@ -127,8 +126,6 @@ def load_run_state(val_loop: Any, state: Mapping[str, Any]) -> None:
     if state["loader"]:
         iterator._iterator_idx = state["loader"]
         iterator._load_current_iterator()
-    if isinstance(iterator, _MaxSizeCycle):
-        iterator._consumed = list(state["used_up"])
     iterator._idx = state["index"]
     fetcher.fetched = state["fetched"]
     if fetcher.batches:  # fetched ahead, by an iterator that had begun to count at 0
