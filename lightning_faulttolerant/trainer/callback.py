@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 class FaultTolerance(AnyCallback):
     """A callback that lets a killed training continue exactly where it was when the same command is run again.
 
+    So do ``validate``, ``test``, and ``predict``.
+
     Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS`` if it names them.
 
     Args:
@@ -170,7 +172,7 @@ class FaultTolerance(AnyCallback):
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """The report of what the last ``fit`` restored, or ``None`` if it started from the beginning."""
+        """The report of what the last ``fit`` or evaluation restored; ``None`` if it started from the beginning."""
         if self._session is not None:
             return self._session.report
         return self._last_report or ResumeReport.load(self._options.script.report(self._number))

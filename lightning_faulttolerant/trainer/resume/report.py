@@ -43,7 +43,7 @@ def still_exact(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeReport:
-    """What was restored when a fit resumed.
+    """What was restored when a fit or an evaluation resumed.
 
     Args:
         path: The checkpoint that the fit resumed from.
@@ -52,7 +52,7 @@ class ResumeReport:
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
         exact: The parts that continue exactly, each with a short description.
-        num_validated: How many batches of a validation run had been consumed; ``None`` outside one.
+        num_validated: How many batches of a validation run, or of an evaluation, had been consumed; ``None`` outside.
         not_exact: The parts that do not, each with the reason.
         objects: The object state that does not, each with the reason.
         notes: Lines that are worth knowing: another machine, other versions.
