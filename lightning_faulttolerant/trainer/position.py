@@ -103,7 +103,7 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> TrainerPosition
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
     batch = progress.ready if where == BATCH_END else progress.completed
-    is_evaluating = where in (IN_VALIDATION, *IN_EVALUATION, *EVALUATED)
+    is_evaluating = where in (IN_VALIDATION, *IN_EVALUATION)  # at the end, ranks may have had different numbers
     validated = num_evaluated(trainer) if is_evaluating else 0
     return TrainerPosition(
         where=where,

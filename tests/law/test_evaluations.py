@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -395,21 +396,18 @@ def test_repeated(tmp_path: Path) -> None:
     assert "It is repeated from its start: a hook at its start may have done" in outputs[0]
 
 
-class Endless(IterableDataset[Tensor]):
-    """Has no length, and a state that can't be followed."""
-
-    def __init__(self) -> None:
-        self.open = (row for row in torch.arange(20.0).reshape(5, 4))
+class Rows:
+    """An iterable that is no DataLoader: its place is not known."""
 
     def __iter__(self) -> Any:
-        return self.open
+        yield from torch.arange(20.0).reshape(5, 1, 4)
 
 
 def test_a_loader_that_cannot_be_followed(tmp_path: Path) -> None:
     """Such a loader is not refused, as in a fit. The evaluation runs as it is, and from its start."""
-    main = evaluation("predict", loaders=lambda: DataLoader(Endless(), batch_size=1))
-    outputs = assert_continues(main, tmp_path, Strike("predict", 2), resumes=False)
+    outputs = assert_continues(evaluation("predict", loaders=Rows), tmp_path, Strike("predict", 2), resumes=False)
     assert "can't be resumed exactly" not in outputs[0]
+    assert "It is repeated from its start: a loader is not followed" in outputs[0]
 
 
 class Unsized(IterableDataset[Tensor]):
@@ -447,6 +445,51 @@ def test_other_weights_start_over(tmp_path: Path) -> None:
     result = torch.load(tmp_path / "result.pt")
     assert ended(main(2.0), tmp_path / "alone")[0] == 0
     assert result == torch.load(tmp_path / "alone" / "result.pt")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_directory_that_cannot_be_written(num_ranks: int, tmp_path: Path) -> None:
+    """An evaluation that can't be saved runs as it is, and says so."""
+    (tmp_path / "file").touch()
+    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(num_ranks)]
+
+    def of_rank(rank: int) -> None:
+        ranks: dict[str, Any] = {"devices": num_ranks, "strategy": "ddp"} if num_ranks > 1 else {}
+        trainer = make_trainer([FaultTolerance(dirpath=tmp_path / "file" / "autosaves")], tmp_path, **ranks)
+        for function in ("test", "predict"):
+            getattr(trainer, function)(Judge(), loader())
+
+    assert run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60) == 0, outputs[0].read_text()
+    assert "This test can't be resumed if it is interrupted" in outputs[0].read_text()
+
+
+@dataclass
+class Prediction:
+    """A user's own kind of prediction."""
+
+    value: Tensor
+
+
+class PredictsObjects(Judge):
+    """Returns objects, which autosaves keep as bytes."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return Prediction(self.layers(batch).flatten() + torch.rand(()))
+
+
+def test_predictions_that_are_objects(tmp_path: Path) -> None:
+    """They come back from files that hold them as bytes, if the directory is trusted; if not, nothing is saved."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        found = make_trainer(callbacks, directory).predict(PredictsObjects(), loader())
+        return [one.value for one in found if isinstance(one, Prediction)]
+
+    assert_continues(main, tmp_path, Strike("predict", 3, signal.SIGKILL))
+    directory = tmp_path / "other"
+    directory.mkdir()
+    code, output = ended(main, directory, lambda: [FaultTolerance(**ALWAYS, trust_autosaves=False)])  # type: ignore[arg-type]
+    assert code == 0, output
+    assert "could not be saved: UnsafeCheckpointError" in output
 
 
 class Slow(Judge):
@@ -498,6 +541,39 @@ def test_two_ranks(function: str, signum: int, tmp_path: Path) -> None:
         return make_trainer(callbacks, directory, devices=2, strategy="ddp")
 
     assert_ranks_continue(function, make, tmp_path, signum)
+
+
+class OfOneRank(Judge):
+    """Logs a value of its rank, which nothing averages."""
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx, dataloader_idx)
+        self.log("of this rank", float(self.global_rank) + batch_idx)
+
+
+def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
+    """One rank is done earlier; the results of a finished test are those of each rank."""
+    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
+
+    def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
+        def of_rank(rank: int) -> None:
+            arguments = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+            trainer, module = make_trainer(callbacks(), directory, **arguments), OfOneRank()
+            results = [trainer.test(module, loader(size=8 + 12 * rank)), trainer.predict(module, loader(size=20))]
+            torch.save((results, left_by(trainer, module)), directory / f"result-{rank}.pt")
+
+        directory.mkdir(exist_ok=True)
+        return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60)
+
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
+    assert start(whole, list) == 0, outputs[0].read_text()
+    assert start(struck, lambda: [FaultTolerance(**options), Strike("predict", 2, signal.SIGKILL)]) == -signal.SIGKILL
+    assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
+    assert "Resumed exactly after the end of test" in outputs[0].read_text()
+    for name in ("result-0.pt", "result-1.pt"):
+        found, expected = (torch.load(path / name, weights_only=False) for path in (struck, whole))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 class ShardedJudge(ShardedNet, Judge):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState, run_of
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RESULTS, STARTS_OVER, VERSION
+from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, STARTS_OVER, VERSION
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
@@ -156,12 +156,12 @@ class EvaluationResume:
         loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if runs.is_predicting(loop):
             runs.make_room_for_predictions(loop)
+        results = self._state[RETURNED]
         self._load()
         loop.batch_progress.load_state_dict(dict(self._state[PROGRESS]))
         self._settle()
         if runs.is_predicting(loop):
             return loop.predictions if loop.return_predictions else None
-        results = self._part[RESULTS]
         runs.print_results(loop, results)
         return results
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
@@ -23,7 +24,7 @@ from lightning_faulttolerant.trainer.save.outage import Outage, described
 from lightning_faulttolerant.trainer.settings.options import Options
 
 VERSION = 1
-RESULTS, PREDICTIONS, PROGRESS, STARTS_OVER = "results", "predictions", "progress", "starts_over"
+RETURNED, PREDICTIONS, PROGRESS, STARTS_OVER = "returned", "predictions", "progress", "starts_over"
 _MORE_SECONDS = 10.0
 
 
@@ -85,21 +86,22 @@ class EvaluationSaver:
 
         Args:
             position: Where the evaluation is.
-            results: What a finished evaluation returned.
+            results: What a finished evaluation returned on this rank.
         """
         began = self.now()
         state = self._state.state_dict(position)
         state[PROGRESS] = loop_of(self._trainer).batch_progress.state_dict()
+        state[RETURNED] = results
         failure = ""
         if runs.is_predicting(loop_of(self._trainer)):
             try:
                 state[PREDICTIONS] = self._predictions.write()
-            except OSError as error:
+            except (OSError, UnsafeCheckpointError) as error:
                 failure = described(error)
         failures = self._ranks.to_first("predictions", failure)
         failure = self._ranks.from_first("predictions", next(iter(filter(None, failures or ())), ""))
         if not failure:
-            checkpoint = self._checkpoint(position, state, results)
+            checkpoint = self._checkpoint(position, state)
             failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
         self._note(position, began, failure)
         return failure
@@ -108,7 +110,7 @@ class EvaluationSaver:
         """Note that the evaluation has begun, and can only be run from its start; a collective."""
         began, state = self.now(), {SUMS: self._state.sums, "files": self.files_at_start}
         position = replace(position, validation_batch=0)
-        checkpoint = self._checkpoint(position, state, None)
+        checkpoint = self._checkpoint(position, state)
         if checkpoint is not None:
             checkpoint[KEY][STARTS_OVER] = True
         failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
@@ -120,7 +122,7 @@ class EvaluationSaver:
         """Let the next autosave be due later: none can be taken here."""
         self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
 
-    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], results: Any) -> dict[str, Any] | None:
+    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any]) -> dict[str, Any] | None:
         header = self._header()
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
@@ -132,7 +134,6 @@ class EvaluationSaver:
             "world_size": self._trainer.world_size,
             "position": position.state_dict(),
             **header,
-            RESULTS: results,
             "ranks": packed,
         }
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
 from lightning_faulttolerant.clock import perf_counter
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import CheckpointError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.evaluation import compat as runs
@@ -80,7 +80,7 @@ class EvaluationSession:
         self._common: CommonPace | None = None
         self._is_without_weights = False
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
-        self.is_open = False
+        self.is_open = self._is_off = False
 
     @property
     def report(self) -> ResumeReport | None:
@@ -89,19 +89,31 @@ class EvaluationSession:
 
     def begin(self) -> None:
         """Choose what the evaluation resumes from. Call this before loggers open their files."""
-        self._beginning.begin()
+        self._attempt(self._beginning.begin)
         if not self._beginning.is_connected:
             self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
 
     def _connect(self) -> None:
-        self._stopping.connect(self._beginning.connect())
+        self._attempt(lambda: self._stopping.connect(self._beginning.connect()))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do `work`. If its run can't be opened, the evaluation runs as it is: nothing is lost but time."""
+        try:
+            work()
+        except RanksLostError:
+            raise
+        except (CheckpointError, OSError) as error:
+            self._is_off = True
+            tell(f"This {self._function} can't be resumed if it is interrupted: {error}")
 
     def open(self, callback: Callback) -> None:
         """Take over the seams. `callback` is the callback that opens this session."""
         if not self._beginning.is_connected:
             self._connect()
-        pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
+        if self._is_off:
+            return
+        pass_over_idle_hooks(callback, self._patches)
         self._stopping.open()
         trainer, loop, wrap = self._trainer, self._loop, self._patches.wrap
         wrap(compat.checkpoint_connector(trainer), "resume_start", self._wrap_resume_start)
@@ -209,6 +221,7 @@ class EvaluationSession:
                 results = self._resume.restore_finished()
             else:
                 self._validation.begin()
+                self._validation.lost_before = self._run_state.not_carried()
                 results = original()
                 self._saver.save(self._position(is_finished=True), self._returned(results))
             self._stopping.stop_if_wanted(f"after the end of {self._function}")
@@ -235,8 +248,6 @@ class EvaluationSession:
         def on_run_start() -> None:
             if self._resume is None:
                 original()
-                if self._run_state is not None:
-                    self._validation.lost_before = self._run_state.not_carried()
             else:
                 self._resume.restore()
             if self._beginning.ranks.num_ranks > 1 and self._saver is not None:

@@ -51,11 +51,21 @@ class Outage:
         self._text, self._since = failure, time.time() if is_first else self._since
         self._tell(None, self.num_failures)
         if is_first and self._speaks and not is_last:
+            self._warn(failure, position, saved)
+
+    def _warn(self, failure: str, position: TrainerPosition, saved: TrainerPosition | None) -> None:
+        if saved is None:
             _log.warning(
-                "The state %s could not be saved: %s. The last autosave, %s, stays. The run continues, and each save"
-                " that is due tries again.",
-                position, failure, saved,
+                "The state %s could not be saved: %s. There is no autosave yet. The run continues, and each save that"
+                " is due tries again.",
+                position, failure,
             )  # fmt: skip
+            return
+        _log.warning(
+            "The state %s could not be saved: %s. The last autosave, %s, stays. The run continues, and each save"
+            " that is due tries again.",
+            position, failure, saved,
+        )  # fmt: skip
 
     def end(self) -> None:
         """Note that a save has succeeded. The thread that writes in the background calls this, too."""
