@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.testing import KillAt, NotTheSame
+from lightning_faulttolerant.testing import Interruption, KillAt, NotTheSame, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver
+from tests.kills import StopInValidation
 from tests.law import elastic_runs
-from tests.rank_runs import assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.rank_runs import SECONDS, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import (
     Fsdp1OnCpu,
@@ -69,6 +72,38 @@ def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
     cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
+
+
+def cost_of_a_stop_in_validation(signum: int, **arguments: Any) -> Interruption:
+    """Check the law for a signal in batch 9 of a validation run, with an accumulation window open around it."""
+    limits = {"accumulate_grad_batches": 3, "val_check_interval": 4, "max_epochs": 1}
+    fit = rank_fit(2, validation=lambda: DataLoader(NoisyDataset(120), batch_size=4), **limits, **arguments)
+    fault, options = StopInValidation(9, signum), {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_resumes_exactly(fit, [fault], options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert cost.num_batches_twice == 0
+    return cost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", ["directory", "file", "tensor parallel"])
+def test_stopped_in_validation(kind: str, signum: int) -> None:
+    """A validation run continues at its batch."""
+    kinds: dict[str, dict[str, Any]] = {
+        "directory": {"module": ShardedNet, "strategy": fsdp2()},
+        "file": {"module": ShardedNet, "strategy": fsdp2(save_distributed_checkpoint=False)},
+        "tensor parallel": {"module": TensorParallelNet, "strategy": tensor_parallel(), "train": same_rows},
+    }
+    assert cost_of_a_stop_in_validation(signum, **kinds[kind]).num_validation_batches_twice <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
+def test_fsdp1_stopped_in_validation() -> None:
+    """FSDP1 has its gradients in another form in a validation run, which is finished or repeated, exactly."""
+    cost_of_a_stop_in_validation(signal.SIGTERM, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -20,7 +21,6 @@ from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_s
 from lightning_faulttolerant.trainer.functions import FIT, function_of
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 
 _log = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class ValidationRun:
     def _why_repeated(self) -> str | None:
         if self._may_be_resized and function_of(self._trainer) == FIT:
             return "another number of ranks may continue it"
-        if saves_shards(self._trainer.strategy) and function_of(self._trainer) == FIT:
-            return "the strategy shards the model"
+        if isinstance(self._trainer.strategy, FSDPStrategy) and function_of(self._trainer) == FIT:
+            return "FSDP1 has its gradients in another form there"
         if swaps_in_its_own_way(self._trainer):
             return "a callback has swapped the weights in its own way"
         if not leaves_only_state(self._trainer):
