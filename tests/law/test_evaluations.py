@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint, RichProgressBar
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -461,6 +462,37 @@ def test_a_directory_that_cannot_be_written(num_ranks: int, tmp_path: Path) -> N
 
     assert run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60) == 0, outputs[0].read_text()
     assert "This test can't be resumed if it is interrupted" in outputs[0].read_text()
+
+
+class Sized(LightningDataModule):
+    """Has a batch size that a finder may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(NoisyDataset(20), batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("tunes", [False, True])
+def test_a_batch_size_finder(tunes: bool, tmp_path: Path) -> None:
+    """A finder runs the loop several times before the evaluation: nothing is saved, and the results are the same."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        finder = [] if tunes else [BatchSizeFinder(mode="power", max_trials=2, steps_per_trial=1)]
+        trainer, data = make_trainer([*callbacks, *finder], directory), Sized()
+        if tunes:
+            Tuner(trainer).scale_batch_size(
+                Judge(), datamodule=data, method="test", max_trials=2, steps_per_trial=1, mode="power"
+            )
+        return trainer.test(Judge(), data), data.batch_size
+
+    whole, ours = tmp_path / "whole", tmp_path / "ours"
+    for directory, callbacks in ((whole, list), (ours, lambda: [FaultTolerance(**ALWAYS)])):  # type: ignore[arg-type]
+        code, output = ended(main, directory, callbacks)
+        assert code == 0, output
+    assert torch.load(ours / "result.pt") == torch.load(whole / "result.pt")
 
 
 @dataclass

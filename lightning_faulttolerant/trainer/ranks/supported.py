@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.trainer.compat import callbacks
 
 SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 
@@ -72,7 +74,12 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def can_be_evaluated(trainer: Trainer) -> bool:
-    """Return whether an evaluation under the trainer's strategy can be resumed. If not, it runs as it is."""
+    """Return whether an evaluation of this trainer can be resumed. If not, it runs as it is.
+
+    It can't under a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at its start.
+    """
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks(trainer)):
+        return False
     try:
         check_strategy(trainer.strategy)
     except UnsupportedTrainerError:
