@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -475,24 +474,39 @@ class Sized(LightningDataModule):
         return DataLoader(NoisyDataset(20), batch_size=self.batch_size)
 
 
-@pytest.mark.parametrize("tunes", [False, True])
-def test_a_batch_size_finder(tunes: bool, tmp_path: Path) -> None:
+class KilledOnce(Judge):
+    """Kills its process after the finder, in a batch of the size that it has found, once."""
+
+    def __init__(self, mark: Path | None) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx, dataloader_idx)
+        if self.mark is not None and len(batch) == 8 and batch_idx == 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_batch_size_finder(tmp_path: Path) -> None:
     """A finder runs the loop several times before the evaluation: nothing is saved, and the results are the same."""
 
     def main(callbacks: list[Callback], directory: Path) -> object:
-        finder = [] if tunes else [BatchSizeFinder(mode="power", max_trials=2, steps_per_trial=1)]
-        trainer, data = make_trainer([*callbacks, *finder], directory), Sized()
-        if tunes:
-            Tuner(trainer).scale_batch_size(
-                Judge(), datamodule=data, method="test", max_trials=2, steps_per_trial=1, mode="power"
-            )
-        return trainer.test(Judge(), data), data.batch_size
+        finder = BatchSizeFinder(mode="power", max_trials=2, steps_per_trial=1)
+        trainer, data = make_trainer([*callbacks, finder], directory), Sized()
+        module = KilledOnce(directory / "killed" if callbacks else None)
+        return trainer.test(module, data), data.batch_size
 
-    whole, ours = tmp_path / "whole", tmp_path / "ours"
-    for directory, callbacks in ((whole, list), (ours, lambda: [FaultTolerance(**ALWAYS)])):  # type: ignore[arg-type]
-        code, output = ended(main, directory, callbacks)
-        assert code == 0, output
-    assert torch.load(ours / "result.pt") == torch.load(whole / "result.pt")
+    def ours() -> list[Callback]:
+        return [FaultTolerance(dirpath=tmp_path / "autosaves", **ALWAYS)]  # type: ignore[arg-type]
+
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    assert ended(main, whole)[0] == 0
+    assert ended(main, struck, ours)[0] == -signal.SIGKILL
+    code, output = ended(main, struck, ours)
+    assert code == 0, output
+    assert torch.load(struck / "result.pt") == torch.load(whole / "result.pt")
+    assert not (tmp_path / "autosaves").exists()
 
 
 @dataclass
