@@ -475,7 +475,7 @@ class Sized(LightningDataModule):
 
 
 class KilledOnce(Judge):
-    """Kills its process after the finder, in a batch of the size that it has found, once."""
+    """Kills its process after the finder, in the third batch, once."""
 
     def __init__(self, mark: Path | None) -> None:
         super().__init__()
@@ -483,7 +483,7 @@ class KilledOnce(Judge):
 
     def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().test_step(batch, batch_idx, dataloader_idx)
-        if self.mark is not None and len(batch) == 8 and batch_idx == 1 and not self.mark.exists():
+        if self.mark is not None and batch_idx == 2 and not self.mark.exists():  # trials have one batch
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
