@@ -555,13 +555,23 @@ def assert_ranks_continue(
     module: Callable[[], LightningModule] = Slow,
 ) -> None:
     """Check that an evaluation of two ranks continues after a signal to both, in batch 6."""
+
+    def evaluate(callbacks: list[Callback], directory: Path) -> object:
+        trainer, one = make(callbacks, directory), module()
+        return getattr(trainer, function)(one, loader(size=240)), left_by(trainer, one)
+
+    strike = Strike(function, 6, signum)
+    told = assert_equal_on_ranks(evaluate, tmp_path, strike)
+    assert "Resumed exactly before batch" in told
+
+
+def assert_equal_on_ranks(evaluate: Main, tmp_path: Path, strike: Strike) -> str:
+    """Check that two ranks that are struck return what they return without us. Return rank 0's last output."""
     outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
 
     def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
         def of_rank(rank: int) -> None:
-            trainer, one = make(callbacks(), directory), module()
-            results = getattr(trainer, function)(one, loader(size=240))
-            torch.save((results, left_by(trainer, one)), directory / f"result-{rank}.pt")
+            torch.save(evaluate(callbacks(), directory), directory / f"result-{rank}.pt")
 
         directory.mkdir(exist_ok=True)
         return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60)
@@ -569,13 +579,13 @@ def assert_ranks_continue(
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
     assert start(whole, list) == 0, outputs[0].read_text()
-    code = start(struck, lambda: [FaultTolerance(**options), Strike(function, 6, signum)])
-    assert code == (143 if signum == signal.SIGTERM else -signum), outputs[0].read_text()
+    code = start(struck, lambda: [FaultTolerance(**options), strike])
+    assert code == (143 if strike.signum == signal.SIGTERM else -strike.signum), outputs[0].read_text()
     assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
-    assert "Resumed exactly before batch" in outputs[0].read_text()
     for name in ("result-0.pt", "result-1.pt"):
         found, expected = (torch.load(path / name, weights_only=False) for path in (struck, whole))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    return outputs[0].read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -599,27 +609,16 @@ class OfOneRank(Judge):
 
 def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
     """One rank is done earlier; the results of a finished test are those of each rank."""
-    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
 
-    def start(directory: Path, callbacks: Callable[[], list[Callback]]) -> int:
-        def of_rank(rank: int) -> None:
-            arguments = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
-            trainer, module = make_trainer(callbacks(), directory, **arguments), OfOneRank()
-            results = [trainer.test(module, loader(size=8 + 12 * rank)), trainer.predict(module, loader(size=20))]
-            torch.save((results, left_by(trainer, module)), directory / f"result-{rank}.pt")
+    def evaluate(callbacks: list[Callback], directory: Path) -> object:
+        arguments: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        trainer, module = make_trainer(callbacks, directory, **arguments), OfOneRank()
+        size = 8 + 12 * trainer.global_rank
+        results = [trainer.test(module, loader(size=size)), trainer.predict(module, loader(size=20))]
+        return results, left_by(trainer, module)
 
-        directory.mkdir(exist_ok=True)
-        return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60)
-
-    whole, struck = tmp_path / "whole", tmp_path / "struck"
-    options = {**ALWAYS, "dirpath": tmp_path / "autosaves"}
-    assert start(whole, list) == 0, outputs[0].read_text()
-    assert start(struck, lambda: [FaultTolerance(**options), Strike("predict", 2, signal.SIGKILL)]) == -signal.SIGKILL
-    assert start(struck, lambda: [FaultTolerance(**options)]) == 0, outputs[0].read_text()
-    assert "Resumed exactly after the end of test" in outputs[0].read_text()
-    for name in ("result-0.pt", "result-1.pt"):
-        found, expected = (torch.load(path / name, weights_only=False) for path in (struck, whole))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    told = assert_equal_on_ranks(evaluate, tmp_path, Strike("predict", 2, signal.SIGKILL))
+    assert "Resumed exactly after the end of test" in told
 
 
 class ShardedJudge(ShardedNet, Judge):  # type: ignore[misc]
