@@ -22,6 +22,7 @@ LAWS = [
     "test_hook_saves.test_saved_by_a_callback",
     "test_faults.test_stop_signal_costs_no_batch",
     "test_loggers.test_csv_goes_on",
+    "test_evaluations.test_a_whole_script",
     "test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
 ]
 SLOW = [
