@@ -234,7 +234,8 @@ class RunDirectory:
         begun, fits = self.begun, self.record.fits
         is_evaluation = [fit.is_evaluation for number, fit in fits.items() if number in begun]
         unfinished = [fit for number, fit in fits.items() if number not in begun and not fit.is_finished]
-        return all(is_evaluation) and any(not fit.is_evaluation for fit in unfinished)
+        has_only_evaluated = bool(is_evaluation) and all(is_evaluation)
+        return has_only_evaluated and any(not fit.is_evaluation for fit in unfinished)
 
     def _remove_evaluations(self) -> None:
         self._lock.check()
