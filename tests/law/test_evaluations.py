@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -673,6 +674,19 @@ def test_without_a_part(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(ValidationRun, "num_consumed", lambda self: {})
     with pytest.raises(AssertionError):
         assert_continues(evaluation(WITHOUT[part]), tmp_path, Strike(WITHOUT[part], 6, signal.SIGKILL))
+
+
+@pytest.mark.parametrize("function", EVALUATIONS)
+def test_nothing_stays_after_a_resume(function: str, tmp_path: Path) -> None:
+    """After an evaluation that continued, the loop has no method but its own."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        trainer = make_trainer(callbacks, directory)
+        getattr(trainer, function)(Judge(), two_loaders())
+        loop = getattr(trainer, f"{function}_loop")
+        return {name: 1 for name, value in vars(loop).items() if isinstance(value, types.FunctionType)}
+
+    assert_continues(main, tmp_path, Strike(function, 6))
 
 
 def test_nothing_stays(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class EvaluationResume:
         rank: The number of this rank.
         trust: Decides whether objects may be unpickled.
         predictions: The predictions of this rank.
+        patches: Those of the session, undone when the evaluation ends.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EvaluationResume:
         rank: int,
         trust: Trust,
         predictions: Predictions,
+        patches: Patches,
     ) -> None:
         assert choice.checkpoint is not None
         assert choice.part is not None
@@ -71,7 +73,7 @@ class EvaluationResume:
         self._predictions = predictions
         self._began = time.monotonic()
         self._comparison = Comparison(self._path, strict=True, is_elastic=False)
-        self._patches = Patches()
+        self._patches = patches
         self.position = TrainerPosition(**self._part["position"])
         self._state: Mapping[str, Any] = state_of(self._part, rank, choice.checkpoint)
         saved = self._part["fingerprint"]

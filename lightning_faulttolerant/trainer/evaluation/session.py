@@ -163,6 +163,7 @@ class EvaluationSession:
             rank=ranks.rank,
             trust=trust,
             predictions=predictions,
+            patches=self._patches,
         )
         beginning.forget_checkpoint()
         reason = resume.why_not(has_weights=not self._is_without_weights)
