@@ -41,44 +41,35 @@ class IndexIterator(Iterator[Any]):
         self._indices = indices
         self._is_open = False
         self._ahead: deque[Any] = deque()
-        self._draw_next: Callable[[], Any] | None = None
-        """Draws a batch, where nothing besides the batch has to be noted."""
+        self._draw: Callable[[], Any] = self._draw_by_side
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
         if not self._is_open:
             self._is_open = True
             self._indices = self._side.open(self._indices)
+            # Seeded samplers may be drawn from while their states are parked: the side notes the last draw, too.
             if self._side.seeds is None and self._side.only_passes_on:
-                self._draw_next = self._indices.__next__
+                self._draw = self._indices.__next__
 
     def draw_ahead(self) -> None:
         """Draw the next batch now, if one exists. It is handed out when it is requested."""
         with contextlib.suppress(StopIteration):
             self._ahead.append(self._draw())
 
-    def _draw(self) -> Any:
+    def _draw_by_side(self) -> Any:
         assert self._indices is not None
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
-        record = self._record
-        draw_next = self._draw_next
-        if draw_next is not None and not self._ahead:
-            batch = draw_next()
-            record.handed_out += 1
-            record.recent.append(batch)
-            if digests := record.digests:
-                digests.append(updated(digests[-1], batch, record.not_compared))
-            return batch
         if not self._is_open:
             self.open()
-        seeds = self._side.seeds
+        record, seeds = self._record, self._side.seeds
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)
-        if record.digests:
-            record.digests.append(updated(record.digests[-1], batch, record.not_compared))
+        if digests := record.digests:
+            digests.append(updated(digests[-1], batch, record.not_compared))
         if seeds is None:
             return batch
         step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin

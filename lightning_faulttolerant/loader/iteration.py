@@ -48,15 +48,15 @@ class Iteration:
     dataset_states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def __post_init__(self) -> None:
-        self.note()
+        self._note()
 
     def count(self) -> None:
         """Count a batch that was yielded."""
         self.num_out += 1
-        self.note()
+        if self.dataset is not None:
+            self._note()
 
-    def note(self) -> None:
-        """Keep the state of the data set after the batches so far."""
+    def _note(self) -> None:
         if self.dataset is not None:
             self.dataset_states.append((self.num_out, state_of(self.dataset)))
 
@@ -97,10 +97,7 @@ class CountedBatches(Iterator[Any]):
         if self._num_heard:
             return self._next()
         batch = next(self._batches)
-        iteration = self._iteration
-        iteration.num_out += 1
-        if iteration.dataset is not None:
-            iteration.note()
+        self._iteration.count()
         return batch
 
     def _next(self) -> Any:

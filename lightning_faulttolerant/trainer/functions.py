@@ -14,6 +14,12 @@ def function_of(trainer: Trainer) -> str:
     return FIT if trainer.state.fn is None else str(trainer.state.fn.value)
 
 
+def stage_of(trainer: Trainer) -> str:
+    """Return the word for the running evaluation in the names of hooks, as in ``on_test_start``."""
+    function = function_of(trainer)
+    return function if function in ("test", "predict") else "validation"
+
+
 def loop_of(trainer: Trainer) -> Any:
     """Return the evaluation loop of the function that runs; for ``fit`` that of its validation runs."""
     function = function_of(trainer)

@@ -11,34 +11,30 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
-from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.patches import then
 from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Method, Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.save.capture import RunState
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
-from lightning_faulttolerant.trainer.settings.environment import is_manual
 from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.stop.stopping import Stopping
 from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
 
 
-class Session:
+class Session(AnySession):
     """Everything that this package keeps for the length of one fit.
 
     Args:
@@ -48,20 +44,9 @@ class Session:
     """
 
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
-        self._registered = registered
-        self.trainer = self._trainer = trainer
-        self._options = options
-        is_per_sample = options.worker_rng == "per_sample"
-        self.loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
-        self._loaders = self.loaders
-        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
-        self.stopping = self._stopping = Stopping(trainer, options)
+        super().__init__(trainer, options, registered, strict=options.strict)
         self._stop = self._stopping.signals
-        self._patches = Patches()
-        self._files = RunFiles(trainer, self._patches)
-        self._beginning = Beginning(trainer, options, self._files)
         self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
-        self.is_open = False
         self._is_interrupted = False
         self._boundary: Boundary | None = None
         self.run_state: RunState | None = None
@@ -82,16 +67,10 @@ class Session:
         """The report of what was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
-    def begin(self) -> None:
-        """Choose what the fit resumes from. Call this before loggers open their files and callbacks are set up."""
-        self._beginning.begin()
-        if not self._beginning.is_connected:
-            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
-
     def open(self, callback: Callback) -> None:
         """Take over the seams. `callback` is the callback that opens this session."""
         if not self._beginning.is_connected:
-            self._connect()
+            self.connect()
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._stopping.open()
@@ -121,51 +100,21 @@ class Session:
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
 
-    def finish(self) -> None:
-        """End a fit that finished."""
-        self._beginning.end_fit()
-        self._tell_end(None)
-
-    def interrupt(self, exception: BaseException) -> None:
-        """End a fit that raised an exception. Save what can be saved, and never hide the exception."""
-        self._stopping.interrupt(exception)
+    def _save_interrupted(self, exception: BaseException) -> None:
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
-        try:
-            if self.autosaver is not None:
-                end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception, source)
-            elif isinstance(exception, TrainingStopped):
-                tell_stopped(exception, None, source)
-            self._stopping.requeue(exception)
-        finally:
-            self._loaders.close_workers()
-            compat.end_fetching(self._trainer)
-            self._tell_end(exception)
+        if self.autosaver is not None:
+            end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception, source)
+        elif isinstance(exception, TrainingStopped):
+            tell_stopped(exception, None, source)
 
-    def _tell_end(self, exception: BaseException | None) -> None:
-        """Report how the fit ended; this may wait for a store. Give everything back whatever happens."""
-        try:
-            self._beginning.end(exception)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give everything back. A second call does nothing more."""
-        self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
-        self._stopping.close()
+    def _close_own(self) -> None:
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
-        self._loaders.release_workers()
-        self._loaders.put_back()
-        self._files.put_back()
         if self.autosaver is not None:
             self.autosaver.close()
-        self._beginning.close()
         self._boundary = self.autosaver = self.run_state = None
 
     # What the seams do.
-
-    def _connect(self) -> None:
-        self._stopping.connect(self._beginning.connect())
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:
         """Put our part into a checkpoint that other code is saving."""

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState, run_of
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, STARTS_OVER, VERSION
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
@@ -26,7 +26,7 @@ from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, b
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.comparison import Comparison
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, differences
-from lightning_faulttolerant.trainer.save.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.save.capture import PARTS, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 
 
@@ -88,7 +88,8 @@ class EvaluationResume:
     @property
     def run(self) -> Mapping[str, Any]:
         """The place of the loop."""
-        return run_of(self._state)
+        found: Mapping[str, Any] = self._state[VALIDATION_RUN]
+        return found
 
     @property
     def starts_over(self) -> bool:
@@ -111,6 +112,11 @@ class EvaluationResume:
         lines = [line for name in ("module", "trainer") for line in differences(self._saved[name], now[name], name)]
         return "; ".join(lines)
 
+    @property
+    def _drawn(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = (self._state.get(OBJECTS) or {}).get(DRAWN, {})
+        return found
+
     def put_back_drawn(self) -> None:
         """Restore what the script drew before the first start.
 
@@ -118,8 +124,7 @@ class EvaluationResume:
             FingerprintMismatchError: If that fails.
         """
         if self._loaders.drawn is not None:
-            saved = (self._state.get(OBJECTS) or {}).get(DRAWN, {})
-            self._comparison.put_back_drawn(self._loaders.drawn, saved)
+            self._comparison.put_back_drawn(self._loaders.drawn, self._drawn)
 
     def expect_loaders(self) -> None:
         """Compare the loaders that are set up next with those of the evaluation that saved, and let them continue."""
@@ -136,7 +141,7 @@ class EvaluationResume:
                 tracker=self._loaders.trackers.get(place),
                 is_resized=False,
                 drawn=self._loaders.drawn,
-                saved_drawn=(self._state.get(OBJECTS) or {}).get(DRAWN, {}),
+                saved_drawn=self._drawn,
             )
 
     def restore(self) -> None:

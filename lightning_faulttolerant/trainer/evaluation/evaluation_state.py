@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
-from lightning_faulttolerant.trainer.save.capture import VALIDATION_RUN, RunState
+from lightning_faulttolerant.trainer.save.capture import RunState
 
 SUMS = "sums"
 _WEIGHTS, _GRADIENTS = "weights", "gradients"
@@ -72,9 +72,3 @@ class EvaluationState:
             load_gradients(module, state[_GRADIENTS])
             self._gradients = TensorMarks([])
         return self._run_state.load_state_dict(state)
-
-
-def run_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the place of the loop in a state."""
-    found: Mapping[str, Any] = state[VALIDATION_RUN]
-    return found

@@ -12,7 +12,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.files.parts import KEY
 from lightning_faulttolerant.trainer.functions import loop_of
@@ -34,7 +34,7 @@ class EvaluationSaver:
     Args:
         trainer: The trainer that evaluates.
         series: Writes the files; ``None`` on ranks that write none.
-        state: Reads the state.
+        sums: A sum of the bits of each tensor that the evaluation begins with.
         options: Say when to save.
         ranks: The ranks that save together. Each method that saves is a collective.
         header: Returns what every autosave says about the run.
@@ -46,7 +46,7 @@ class EvaluationSaver:
         self,
         trainer: Trainer,
         series: AutosaveSeries | None,
-        state: EvaluationState,
+        sums: Mapping[str, int],
         options: Options,
         *,
         ranks: Ranks,
@@ -56,7 +56,7 @@ class EvaluationSaver:
     ) -> None:
         self._trainer = trainer
         self._series = series
-        self._state = state
+        self._sums = sums
         self._ranks = ranks
         self._header = header
         self._history = history
@@ -81,17 +81,16 @@ class EvaluationSaver:
         """Return whether an autosave is due, by rank 0's clock; a collective."""
         return bool(self._ranks.from_first("due", self.now() >= self.due_at))
 
-    def save(self, position: TrainerPosition, results: Any = None) -> str:
-        """Save the state of this instant; a collective. Return why it could not be written, or an empty string.
+    def save(self, position: TrainerPosition, state: Mapping[str, Any], results: Any = None) -> str:
+        """Save a state; a collective. Return why it could not be written, or an empty string.
 
         Args:
             position: Where the evaluation is.
+            state: The state of this rank, from `EvaluationState`.
             results: What a finished evaluation returned on this rank.
         """
         began = self.now()
-        state = self._state.state_dict(position)
-        state[PROGRESS] = loop_of(self._trainer).batch_progress.state_dict()
-        state[RETURNED] = results
+        state = {**state, PROGRESS: loop_of(self._trainer).batch_progress.state_dict(), RETURNED: results}
         failure = ""
         if runs.is_predicting(loop_of(self._trainer)):
             try:
@@ -100,29 +99,37 @@ class EvaluationSaver:
                 failure = described(error)
         failures = self._ranks.to_first("predictions", failure)
         failure = self._ranks.from_first("predictions", next(iter(filter(None, failures or ())), ""))
-        if not failure:
-            checkpoint = self._checkpoint(position, state)
-            failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
-        self._note(position, began, failure)
-        return failure
+        return self._write(position, state, began, failure=failure)
 
-    def save_start(self, position: TrainerPosition) -> str:
+    def save_start(self, position: TrainerPosition) -> None:
         """Note that the evaluation has begun, and can only be run from its start; a collective."""
-        began, state = self.now(), {SUMS: self._state.sums, "files": self.files_at_start}
-        position = replace(position, validation_batch=0)
-        checkpoint = self._checkpoint(position, state)
-        if checkpoint is not None:
-            checkpoint[KEY][STARTS_OVER] = True
-        failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
-        self._note(position, began, failure)
+        state = {SUMS: self._sums, "files": self.files_at_start}
+        failure = self._write(replace(position, validation_batch=0), state, self.now(), more={STARTS_OVER: True})
         self.has_only_start = not failure
-        return failure
 
     def put_off(self) -> None:
         """Let the next autosave be due later: none can be taken here."""
         self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
 
-    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any]) -> dict[str, Any] | None:
+    def _write(
+        self,
+        position: TrainerPosition,
+        state: dict[str, Any],
+        began: float,
+        *,
+        failure: str = "",
+        more: Mapping[str, Any] = {},
+    ) -> str:
+        """Write an autosave, unless something has failed already. Note it, and return what has failed."""
+        if not failure:
+            checkpoint = self._checkpoint(position, state, more)
+            failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
+        self._note(position, began, failure)
+        return failure
+
+    def _checkpoint(
+        self, position: TrainerPosition, state: dict[str, Any], more: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         header = self._header()
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
@@ -134,6 +141,7 @@ class EvaluationSaver:
             "world_size": self._trainer.world_size,
             "position": position.state_dict(),
             **header,
+            **more,
             "ranks": packed,
         }
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}

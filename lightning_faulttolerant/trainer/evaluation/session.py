@@ -5,7 +5,6 @@ An evaluation that can't be resumed is run from its start. It is never refused: 
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +13,10 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
 from lightning_faulttolerant.clock import perf_counter
-from lightning_faulttolerant.errors import CheckpointError, RanksLostError, TrainingStopped
+from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
@@ -24,34 +24,26 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_state import Evaluati
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
-from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import user_loader
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.logged.compat import copied
-from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.patches import then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.save.capture import RunState
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.environment import is_manual
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
-from lightning_faulttolerant.trainer.stop.stopping import Stopping
 from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
-
-_log = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 
 
-class EvaluationSession:
+class EvaluationSession(AnySession):
     """Everything that this package keeps for the length of one evaluation.
 
     Args:
@@ -61,18 +53,9 @@ class EvaluationSession:
     """
 
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
-        self.trainer = self._trainer = trainer
-        self._options = options
-        self._registered = registered
+        super().__init__(trainer, options, registered, strict=None)
         self._function = function_of(trainer)
         self._loop = loop_of(trainer)
-        is_per_sample = options.worker_rng == "per_sample"
-        self._loaders = Loaders(trainer, strict=None, manual=is_manual(), is_per_sample=is_per_sample)
-        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
-        self._stopping = Stopping(trainer, options)
-        self._patches = Patches()
-        self._files = RunFiles(trainer, self._patches)
-        self._beginning = Beginning(trainer, options, self._files, function=self._function)
         self._run_state: RunState | None = None
         self._state: EvaluationState | None = None
         self._saver: EvaluationSaver | None = None
@@ -80,21 +63,20 @@ class EvaluationSession:
         self._common: CommonPace | None = None
         self._is_without_weights = False
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
-        self.is_open = self._is_off = False
+        self._is_off = False
 
     @property
     def report(self) -> ResumeReport | None:
         """The report of what was restored, if this evaluation resumed."""
         return self._resume.report if self._resume is not None else None
 
-    def begin(self) -> None:
-        """Choose what the evaluation resumes from. Call this before loggers open their files."""
-        self._attempt(self._beginning.begin)
-        if not self._beginning.is_connected:
-            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
+    def choose(self) -> None:
+        """Open the run on rank 0, and choose there."""
+        self._attempt(super().choose)
 
-    def _connect(self) -> None:
-        self._attempt(lambda: self._stopping.connect(self._beginning.connect()))
+    def connect(self) -> None:
+        """Connect the ranks, and send the choice to all of them; a collective."""
+        self._attempt(super().connect)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         """Do `work`. If its run can't be opened, the evaluation runs as it is: nothing is lost but time."""
@@ -109,7 +91,7 @@ class EvaluationSession:
     def open(self, callback: Callback) -> None:
         """Take over the seams. `callback` is the callback that opens this session."""
         if not self._beginning.is_connected:
-            self._connect()
+            self.connect()
         self.is_open = True
         if self._is_off:
             return
@@ -143,7 +125,7 @@ class EvaluationSession:
         self._saver = EvaluationSaver(
             self._trainer,
             series,
-            self._state,
+            self._state.sums,
             options,
             ranks=ranks,
             header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
@@ -210,7 +192,7 @@ class EvaluationSession:
 
     def _wrap_run(self, original: Method) -> Method:
         def run() -> Any:
-            if self._run_state is None or self._saver is None:
+            if self._run_state is None or self._saver is None or self._state is None:
                 return original()
             objects = self._run_state.objects
             if self._resume is not None:
@@ -224,7 +206,8 @@ class EvaluationSession:
                 self._validation.begin()
                 self._validation.lost_before = self._run_state.not_carried()
                 results = original()
-                self._saver.save(self._position(is_finished=True), self._returned(results))
+                finished = self._position(is_finished=True)
+                self._saver.save(finished, self._state.state_dict(finished), self._returned(results))
             self._stopping.stop_if_wanted(f"after the end of {self._function}")
             return results
 
@@ -293,10 +276,12 @@ class EvaluationSession:
 
     def _save(self, saver: EvaluationSaver) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
-        if self._stopping.all_can(self._can_continue_here()):
-            saver.save(self._position())
+        position = self._position()
+        state = self._state_here(position)
+        if state is not None:
+            saver.save(position, state)
         elif saver.saved is None:
-            saver.save_start(self._position())
+            saver.save_start(position)
         else:
             saver.put_off()
 
@@ -304,29 +289,41 @@ class EvaluationSession:
         position, unsaved = self._position(), ""
         reason = self._stopping.reason
         place = str(position)
-        if not self._stopping.all_can(self._can_continue_here()):
+        state = self._state_here(position)
+        if state is None:
             if saver.saved is None:
                 saver.save_start(position)
             told = "is repeated from its start" if saver.has_only_start else "can't continue here"
             place += f". It {told}: {self._validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
-                unsaved = saver.save(position)
+                unsaved = saver.save(position, state)
         self._stopping.end_together()
         raise stopped_by(reason, place, unsaved)
 
-    def _can_continue_here(self) -> bool:
+    def _state_here(self, position: TrainerPosition) -> dict[str, Any] | None:
+        """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
+        state = self._own_state_here(position)
+        return state if self._stopping.all_can(state is not None) else None
+
+    def _own_state_here(self, position: TrainerPosition) -> dict[str, Any] | None:
         assert self._run_state is not None
+        assert self._state is not None
         run = self._validation
         if self._loaders.not_exact:
             run.repeat(self._loaders.not_exact[0])
-        if run.can_be_resumed:
-            run.check_loaders()
-        if run.can_be_resumed and not run.lost_before.issuperset(self._run_state.not_carried()):
-            run.repeat("it has made or changed what a checkpoint can't carry")
-        if run.can_be_resumed and self._state is not None and not self._state.can_be_saved():
+        if run.can_be_resumed and not self._state.can_be_saved():
             run.repeat("it has changed weights that are in shards")
-        return run.can_be_resumed
+        if not run.can_be_resumed:
+            return None
+        try:
+            state = self._state.state_dict(position)
+        except NotExactError as error:  # a loader can't report its place
+            run.repeat(str(error))
+            return None
+        if not run.lost_before.issuperset(self._run_state.not_carried(state)):
+            run.repeat("it has made or changed what a checkpoint can't carry")
+        return state if run.can_be_resumed else None
 
     def _wrap_after_fetch(self, original: Method) -> Method:
         loaders = self._loaders
@@ -339,37 +336,11 @@ class EvaluationSession:
 
     # The end.
 
-    def finish(self) -> None:
-        """End an evaluation that finished."""
-        self._beginning.end_fit()
-        self._tell_end(None)
+    def _save_interrupted(self, exception: BaseException) -> None:
+        if isinstance(exception, TrainingStopped):  # if not, the last autosave stays
+            tell_stopped(exception, None if self._saver is None else self._saver.saved, self._beginning.source)
 
-    def interrupt(self, exception: BaseException) -> None:
-        """End an evaluation that raised an exception. The last autosave stays."""
-        self._stopping.interrupt(exception)
-        try:
-            if isinstance(exception, TrainingStopped):
-                tell_stopped(exception, None if self._saver is None else self._saver.saved, self._beginning.source)
-            self._stopping.requeue(exception)
-        finally:
-            self._loaders.close_workers()
-            compat.end_fetching(self._trainer)
-            self._tell_end(exception)
-
-    def _tell_end(self, exception: BaseException | None) -> None:
-        try:
-            self._beginning.end(exception)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give everything back. A second call does nothing more."""
-        self._patches.undo()
-        self._stopping.close()
-        self._loaders.release_workers()
-        self._loaders.put_back()
-        self._files.put_back()
-        self._beginning.close()
+    def _close_own(self) -> None:
         self._run_state = self._state = self._saver = None
 
 

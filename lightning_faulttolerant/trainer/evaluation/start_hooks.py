@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.functions import function_of
+from lightning_faulttolerant.trainer.functions import stage_of
 from lightning_faulttolerant.trainer.user_hooks import is_users_function, overridden
 
 _STAGES = ("validation", "test", "predict")
@@ -34,7 +34,7 @@ def leaves_only_state(trainer: Trainer) -> bool:
 
 def _functions(trainer: Trainer) -> Iterator[Any]:
     """Yield the hooks that are not Lightning's or ours."""
-    stage = {"test": "test", "predict": "predict"}.get(function_of(trainer), "validation")
+    stage = stage_of(trainer)
     for owner in (*compat.callbacks(trainer), trainer.lightning_module):
         for function in (overridden(owner, hook) for hook in _HOOKS if f"_{stage}_" in hook):
             if function is not None and is_users_function(function):

@@ -151,8 +151,7 @@ class ValidationRun:
     def reset(self, state: Mapping[str, Any], original: Callable[[], None]) -> None:
         """Begin to iterate at the place of `state`. `original` is the loop's own reset."""
         number, ahead = state["loader"], state.get("ahead")
-        trackers = self._trackers()
-        first = trackers[0]
+        first = self._trackers()[0]
         if ahead is not None:
             self._loaders.load_held(ahead["held"])
             set_rng_state(ahead["rng"])

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_faulttolerant.trainer.evaluation.compat import forget_loader_of_bar
-from lightning_faulttolerant.trainer.functions import function_of
+from lightning_faulttolerant.trainer.functions import stage_of
 from lightning_faulttolerant.trainer.position import VALIDATION_END, TrainerPosition
 
 
@@ -62,8 +62,7 @@ def begin_next(trainer: Trainer) -> None:
 def begin_evaluation(trainer: Trainer) -> None:
     """Start the bar of an evaluation that continues. Its hook at the start of the run is not called again."""
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
-    stage = {"test": "test", "predict": "predict"}.get(function_of(trainer), "validation")
     kind = next((kind for kind in (TQDMProgressBar, RichProgressBar) if isinstance(bar, kind)), None)
     if kind is not None:
-        getattr(kind, f"on_{stage}_start")(bar, trainer, module)
+        getattr(kind, f"on_{stage_of(trainer)}_start")(bar, trainer, module)
         forget_loader_of_bar(bar)

@@ -153,7 +153,7 @@ class RunDirectory:
         return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
 
     def start_again(self, number: int, start: Mapping[str, Any]) -> None:
-        """Note that a fit or an evaluation begins anew, with another start."""
+        """Note that a fit or an evaluation starts over, with another start."""
         with FITS:
             write_record(self.directory, self.record.with_fit(number, FitRecord(start=start)))
 

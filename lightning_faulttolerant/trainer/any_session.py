@@ -1,0 +1,98 @@
+"""What the session of a fit and that of an evaluation have in common: what they hold, how they begin, how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.functions import function_of
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.settings.environment import is_manual
+from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.stop.stopping import Stopping
+
+
+class AnySession:
+    """Everything that this package keeps for the length of one function of the Trainer.
+
+    Args:
+        trainer: The trainer that runs it.
+        options: The callback's options.
+        registered: The functions that were passed to `FaultTolerance.register`, by name.
+        strict: See `Loaders`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: Options, registered: Mapping[str, Registered], *, strict: bool | None
+    ) -> None:
+        self._registered = registered
+        self.trainer = self._trainer = trainer
+        self._options = options
+        seeds = options.worker_rng == "per_sample"
+        self.loaders = self._loaders = Loaders(trainer, strict=strict, manual=is_manual(), is_per_sample=seeds)
+        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
+        self.stopping = self._stopping = Stopping(trainer, options)
+        self._patches = Patches()
+        self._files = RunFiles(trainer, self._patches)
+        self._beginning = Beginning(trainer, options, self._files, function=function_of(trainer))
+        self.is_open = False
+
+    def begin(self) -> None:
+        """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
+        self.choose()
+        if not self._beginning.is_connected:
+            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self.connect))
+
+    def choose(self) -> None:
+        """Open the run on rank 0, and choose there."""
+        self._beginning.begin()
+
+    def connect(self) -> None:
+        """Connect the ranks, and send the choice to all of them; a collective."""
+        self._stopping.connect(self._beginning.connect())
+
+    def finish(self) -> None:
+        """End a run that finished."""
+        self._beginning.end_fit()
+        self._tell_end(None)
+
+    def interrupt(self, exception: BaseException) -> None:
+        """End a run that raised an exception. Save what can be saved, and never hide the exception."""
+        self._stopping.interrupt(exception)
+        try:
+            self._save_interrupted(exception)
+            self._stopping.requeue(exception)
+        finally:
+            self._loaders.close_workers()
+            compat.end_fetching(self._trainer)
+            self._tell_end(exception)
+
+    def _save_interrupted(self, exception: BaseException) -> None:
+        """Save what can still be saved, and report where the run continues."""
+
+    def _tell_end(self, exception: BaseException | None) -> None:
+        """Report how the run ended; this may wait for a store. Give everything back whatever happens."""
+        try:
+            self._beginning.end(exception)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing more."""
+        self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
+        self._stopping.close()
+        self._loaders.release_workers()
+        self._loaders.put_back()
+        self._files.put_back()
+        self._close_own()
+        self._beginning.close()
+
+    def _close_own(self) -> None:
+        """Give back what only this kind of session has."""
