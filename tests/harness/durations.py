@@ -32,6 +32,8 @@ class Report:
     failed: list[str] = field(default_factory=list)
     """The tests of `not_passed` that may run again: those in which no resumed run differed from the whole run."""
     seconds: float = 0.0
+    processor_seconds: float = 0.0
+    """Of its process and all that it started and waited for: this hardly depends on what runs beside it."""
     shortest: str = ""
     """The shortest of the tests that took long enough to have run a training."""
     shortest_seconds: float = float("inf")

@@ -195,13 +195,13 @@ class Suite:
         return self._stops_at_failure and bool(self.failures)
 
     def _wait(self) -> None:
-        process_id, status = os.wait()
+        process_id, status, usage = os.wait4(-1, 0)
         for run in [run for run in self._running if run.process_id == process_id]:
             self._running.remove(run)
-            self._note(run, os.waitstatus_to_exitcode(status))
+            self._note(run, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
             shutil.rmtree(run.directory, ignore_errors=True)
 
-    def _note(self, run: FileRun, exit_code: int) -> None:
+    def _note(self, run: FileRun, exit_code: int, processor_seconds: float) -> None:
         report, seconds = run.report, time.monotonic() - run.began
         # pytest writes a report even if a file has no tests, so a missing report is always a failure.
         if report is None or (not report.outcomes and exit_code not in (0, _NO_TESTS)):
@@ -211,8 +211,10 @@ class Suite:
             return
         if not report.outcomes:
             return
+        report.processor_seconds = processor_seconds
         self.reports[run.file] = report
-        print(f"{run.file}: {describe(report.outcomes)} in {seconds:.1f} s", flush=True)
+        used = f"{processor_seconds:.1f} s of processor time"
+        print(f"{run.file}: {describe(report.outcomes)} in {seconds:.1f} s ({used})", flush=True)
         if exit_code not in (0, _NO_TESTS):
             print("".join(f"    not passed: {nodeid}\n" for nodeid in report.not_passed), end="", flush=True)
             self.failures[run.file] = run.output
@@ -292,15 +294,17 @@ def _get_ready() -> None:
 def _print_summary(suite: Suite, seconds: float) -> None:
     for output in suite.failures.values():
         print(f"\n{output}")
-    slowest = sorted(suite.reports.items(), key=lambda item: -item[1].seconds)[:10]
+    slowest = sorted(suite.reports.items(), key=lambda item: -item[1].processor_seconds)[:10]
     if seconds > 60:
-        print("\nslowest files:")
-        print("".join(f"{report.seconds:8.1f} s  {file}\n" for file, report in slowest))
+        print("\nslowest files, with their processor time:")
+        lines = [f"{each.seconds:8.1f} s  {file} ({each.processor_seconds:.1f} s)\n" for file, each in slowest]
+        print("".join(lines))
     for nodeid in suite.unstable:
         print(f"unstable, failed and passed alone: {nodeid}")
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)
+    print(f"processor time: {sum(report.processor_seconds for report in suite.reports.values()):.0f} s")
     print(f"=== {describe(total)} in {seconds:.2f}s ===")
 
 

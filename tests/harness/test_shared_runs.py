@@ -128,3 +128,13 @@ def test_a_fit_that_cannot_be_pickled_runs_each_time(shared: SharedRuns, counted
     for _ in range(2):
         ask(shared, runs_of(fit_with(lock), tmp_path))
     assert counted.num_runs == 2
+
+
+def test_suites_share_runs_through_a_directory(tmp_path: Path) -> None:
+    """A second process with the same directory reads what the first one has written, and runs only what is new."""
+    counted = Counted()
+    first, second = SharedRuns(counted, tmp_path), SharedRuns(counted, tmp_path)
+    assert ask(first, runs_of(fit_with(1), tmp_path)) == ask(second, runs_of(fit_with(1), tmp_path))
+    assert counted.num_runs == 1
+    ask(second, runs_of(fit_with(2), tmp_path))
+    assert counted.num_runs == 2
