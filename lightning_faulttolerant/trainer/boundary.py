@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
@@ -150,8 +149,9 @@ class Boundary:
                 self._capture_in_validation()
         if now >= self._history.due_at:
             self._history.alive()
-        self._run_state.validation.note_fetch()
-        self._stop.fetch_began = time.monotonic()
+        run = self._run_state.validation
+        if run.is_ahead:
+            run.note_fetch()
 
     def _stop_before_validation_batch(self) -> None:
         if self._stopping.all_can(self._can_continue_here()):

@@ -17,6 +17,7 @@ from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
+from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import then
 from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, position_of
@@ -57,6 +58,7 @@ class Session(AnySession):
         """Called with the position and the path of each autosave that is written and verified."""
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
+        self._notes_fetches = False
 
     @property
     def _resume(self) -> Resume | None:
@@ -98,7 +100,7 @@ class Session(AnySession):
         wrap(val_loop, "reset", self._wrap_validation_reset)
         wrap(val_loop, "run", self._wrap_validation)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
-        wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
+        wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_validation_fetch)
 
     def _save_interrupted(self, exception: BaseException) -> None:
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
@@ -334,14 +336,28 @@ class Session(AnySession):
                 self.run_state.validation.watch_first_fetch()
             with self._loaders.iterated_by_trainer():
                 original()
+            self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
 
         return reset
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
         def before_fetch() -> None:
-            if self._boundary is not None and not self._trainer.sanity_checking:
+            if self._boundary is not None:
                 self._boundary.before_validation_batch()
+            elif self._trainer.sanity_checking:
+                self._stopping.before_sanity_batch()
             original()
-            self._loaders.begin_fetch()
+            if self._notes_fetches:
+                self._stop.fetch_began = time.monotonic()
+                self._loaders.begin_fetch()
 
         return before_fetch
+
+    def _wrap_after_validation_fetch(self, original: Method) -> Method:
+        def after_fetch() -> None:
+            if self._notes_fetches:
+                self._loaders.end_fetch()
+                self._stop.fetch_began = None
+            original()
+
+        return after_fetch

@@ -6,6 +6,7 @@ An evaluation that can't be resumed is run from its start. It is never refused: 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
-from lightning_faulttolerant.trainer.loaders.trackers import user_loader
+from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches, user_loader
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import then
@@ -64,6 +65,7 @@ class EvaluationSession(AnySession):
         self._is_without_weights = False
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
         self._is_off = False
+        self._notes_fetches = False
 
     @property
     def report(self) -> ResumeReport | None:
@@ -105,8 +107,6 @@ class EvaluationSession(AnySession):
         wrap(loop, "setup_data", self._wrap_setup_data)
         wrap(loop, "reset", self._wrap_reset)
         wrap(loop, "on_run_start", self._wrap_run_start)
-        wrap(loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
-        wrap(loop, compat.AFTER_FETCH, self._wrap_after_fetch)
         if runs.is_predicting(loop):
             runs.find_batch_indices(loop, self._patches, user_loader)
 
@@ -132,6 +132,8 @@ class EvaluationSession(AnySession):
             history=beginning.history,
             predictions=predictions,
         )
+        self._patches.wrap(self._loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
+        self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_fetch)
         choice = beginning.choice
         if choice is None or choice.checkpoint is None:
             return
@@ -225,6 +227,7 @@ class EvaluationSession(AnySession):
                     if self._run_state is not None:
                         self._validation.watch_first_fetch()
                     original()
+            self._notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
 
         return reset
 
@@ -249,18 +252,20 @@ class EvaluationSession(AnySession):
         return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
 
     def _wrap_before_fetch(self, original: Method) -> Method:
-        loaders, stopping = self._loaders, self._stopping
+        assert self._saver is not None
+        saver, run, wants_stop = self._saver, self._validation, self._stopping.agreement.at_validation_batch
 
         def before_fetch() -> None:
-            saver = self._saver
-            if saver is not None:
-                if stopping.agreement.at_validation_batch():
-                    self._stop_here(saver)
-                if self._common is not None or perf_counter() >= saver.due_at:
-                    self._save_if_due(saver)
-                self._validation.note_fetch()
+            if wants_stop():
+                self._stop_here(saver)
+            if perf_counter() >= saver.due_at or self._common is not None:
+                self._save_if_due(saver)
+            if run.is_ahead:
+                run.note_fetch()
             original()
-            loaders.begin_fetch()
+            if self._notes_fetches:
+                self._stopping.signals.fetch_began = time.monotonic()
+                self._loaders.begin_fetch()
 
         return before_fetch
 
@@ -326,10 +331,10 @@ class EvaluationSession(AnySession):
         return state if run.can_be_resumed else None
 
     def _wrap_after_fetch(self, original: Method) -> Method:
-        loaders = self._loaders
-
         def after_fetch() -> None:
-            loaders.end_fetch()
+            if self._notes_fetches:
+                self._loaders.end_fetch()
+                self._stopping.signals.fetch_began = None
             original()
 
         return after_fetch

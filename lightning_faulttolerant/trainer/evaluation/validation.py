@@ -60,14 +60,15 @@ class ValidationRun:
         """What a checkpoint could not carry at the start of the run."""
         self.seen = ""
         """A digest of its batches so far, if there is a ledger."""
-        self._is_ahead = False
+        self.is_ahead = False
+        """Whether each batch is fetched ahead of its step, so that `note_fetch` must be called before it is fetched."""
         self._ahead: _BeforeFetch | None = None
         self.is_continuing = False
         """Whether the run that begins next is one that an earlier process began."""
 
     def begin(self) -> None:
         """Note that a run begins."""
-        self._is_known, self._ahead, self._is_ahead = None, None, False
+        self._is_known, self._ahead, self.is_ahead = None, None, False
         self.seen = ""
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
@@ -170,13 +171,12 @@ class ValidationRun:
             tracker.on_first_batch = self._note_first_fetch
 
     def _note_first_fetch(self) -> None:
-        self._is_ahead = runs.has_no_length(self._val_loop)
-        self.note_fetch()
+        self.is_ahead = runs.has_no_length(self._val_loop)
+        if self.is_ahead:
+            self.note_fetch()
 
     def note_fetch(self) -> None:
-        """Note the state right before a batch is fetched, if it is fetched ahead of its step."""
-        if not self._is_ahead:
-            return
+        """Note the state right before a batch is fetched ahead of its step."""
         trackers = {f"{self.stage}/{number}": tracker for number, tracker in enumerate(self._trackers())}
         iterations = {place: tracker.iteration for place, tracker in trackers.items()}
         self._ahead = _BeforeFetch(

@@ -39,6 +39,13 @@ def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:
     return {place: one.loader for place, one in followed.items()}
 
 
+def must_note_fetches(trackers: Mapping[str, Tracker], stage: str) -> bool:
+    """Return whether the fetches of an evaluation must be noted: they wait for workers, or a loader begins in one."""
+    found = [tracker for place, tracker in trackers.items() if place.startswith(stage)]
+    is_sole = len(found) == 1 and isinstance(found[0], TrackedLoader)
+    return not is_sole or bool(found[0].num_workers)
+
+
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
     """Return a checkpoint's states of loaders with a ``state_dict``. Lightning gives them to every rank."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})

@@ -17,7 +17,6 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.functions import FIT, function_of
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
@@ -129,8 +128,6 @@ class Stopping:
         wrap(loop, "run", self._wrap_run)
         wrap(loop, "reset", self._wrap_validation_reset)
         wrap(loop, "on_run_end", self._wrap_validation_end)
-        if function_of(self._trainer) == FIT:
-            wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(compat.signal_connector(self._trainer), "register_signal_handlers", self._wrap_register)
         wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
         self._is_open = True
@@ -237,6 +234,16 @@ class Stopping:
             self.end_together()
             raise stopped_by(StopReason.from_text(text), where, unsaved)
 
+    def before_sanity_batch(self) -> None:
+        """Stop here if a rank was asked to stop. There is nothing to save in the sanity check.
+
+        Raises:
+            TrainingStopped: If a rank was asked to stop.
+        """
+        if self.agreement.at_validation_batch():
+            self.end_together()
+            raise stopped_by(self.reason, "in the sanity check")
+
     def end_together(self) -> None:
         """Note that all ranks end here by agreement. From now on a rank that is gone is not a failure."""
         self._watch.end_together = True
@@ -311,16 +318,6 @@ class Stopping:
             return original()
 
         return on_run_end
-
-    def _wrap_before_validation_fetch(self, original: Method) -> Method:
-        def before_fetch() -> None:
-            # There is nothing to save in the sanity check.
-            if self._trainer.sanity_checking and self.agreement.at_validation_batch():
-                self.end_together()
-                raise stopped_by(self.reason, "in the sanity check")
-            original()
-
-        return before_fetch
 
     def _wrap_register(self, original: Method) -> Method:
         def register_signal_handlers() -> None:
