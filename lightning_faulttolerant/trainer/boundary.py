@@ -18,9 +18,10 @@ from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VA
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.capture import Capture, RunState
+from lightning_faulttolerant.trainer.save.capture import Capture, take_capture
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
+from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
@@ -86,9 +87,9 @@ class Boundary:
 
     def _take_capture(self, where: str) -> Capture:
         began = self._budget.now()
-        self.capture = capture = self._run_state.capture(position_of(self._trainer, where))
+        self.capture = taken = take_capture(self._run_state, position_of(self._trainer, where))
         self._budget.spend_on_capture(began)
-        return capture
+        return taken
 
     def _save_due(self) -> None:
         """Save if every rank knows by itself that a save is due. Otherwise rank 0 requests a common boundary."""

@@ -24,7 +24,7 @@ from lightning_faulttolerant.trainer.ledger.digests import (
 )
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.recorder import Recorder
-from lightning_faulttolerant.trainer.save.capture import named_callbacks
+from lightning_faulttolerant.trainer.save.run_state import named_callbacks
 
 
 def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:

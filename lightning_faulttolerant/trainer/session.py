@@ -28,9 +28,9 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.capture import RunState
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
 

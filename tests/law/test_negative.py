@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from lightning_faulttolerant.trainer.save.capture import PARTS
+from lightning_faulttolerant.trainer.save.run_state import TITLES
 from tests.data_sets import NoisyDataset
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
@@ -95,16 +95,16 @@ def assert_goes_on_without(part: str | None, needs: Needs) -> None:
 
 def test_every_part_has_a_control() -> None:
     """There is exactly one run for each part of the state."""
-    assert NEEDS.keys() == PARTS.keys()
+    assert NEEDS.keys() == TITLES.keys()
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", TITLES)
 def test_run_goes_on_with_all_parts(part: str) -> None:
     """The run that needs the part continues exactly with it."""
     assert_goes_on_without(None, NEEDS[part])
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", TITLES)
 def test_run_without_a_part_is_not_the_same(part: str) -> None:
     """Without the part the run differs, and the error names the first event that differs, with both contents."""
     needs = NEEDS[part]

@@ -29,7 +29,7 @@ APART = {
     "ranks.line._LEAVES": "never changes",
     "ranks.watch._DIED": "never changes",
     "ranks.supported.REFUSED": "never changes, and holds classes of its package",
-    "save.capture.PARTS": "never changes",
+    "save.run_state.TITLES": "never changes",
     "experiments.experiments._ADVICE": "never changes",
     "save.hook_saves._PLACES": "never changes",
     "logged.compat._CONNECTOR": "never changes",

@@ -26,7 +26,7 @@ from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, b
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.comparison import Comparison
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, differences
-from lightning_faulttolerant.trainer.save.capture import PARTS, VALIDATION_RUN, RunState
+from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 
 
@@ -188,7 +188,7 @@ class EvaluationResume:
             batch=position.batch,
             global_step=position.global_step,
             num_validated=position.validation_batch,
-            exact=tuple(PARTS[name] for name in PARTS if name in self._state),
+            exact=tuple(TITLES[name] for name in TITLES if name in self._state),
             not_exact=tuple(self._not_exact),
             objects=self._run_state.objects_not_restored,
             notes=(*self._comparison.notes, *self._run_state.objects.notes),

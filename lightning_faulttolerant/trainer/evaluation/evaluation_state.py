@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
-from lightning_faulttolerant.trainer.save.capture import RunState
+from lightning_faulttolerant.trainer.save.run_state import RunState
 
 SUMS = "sums"
 _WEIGHTS, _GRADIENTS = "weights", "gradients"

@@ -34,8 +34,8 @@ from lightning_faulttolerant.trainer.position import TrainerPosition, position_o
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.versions import surroundings
-from lightning_faulttolerant.trainer.save.capture import RunState
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
+from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.signals import stopped_by

@@ -37,8 +37,9 @@ from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_P
 from lightning_faulttolerant.trainer.run.comparison import Comparison
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.run.versions import surroundings
-from lightning_faulttolerant.trainer.save.autosave import VERSION, put_instead
-from lightning_faulttolerant.trainer.save.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.save.autosave import VERSION
+from lightning_faulttolerant.trainer.save.capture import put_instead
+from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
@@ -134,13 +135,13 @@ class Resume:
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.continues = "loaders" in self._state
-        self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
+        self._look_for_parts(part.get("parts", [name for name in TITLES if name != OBJECTS]))
         if cut_epoch.would_be_lost(self._trainer, self.position, checkpoint, self.saved("trainer")):
             self._fails(cut_epoch.reason(self._path, self.position), remedy=cut_epoch.REMEDY)
 
     def _look_for_parts(self, known: Collection[str]) -> None:
         """Report the missing parts. `known` names the parts that the version that saved knew."""
-        lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state and n in known]
+        lacking = [f"{TITLES[n]}: not in the checkpoint" for n in TITLES if n not in self._state and n in known]
         if lacking and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
         self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
@@ -170,9 +171,8 @@ class Resume:
                 + "\nThe run would not be the uninterrupted one. Start with as many ranks as before, or pass"
                 " FaultTolerance(elastic=True) to continue without."
             )
-        self._not_exact += lost
-        told, resized.told = resized.told, []
-        self._not_exact += told
+        self._not_exact += [*lost, *resized.told]
+        resized.told = []
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
@@ -316,7 +316,7 @@ class Resume:
         return self.is_pending and self.position is not None and self.position.is_in_epoch
 
     def saved(self, name: str) -> Mapping[str, Any]:
-        """Return one part of the state by its name in `PARTS`, or an empty mapping if it was not saved."""
+        """Return one part of the state by its name in `TITLES`, or an empty mapping if it was not saved."""
         return self._state.get(name) or {}
 
     def owed(self, name: str) -> Any:
@@ -388,7 +388,7 @@ class Resume:
             path=self._path,
             **place_of(self._trainer, position),
             global_step=self._trainer.global_step,
-            exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
+            exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._state)),
             objects=self._objects,
             notes=(*notes, *self.notes, *self._files.notes),
             seconds=time.monotonic() - self._began,

@@ -24,8 +24,8 @@ from lightning_faulttolerant.trainer.position import (
 )
 from lightning_faulttolerant.trainer.resume.progress_bar import begin_evaluation, begin_next
 from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.save.capture import VALIDATION_RUN, RunState, named_callbacks
 from lightning_faulttolerant.trainer.save.hook_saves import MODULE
+from lightning_faulttolerant.trainer.save.run_state import VALIDATION_RUN, RunState, named_callbacks
 
 
 class ResumedEpoch:

@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.blobs import blob_to_tensor
-from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
+from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.log import tell
@@ -33,11 +33,12 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEY
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.capture import PARTS, Capture, RunState
+from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
 from lightning_faulttolerant.trainer.save.early_hooks import can_wait
 from lightning_faulttolerant.trainer.save.hook_saves import HookSave
 from lightning_faulttolerant.trainer.save.outage import described
 from lightning_faulttolerant.trainer.save.pace import Pace
+from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
@@ -249,7 +250,7 @@ class Autosaver:
             "version": VERSION,
             "world_size": world_size,
             "position": position.state_dict(),
-            "parts": list(PARTS),
+            "parts": list(TITLES),
             **header,
             WITHOUT_STATE: without_state(self._trainer),
             "ranks": packed,
@@ -371,25 +372,6 @@ class Autosaver:
         if path is not None:
             self._history.autosave(self._series, path, position, seconds=seconds, taken=began)
             self.pace.note_written()
-
-
-def put_instead(
-    checkpoint: dict[str, Any], instead: Mapping[str, Any], position: TrainerPosition, trainer: Trainer
-) -> None:
-    """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
-    checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
-    checkpoint["loops"]["fit_loop"] = instead["loops"]
-    checkpoint.update(as_captured(checkpoint, instead, trainer))
-    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
-    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-    whole = {name: value for name, value in weights.items() if shard_of(value) is value}
-    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
-    if weights:  # if a strategy gathers them, only rank 0 has them
-        weights.update(instead["extra"])
-    states = [state for state in checkpoint.get("optimizer_states", ()) if state]
-    for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
-        pairs = zip(state["param_groups"], groups, strict=True)
-        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
 
 
 def _pickled(key: str, value: Any) -> bytes | None:

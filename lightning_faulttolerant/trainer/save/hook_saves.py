@@ -27,8 +27,9 @@ from lightning_faulttolerant.trainer.position import (
     TrainerPosition,
     position_of,
 )
-from lightning_faulttolerant.trainer.save.capture import Capture, RunState, named_callbacks
+from lightning_faulttolerant.trainer.save.capture import Capture
 from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
+from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
 from lightning_faulttolerant.trainer.user_hooks import (
     is_lightnings_function,
     is_our_function,

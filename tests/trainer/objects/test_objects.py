@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance, NotExactError, ResumeReport
 from lightning_faulttolerant.trainer.objects.objects import NO_OBJECT_STATE
 from lightning_faulttolerant.trainer.process import OBJECTS
-from lightning_faulttolerant.trainer.save.capture import PARTS
+from lightning_faulttolerant.trainer.save.run_state import TITLES
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, make_trainer
 
@@ -198,7 +198,7 @@ def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
     module = Weighted()
     report = resume(tmp_path, path, module, FaultTolerance(tmp_path / "second"))
     assert report.not_exact == (NO_OBJECT_STATE,)
-    assert OBJECTS in PARTS
+    assert OBJECTS in TITLES
     assert module.num_steps == 2
 
 

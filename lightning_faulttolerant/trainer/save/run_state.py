@@ -1,0 +1,340 @@
+"""The state of a run that Lightning does not save: `PARTS` lists what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.objects.modules import users_variables
+from lightning_faulttolerant.state.objects.object_state import LOST
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.tensors import (
+    buffers_state,
+    flags_state,
+    gradients_state,
+    kinds_of_buffers,
+    load_buffers,
+    load_flags,
+    load_gradients,
+    make_room,
+)
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_state
+from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.logged.results import load_results, results_state
+from lightning_faulttolerant.trainer.objects.objects import Objects
+from lightning_faulttolerant.trainer.position import (
+    EPOCH_END,
+    EPOCH_START,
+    EVALUATED,
+    FINISHED,
+    IN_EVALUATION,
+    IN_VALIDATION,
+    TrainerPosition,
+)
+from lightning_faulttolerant.trainer.process import OBJECTS, Registered
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE
+from lightning_faulttolerant.trainer.resume.report import ORDER
+from lightning_faulttolerant.trainer.save.kept_gradients import keeps_gradients
+from lightning_faulttolerant.trainer.settings.environment import is_manual
+from lightning_faulttolerant.trainer.settings.options import Options
+
+VALIDATION_RUN = "validation"
+"""The part of a checkpoint from inside a validation run, or from an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moment:
+    """The instant at which a state is read.
+
+    Args:
+        where: The place in the run.
+        is_iterating: Whether the next batch comes from the iterators that the training loaders have here.
+        is_evaluating: Whether a validation run or an evaluation is in progress.
+        has_gradients: Whether gradients are part of the state.
+        state: The parts that have been read.
+    """
+
+    where: str
+    is_iterating: bool
+    is_evaluating: bool
+    has_gradients: bool
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a run's state.
+
+    Args:
+        name: Its key in a checkpoint.
+        title: Its name in reports; empty if they don't mention it.
+        state_dict: Reads it.
+        load_state_dict: Restores it from a state that has it, and may return the names of what no longer exists;
+            ``None`` if it is restored elsewhere.
+        is_of_evaluations: Whether only a state from inside a validation run or an evaluation has it.
+    """
+
+    name: str
+    title: str
+    state_dict: Callable[[RunState, _Moment], Any]
+    load_state_dict: Callable[[RunState, Mapping[str, Any]], list[str] | None] | None
+    is_of_evaluations: bool = False
+
+
+class RunState:
+    """Reads and restores the state of a run that Lightning's own checkpoint lacks.
+
+    Args:
+        trainer: The trainer of the run.
+        loaders: The trainer's loaders.
+        files: The files that the run has written besides its autosaves.
+        registered: The functions given to `FaultTolerance.register`, by name.
+        options: The callback's options.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loaders: Loaders,
+        files: RunFiles,
+        registered: Mapping[str, Registered],
+        options: Options,
+    ) -> None:
+        self.trainer = trainer
+        self.module = trainer.lightning_module
+        self.loaders = loaders
+        self.validation = ValidationRun(trainer, loaders, may_be_resized=options.allows_other_ranks)
+        self.files = files
+        self.objects_not_restored: tuple[str, ...] = ()
+        """After a resume, a line for each part of the object state that is not as it was."""
+        callbacks = named_callbacks(compat.callbacks(trainer))
+        self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
+        self.kinds_of_buffers = kinds_of_buffers(trainer.lightning_module)
+        """The kind of each buffer that the module began with, by its name."""
+        roots = {
+            "module": trainer.lightning_module,
+            "datamodule": compat.datamodule(trainer),
+            "loaders": loaders.untracked,
+            "callbacks": callbacks,
+            "optimizers": trainer.optimizers,
+            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        }
+        self.held = HeldGenerators({**roots, **users_variables(roots)})
+        """The generators that objects hold, except those of loaders."""
+
+    def _refresh(self) -> None:
+        """Find generators that objects have created since the last search."""
+        self.held.refresh(whole=True)
+        for tracker in self.loaders.trackers.values():
+            tracker.held.refresh(whole=True)
+
+    def state_dict(self, position: TrainerPosition) -> dict[str, Any]:
+        """Return the state of this rank: `PARTS`, by their names."""
+        self._refresh()
+        at = self._moment(position)
+        if at.has_gradients:
+            reshard(self.trainer)
+        for part in PARTS:
+            if not part.is_of_evaluations or at.is_evaluating:
+                at.state[part.name] = part.state_dict(self, at)
+        return at.state
+
+    def _moment(self, position: TrainerPosition) -> _Moment:
+        # A validation step may have computed gradients.
+        has_gradients = keeps_gradients(self.trainer) or compat.is_accumulating(self.trainer)
+        is_validating = position.where == IN_VALIDATION
+        return _Moment(
+            where=position.where,
+            is_iterating=self._is_iterating(position),
+            is_evaluating=is_validating or position.where in IN_EVALUATION,
+            has_gradients=has_gradients or is_validating,
+        )
+
+    def _is_iterating(self, position: TrainerPosition) -> bool:
+        """Return whether the next batch comes from the iterators that the training loaders have here."""
+        if position.where == EPOCH_START:
+            return not compat.starts_over(self.trainer)
+        return position.where not in (EPOCH_END, FINISHED, *IN_EVALUATION, *EVALUATED)
+
+    def not_carried(self, taken: Mapping[str, Any] | None = None) -> frozenset[str]:
+        """Return the paths of what training has changed or made that a checkpoint would lack.
+
+        Args:
+            taken: The `state_dict` of this instant, if it was taken just now.
+        """
+        objects = self.objects.state_dict(IN_VALIDATION, {}) if taken is None else taken[OBJECTS]
+        return frozenset(objects.get(LOST, ())) | frozenset(self.objects.live)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore the parts in `state`.
+
+        Returns:
+            A line for each thing that could not be restored.
+        """
+        missing = []
+        for part in reversed(PARTS):
+            if part.load_state_dict is not None and part.name in state:
+                lost = part.load_state_dict(self, state) or ()
+                missing += [f"{part.title}: nothing to restore {what!r} into" for what in lost]
+        return missing
+
+
+def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class and number within the class: a callback of another class in front renames none."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        number = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{number}"] = callback
+    return named
+
+
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "should_stop": trainer.should_stop,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "num_training_batches": trainer.num_training_batches,
+        "val_check_batch": getattr(trainer, "val_check_batch", None),
+        "validation_is_set_up": compat.validation_is_set_up(trainer),
+        "reload_epochs": compat.reload_epochs(trainer),
+        "seen_validation_batches": compat.seen_validation_batches(trainer),
+        **{name: getattr(trainer.strategy.model, name) for name in _of_ddp(trainer)},
+    }
+
+
+def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    trainer.should_stop = state["should_stop"]
+    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    if state["validation_is_set_up"]:
+        compat.set_up_validation(trainer)
+    compat.set_reload_epochs(trainer, state["reload_epochs"])
+    compat.set_seen_validation_batches(trainer, state["seen_validation_batches"])
+    for name in _of_ddp(trainer):
+        if name in state:
+            setattr(trainer.strategy.model, name, state[name])
+
+
+def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
+    # The flag says whether the next forward takes rank 0's buffers. A new DDP does. After a forward that reduced no
+    # gradients (validation, an open accumulation window, manual optimization) it doesn't: each rank keeps its own.
+    is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+    return ("require_forward_param_sync",) if is_ddp else ()
+
+
+def _loaders_state(run: RunState, at: _Moment) -> dict[str, Any]:
+    validated = run.validation.num_consumed() if at.is_evaluating else {}
+    return run.loaders.state_dict(in_epoch=at.is_iterating, validated=validated)
+
+
+def _held_state(run: RunState, at: _Moment) -> dict[str, Any]:
+    return {"objects": run.held.state_dict(), "loaders": run.loaders.held_state()}
+
+
+def _load_held(run: RunState, state: Mapping[str, Any]) -> list[str]:
+    held = state["held"]
+    return run.held.load_state_dict(held["objects"]) + run.loaders.load_held(held["loaders"])
+
+
+def _load_objects(run: RunState, state: Mapping[str, Any]) -> None:
+    run.objects_not_restored = tuple(run.objects.load_state_dict(state[OBJECTS]))
+
+
+def _buffers_state(run: RunState, at: _Moment) -> dict[str, Any]:
+    # If each rank has a buffer whole, the directory of a strategy that shards holds the copy of any one rank.
+    return buffers_state(run.module, persistent=None if saves_shards(run.trainer.strategy) else False)
+
+
+def _load_buffers(run: RunState, state: Mapping[str, Any]) -> list[str]:
+    began = state.get("began", {}).get("buffers", {})
+    make_room(run.module, state["buffers"], began=began, here=run.kinds_of_buffers)
+    return load_buffers(run.module, state["buffers"])
+
+
+def _load_gradients(run: RunState, state: Mapping[str, Any]) -> None:
+    reshard(run.trainer)
+    load_gradients(run.module, state["gradients"])
+
+
+def _callbacks_state(run: RunState, at: _Moment) -> dict[str, Any]:
+    return callbacks_state(run.trainer, named_callbacks(compat.callbacks(run.trainer)))
+
+
+def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None:
+    return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
+
+
+PARTS = (
+    Part("rng", "random generators", lambda run, at: rng_state(), lambda run, state: set_rng_state(state["rng"])),
+    Part("held", "generators held by objects", _held_state, _load_held),
+    # `Resume` gives the loaders their places before they are iterated over.
+    Part("loaders", ORDER, _loaders_state, None),
+    Part(
+        OBJECTS,
+        OBJECT_STATE,
+        lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"]),
+        _load_objects,
+    ),
+    Part(
+        "files",
+        "",
+        lambda run, at: run.files.state_dict(),
+        lambda run, state: run.files.load_state_dict(state["files"]),
+    ),
+    Part(
+        "results",
+        "logged values",
+        lambda run, at: results_state(run.trainer),
+        lambda run, state: load_results(run.trainer, state["results"]),
+    ),
+    Part(
+        "metrics",
+        "metrics",
+        lambda run, at: metrics_state(run.module),
+        lambda run, state: load_metrics(run.module, state["metrics"]),
+    ),
+    Part(
+        "shown", "", lambda run, at: shown_state(run.module), lambda run, state: load_shown(run.module, state["shown"])
+    ),
+    Part("buffers", "buffers outside the state_dict", _buffers_state, _load_buffers),
+    Part("began", "", lambda run, at: {"buffers": run.kinds_of_buffers}, None),  # for `_load_buffers`
+    Part(
+        "gradients",
+        "gradients of an open accumulation window",
+        lambda run, at: gradients_state(run.module) if at.has_gradients else {},
+        _load_gradients,
+    ),
+    Part(
+        "flags",
+        "training and frozen flags",
+        lambda run, at: flags_state(run.module),
+        lambda run, state: load_flags(run.module, state["flags"]),
+    ),
+    Part(
+        "trainer",
+        "trainer attributes",
+        lambda run, at: _trainer_state(run.trainer),
+        lambda run, state: _load_trainer_state(run.trainer, state["trainer"]),
+    ),
+    Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),
+    # `ValidationRun` continues there.
+    Part(VALIDATION_RUN, "", lambda run, at: run.validation.state_dict(), None, is_of_evaluations=True),
+)
+"""What a run consists of besides Lightning's checkpoint, read in this order and restored in the reverse order.
+
+Random generators are read first and restored last: everything in between may draw.
+"""
+
+TITLES = {part.name: part.title for part in PARTS if part.title}
+"""The name in reports of each part that they mention. A checkpoint that lacks one of these parts is not complete."""
