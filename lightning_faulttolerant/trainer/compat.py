@@ -285,17 +285,14 @@ def renew_iterator(
         return
     patches = Patches()
 
-    def and_load(reset: Callable[[], None]) -> Callable[[], None]:
-        def reset_and_load() -> None:
-            reset()
-            _load_combined(trainer, state)
-            combined = trainer.fit_loop._combined_loader
-            if combined is not None and combined._iterator is not None:
-                skip(combined._iterator.iterators, combined.flattened)
+    def reset_and_load(reset: Callable[[], None]) -> None:
+        reset()
+        _load_combined(trainer, state)
+        combined = trainer.fit_loop._combined_loader
+        if combined is not None and combined._iterator is not None:
+            skip(combined._iterator.iterators, combined.flattened)
 
-        return reset_and_load
-
-    patches.wrap(fetcher, "reset", and_load)
+    patches.around(fetcher, "reset", reset_and_load)
     try:
         iter(fetcher)
     finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+Method = Callable[..., Any]
+
 
 class Patches:
     """Replacements of methods on single objects, all undone together."""
@@ -14,12 +16,16 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self, owner: Any, name: str, make: Callable[[Method], Method]) -> None:
         """Replace the method `name` of `owner` by the result of `make` for it."""
         replacement = make(getattr(owner, name))
         # Scripts copy callbacks in the middle of a fit, to train another model with them.
         is_copied = isinstance(owner, Callback)
         self.replace(owner, name, _ReplacedMethod(owner, name, replacement) if is_copied else replacement)
+
+    def around(self, owner: Any, name: str, advice: Method) -> None:
+        """Let `advice` run instead of the method `name` of `owner`. It takes that method, and then its arguments."""
+        self.wrap(owner, name, lambda original: lambda *args, **kwargs: advice(original, *args, **kwargs))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace the attribute `name` of `owner` by `value`."""
@@ -34,10 +40,10 @@ class Patches:
             self._undo.pop()()
 
 
-def then(follow: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def then(follow: Callable[[], None]) -> Callable[[Method], Method]:
     """Return a wrapper for a method that calls the original method, and `follow` after it."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Method) -> Method:
         def method() -> None:
             original()
             follow()

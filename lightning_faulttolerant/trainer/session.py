@@ -19,11 +19,11 @@ from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
-from lightning_faulttolerant.trainer.patches import then
+from lightning_faulttolerant.trainer.patches import Method, then
 from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.resume.restoring import Method, Restoring
+from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.versions import surroundings

@@ -54,3 +54,14 @@ def test_undo_twice_is_harmless() -> None:
     owner.act = lambda: "since"  # type: ignore[method-assign]
     patches.undo()
     assert owner.act() == "since"
+
+
+def test_advice_takes_the_original_and_its_arguments() -> None:
+    """The advice gets the method that was there, whether ours or the object's own, and what it is called with."""
+    owner, patches = Owner(), Patches()
+    owner.add = lambda first, second=0: first + second  # type: ignore[attr-defined]
+    patches.around(owner, "add", lambda add, first, **kwargs: 10 * add(first, **kwargs))
+    patches.around(owner, "add", lambda add, *args, **kwargs: -add(*args, **kwargs))
+    assert owner.add(1, second=2) == -30  # type: ignore[attr-defined]
+    patches.undo()
+    assert owner.add(1, second=2) == 3  # type: ignore[attr-defined]

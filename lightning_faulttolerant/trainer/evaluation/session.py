@@ -29,7 +29,7 @@ from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches, user_loader
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.logged.compat import copied
-from lightning_faulttolerant.trainer.patches import then
+from lightning_faulttolerant.trainer.patches import Method, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
@@ -40,8 +40,6 @@ from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
-
-Method = Callable[..., Any]
 
 
 class EvaluationSession(AnySession):

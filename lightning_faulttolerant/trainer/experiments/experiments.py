@@ -5,7 +5,7 @@ Only the id of the run is changed on a user's logger for good. A run that the us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
@@ -16,7 +16,7 @@ from lightning_faulttolerant.trainer.experiments import compat
 from lightning_faulttolerant.trainer.experiments.mlflow_points import MLflowPoints
 from lightning_faulttolerant.trainer.experiments.wandb_rows import WandbRows
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.process import has_told
 
 _RUNNING, _KILLED = "RUNNING", "KILLED"
@@ -174,14 +174,11 @@ def _finalize_once_as(logger: Logger, status: str) -> None:
     """Give the next end of a logger another status."""
     patches = Patches()
 
-    def make(original: Callable[[str], None]) -> Callable[[str], None]:
-        def finalize(_: str) -> None:
-            patches.undo()
-            original(status)
+    def finalize_as(finalize: Method, _: str) -> None:
+        patches.undo()
+        finalize(status)
 
-        return finalize
-
-    patches.wrap(logger, "finalize", make)
+    patches.around(logger, "finalize", finalize_as)
 
 
 def _advice(logger: Logger) -> str | None:

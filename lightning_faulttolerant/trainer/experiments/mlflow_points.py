@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.loggers import MLFlowLogger
 
 from lightning_faulttolerant.trainer.experiments import compat
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class MLflowPoints:
         self._num_to_pass: Counter[str] = Counter()
         self._params = dict(self._client.get_run(self._run_id).data.params) if is_resumed else {}
         self._changed_params: dict[str, None] = {}
-        patches.wrap(self._client, "log_batch", self._wrap_log_batch)
-        patches.wrap(self._client, "log_metric", self._wrap_log_metric)
+        patches.around(self._client, "log_batch", self._log_batch)
+        patches.around(self._client, "log_metric", self._log_metric)
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
         """Skip what the run already had when this process continued it; return what a user should know.
@@ -63,28 +63,36 @@ class MLflowPoints:
         """Return how many points each metric has so far, each point counted once."""
         return {"num_points": dict(self._num_points)}
 
-    def _wrap_log_batch(self, original: Any) -> Any:
-        def log_batch(
-            run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = (), *args: Any, **kwargs: Any
-        ) -> Any:
-            if run_id != self._run_id:
-                return original(run_id, metrics, params, *args, **kwargs)
-            new = [one for one in metrics if not self._passes(one.key, one.step, one.value)]
-            if metrics and not (new or params or args or kwargs.get("tags")):
-                return None
-            return original(run_id, new, [one for one in params if self._takes(one)], *args, **kwargs)
+    def _log_batch(
+        self,
+        log_batch: Method,
+        run_id: str,
+        metrics: Sequence[Any] = (),
+        params: Sequence[Any] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if run_id != self._run_id:
+            return log_batch(run_id, metrics, params, *args, **kwargs)
+        new = [one for one in metrics if not self._passes(one.key, one.step, one.value)]
+        if metrics and not (new or params or args or kwargs.get("tags")):
+            return None
+        return log_batch(run_id, new, [one for one in params if self._takes(one)], *args, **kwargs)
 
-        return log_batch
-
-    def _wrap_log_metric(self, original: Any) -> Any:
-        def log_metric(
-            run_id: str, key: str, value: float, timestamp: Any = None, step: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            if run_id == self._run_id and self._passes(key, step or 0, value):
-                return None
-            return original(run_id, key, value, timestamp, step, *args, **kwargs)
-
-        return log_metric
+    def _log_metric(
+        self,
+        log_metric: Method,
+        run_id: str,
+        key: str,
+        value: float,
+        timestamp: Any = None,
+        step: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if run_id == self._run_id and self._passes(key, step or 0, value):
+            return None
+        return log_metric(run_id, key, value, timestamp, step, *args, **kwargs)
 
     def _takes(self, param: Any) -> bool:
         """Return whether MLflow accepts a parameter: another value for an existing one is an error there."""

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_faulttolerant.trainer.experiments import compat
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 _OFFLINE = (
     "W&B is offline: `wandb sync` joins the parts of the run, with rows after the autosave twice where it was killed"
@@ -45,7 +45,7 @@ class WandbRows:
         self._num_to_pass = 0
         self._kept: deque[tuple[float, dict[str, Any] | None]] = deque(maxlen=_MAX_KEPT)
         if self._original is not None:
-            patches.wrap(self._run, compat.LOG, self._wrap)
+            patches.around(self._run, compat.LOG, self._log)
 
     def resume(self, state: Mapping[str, Any]) -> list[str]:
         """Skip what the run already had when this process continued it; return what a user should know.
@@ -77,20 +77,17 @@ class WandbRows:
             self._kept.popleft()
         return {"num_rows": self._num_rows, "rows": [row for _, row in self._kept]}
 
-    def _wrap(self, original: Any) -> Any:
-        def log(data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-            is_passed = step is None and self._num_to_pass > 0
-            if step is not None or commit is False:
-                self._num_rows = None  # the user numbers them, and W&B itself skips those that it has
-            elif self._num_rows is not None:
-                self._num_rows += 1
-                self._num_to_pass -= is_passed
-                is_plain = all(type(value) in _PLAIN for value in data.values())
-                self._kept.append((time.monotonic(), dict(data) if is_plain else None))
-            if not is_passed:
-                original(data, step, commit)
-
-        return log
+    def _log(self, log: Method, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        is_passed = step is None and self._num_to_pass > 0
+        if step is not None or commit is False:
+            self._num_rows = None  # the user numbers them, and W&B itself skips those that it has
+        elif self._num_rows is not None:
+            self._num_rows += 1
+            self._num_to_pass -= is_passed
+            is_plain = all(type(value) in _PLAIN for value in data.values())
+            self._kept.append((time.monotonic(), dict(data) if is_plain else None))
+        if not is_passed:
+            log(data, step, commit)
 
 
 def _num_rows_of(run: Any) -> int | None:

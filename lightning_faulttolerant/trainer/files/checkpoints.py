@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -19,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant.trainer.compat import running_hook
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.roots import Moves, absolute
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 # Hooks that are called again when a run continues from a file that was saved in them.
 _AGAIN = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
@@ -124,21 +125,19 @@ class CheckpointFiles:
 
     def follow(self) -> None:
         """Begin to notice when a checkpoint is written or removed."""
-        self._patches.wrap(self._trainer, "save_checkpoint", self._wrap)
-        self._patches.wrap(self._trainer.strategy, "remove_checkpoint", self._wrap)
+        around = self._patches.around
+        around(self._trainer, "save_checkpoint", self._write_or_remove)
+        around(self._trainer.strategy, "remove_checkpoint", self._write_or_remove)
         for callback in self._callbacks():
-            self._patches.wrap(callback, compat.SAVE_TOPK, self._wrap_save(callback, is_first=True))
-            self._patches.wrap(callback, compat.SAVE_LAST, self._wrap_save(callback, is_first=False))
+            around(callback, compat.SAVE_TOPK, partial(self._save_by, callback, True))
+            around(callback, compat.SAVE_LAST, partial(self._save_by, callback, False))
 
-    def _wrap(self, original: Any) -> Any:
-        def write_or_remove(filepath: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._is_there_already(filepath):
-                self._file = str(filepath)
-                original(filepath, *args, **kwargs)
-            self._num_changes += 1
-            self._touched.add(str(filepath))
-
-        return write_or_remove
+    def _write_or_remove(self, write_or_remove: Method, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_there_already(filepath):
+            self._file = str(filepath)
+            write_or_remove(filepath, *args, **kwargs)
+        self._num_changes += 1
+        self._touched.add(str(filepath))
 
     def _is_there_already(self, path: Any) -> bool:
         """Return whether this is the file that the run resumed from, about to be written again."""
@@ -147,22 +146,15 @@ class CheckpointFiles:
             self._own_file = None
         return own == here
 
-    def _wrap_save(self, callback: ModelCheckpoint, *, is_first: bool) -> Callable[[Any], Any]:
-        """Return a wrapper that keeps the state before a ModelCheckpoint saves; with ``save_last`` it saves twice."""
-
-        def wrap(original: Any) -> Any:
-            def save(*args: Any, **kwargs: Any) -> None:
-                if is_first or not self._keeps_saving(callback):
-                    self._begin_save(callback)
-                self._is_saving = True
-                try:
-                    original(*args, **kwargs)
-                finally:
-                    self._is_saving = False
-
-            return save
-
-        return wrap
+    def _save_by(self, callback: ModelCheckpoint, is_first: bool, save: Method, *args: Any, **kwargs: Any) -> None:
+        """Keep the state before a ModelCheckpoint saves; with ``save_last`` it saves twice."""
+        if is_first or not self._keeps_saving(callback):
+            self._begin_save(callback)
+        self._is_saving = True
+        try:
+            save(*args, **kwargs)
+        finally:
+            self._is_saving = False
 
     def _keeps_saving(self, callback: ModelCheckpoint) -> bool:
         step, save = self._trainer.global_step, self._save
@@ -241,7 +233,7 @@ class CheckpointFiles:
             self._note_places(state.get("callbacks", {}))
         self._then, self._is_ours = state["found"] if is_own else {}, is_ours
         for callback in self._callbacks():
-            self._patches.wrap(callback, "file_exists", self._wrap_file_exists)
+            self._patches.around(callback, "file_exists", self._file_exists)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the internal state of each ModelCheckpoint. Call it after ``on_train_start``."""
@@ -250,13 +242,10 @@ class CheckpointFiles:
             if callback.state_key in state["callbacks"]:
                 compat.load_model_checkpoint(callback, state["callbacks"][callback.state_key])
 
-    def _wrap_file_exists(self, original: Any) -> Any:
-        def file_exists(filepath: Any, trainer: Trainer) -> bool:
-            if self._own_file is not None and _real(filepath) == self._own_file[0]:
-                return False
-            return self._would_be_there(str(filepath), is_there=original(filepath, trainer))
-
-        return file_exists
+    def _file_exists(self, file_exists: Method, filepath: Any, trainer: Trainer) -> bool:
+        if self._own_file is not None and _real(filepath) == self._own_file[0]:
+            return False
+        return self._would_be_there(str(filepath), is_there=file_exists(filepath, trainer))
 
     def _would_be_there(self, path: str, *, is_there: bool) -> bool:
         """Return whether a file of that name would exist without the interruption."""

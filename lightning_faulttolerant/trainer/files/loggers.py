@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
 from lightning_faulttolerant.trainer.files.roots import Moves, absolute, real
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 FileLogger = compat.FileLogger
 
@@ -70,7 +70,7 @@ class LoggerFiles:
                 cuts = kept is not None and state["log_dir"] not in kept
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
                 if state.get("purge_step", 0) > 0:  # from 0 on, TensorBoard drops hp_metric too
-                    self._patches.wrap(logger, "log_hyperparams", self._without_hp_metric)
+                    self._patches.around(logger, "log_hyperparams", self._without_hp_metric)
                 self._undo += [undo] if undo is not None else []
 
     def settle(self) -> None:
@@ -83,12 +83,11 @@ class LoggerFiles:
         while self._undo:
             self._undo.pop()()
 
-    def _without_hp_metric(self, original: Any) -> Any:
-        def log_hyperparams(params: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-            is_there = metrics is None and self._is_starting  # the first start wrote the default one
-            original(params, {} if is_there else metrics, *args, **kwargs)
-
-        return log_hyperparams
+    def _without_hp_metric(
+        self, log_hyperparams: Method, params: Any, metrics: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        is_there = metrics is None and self._is_starting  # the first start wrote the default one
+        log_hyperparams(params, {} if is_there else metrics, *args, **kwargs)
 
     def _continues(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
         """Return whether the logger continues in its saved version; if so, give it that version again."""
@@ -160,14 +159,11 @@ class _CSVRows:
         self._columns = tuple(file.columns())
         for row in self._writer.metrics:
             self._add(row)
-        patches.wrap(self._writer, "log_metrics", self._wrap)
+        patches.around(self._writer, "log_metrics", self._log_metrics)
 
-    def _wrap(self, original: Any) -> Any:
-        def log_metrics(metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-            original(metrics, *args, **kwargs)
-            self._add(self._writer.metrics[-1])
-
-        return log_metrics
+    def _log_metrics(self, log_metrics: Method, *args: Any, **kwargs: Any) -> None:
+        log_metrics(*args, **kwargs)
+        self._add(self._writer.metrics[-1])
 
     def _add(self, row: Mapping[str, Any]) -> None:
         self._num_rows += 1
@@ -196,16 +192,13 @@ class _TensorBoardSteps:
         self._logged = True
         writer = getattr(logger.experiment, "file_writer", None)
         if writer is not None:
-            patches.wrap(writer, "add_event", self._wrap)
+            patches.around(writer, "add_event", self._add_event)
 
-    def _wrap(self, original: Any) -> Any:
-        def add_event(event: Any, step: Any = None, walltime: Any = None) -> None:
-            original(event, step, walltime)
-            self._logged = True
-            if step is not None and step > self._last_step:
-                self._last_step = _last_steps[self._logger] = int(step)
-
-        return add_event
+    def _add_event(self, add_event: Method, event: Any, step: Any = None, walltime: Any = None) -> None:
+        add_event(event, step, walltime)
+        self._logged = True
+        if step is not None and step > self._last_step:
+            self._last_step = _last_steps[self._logger] = int(step)
 
     def state_dict(self) -> dict[str, Any]:
         # Values that an earlier run logged to the same directory, below the step where this run begins, stay too.

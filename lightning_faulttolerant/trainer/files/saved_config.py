@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 
 def let_config_be_there(trainer: Trainer, patches: Patches) -> None:
@@ -28,7 +28,7 @@ def let_config_be_there(trainer: Trainer, patches: Patches) -> None:
         patches: Removes our part from them later.
     """
     for callback in config_callbacks(trainer):
-        patches.wrap(callback, "setup", functools.partial(_wrap_setup, callback))
+        patches.around(callback, "setup", functools.partial(_set_up, callback))
 
 
 def config_callbacks(trainer: Trainer) -> list[Any]:
@@ -38,14 +38,11 @@ def config_callbacks(trainer: Trainer) -> list[Any]:
     return [callback for callback in callbacks if cli is not None and isinstance(callback, cli.SaveConfigCallback)]
 
 
-def _wrap_setup(callback: Any, original: Any) -> Any:
-    def setup(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
-            original(trainer, *args, **kwargs)
-        else:
-            _save_again(callback, trainer, lambda: original(trainer, *args, **kwargs))
-
-    return setup
+def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
+        setup(trainer, *args, **kwargs)
+    else:
+        _save_again(callback, trainer, lambda: setup(trainer, *args, **kwargs))
 
 
 def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
@@ -60,7 +57,7 @@ def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
     file_system.mv(path, aside)
     saving = Patches()
     # The configuration may consist of several files, and those exist too.
-    saving.wrap(callback.parser, "save", lambda save: functools.partial(_overwrite, save))
+    saving.around(callback.parser, "save", _overwrite)
     try:
         save()
     finally:

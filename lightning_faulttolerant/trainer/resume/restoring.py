@@ -14,6 +14,7 @@ from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
@@ -27,8 +28,6 @@ from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.save.first_save import is_saved
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
-
-Method = Callable[..., Any]
 
 
 class Restoring:

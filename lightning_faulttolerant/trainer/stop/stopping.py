@@ -17,7 +17,7 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
 from lightning_faulttolerant.trainer.ranks.line import open_line
@@ -35,8 +35,6 @@ from lightning_faulttolerant.trainer.stop.signals import (
 )
 
 _log = logging.getLogger(__name__)
-
-Method = Callable[..., Any]
 
 
 class Agreement(Protocol):
@@ -123,13 +121,13 @@ class Stopping:
 
     def open(self) -> None:
         """Take over the seams that concern the end of a fit."""
-        loop, wrap = compat.validation_loop(self._trainer), self._patches.wrap
-        wrap(self._trainer.fit_loop, "run", self._wrap_run)
-        wrap(loop, "run", self._wrap_run)
-        wrap(loop, "reset", self._wrap_validation_reset)
-        wrap(loop, "on_run_end", self._wrap_validation_end)
-        wrap(compat.signal_connector(self._trainer), "register_signal_handlers", self._wrap_register)
-        wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
+        loop, around = compat.validation_loop(self._trainer), self._patches.around
+        around(self._trainer.fit_loop, "run", self._run)
+        around(loop, "run", self._run)
+        around(loop, "reset", self._reset_validation)
+        around(loop, "on_run_end", self._end_validation)
+        around(compat.signal_connector(self._trainer), "register_signal_handlers", self._register)
+        around(compat.signal_connector(self._trainer), "teardown", self._tear_down)
         self._is_open = True
 
     def begin(self, save_seconds: Callable[[], float]) -> None:
@@ -295,44 +293,29 @@ class Stopping:
 
     # What the seams do.
 
-    def _wrap_run(self, original: Method) -> Method:
-        def run() -> Any:
-            try:
-                return original()
-            except BaseException as error:
-                self.fail(error)  # before any callback's on_exception, which may wait for the other ranks
-                raise
+    def _run(self, run: Method) -> Any:
+        try:
+            return run()
+        except BaseException as error:
+            self.fail(error)  # before any callback's on_exception, which may wait for the other ranks
+            raise
 
-        return run
+    def _reset_validation(self, reset: Method) -> None:
+        self.agreement.begin_run()
+        reset()
 
-    def _wrap_validation_reset(self, original: Method) -> Method:
-        def reset() -> None:
-            self.agreement.begin_run()
-            original()
+    def _end_validation(self, on_run_end: Method) -> Any:
+        self.agreement.end_batches()
+        return on_run_end()
 
-        return reset
+    def _register(self, register_signal_handlers: Method) -> None:
+        self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
+        register_signal_handlers()
 
-    def _wrap_validation_end(self, original: Method) -> Method:
-        def on_run_end() -> Any:
-            self.agreement.end_batches()
-            return original()
-
-        return on_run_end
-
-    def _wrap_register(self, original: Method) -> Method:
-        def register_signal_handlers() -> None:
-            self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
-            original()
-
-        return register_signal_handlers
-
-    def _wrap_teardown(self, original: Method) -> Method:
-        def teardown() -> None:
-            original()
-            if self._is_interrupted:
-                self._end()
-
-        return teardown
+    def _tear_down(self, teardown: Method) -> None:
+        teardown()
+        if self._is_interrupted:
+            self._end()
 
 
 def _shout(failure: str) -> None:
