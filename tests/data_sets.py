@@ -233,3 +233,128 @@ class Unsized(DataLoader[Any]):
 
     def __len__(self) -> int:
         raise TypeError("no length")
+
+
+def noise() -> float:
+    """Draw from all three global generators."""
+    return random.gauss(0, 1) + float(np.random.randn()) + float(torch.randn(()))
+
+
+def shard() -> tuple[int, int]:
+    """Return this worker's number and the number of workers."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Shuffles through a buffer, draws at every sample, and is sharded by worker."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.length = length
+        self.rng = random.Random(0)
+
+    def numbers(self) -> range:
+        """Return the numbers of this worker's samples."""
+        worker, num_workers = shard()
+        return range(worker, self.length, num_workers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[int] = []
+        for number in self.numbers():
+            buffer.append(number)
+            if len(buffer) == 5:
+                yield self.sample(buffer.pop(random.randrange(5)))
+        while buffer:
+            yield self.sample(buffer.pop(int(torch.randint(len(buffer), ()))))
+
+    def sample(self, number: int) -> Tensor:
+        """Return a sample with noise."""
+        return torch.full((4,), number / 32) + 0.1 * noise() + 0.1 * self.rng.gauss(0, 1)
+
+
+class SizedStream(Stream):
+    """Knows its length."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class UnevenStream(Stream):
+    """The first worker has 6 samples, the second 26."""
+
+    def numbers(self) -> range:
+        """Return the numbers of this worker's samples."""
+        worker, num_workers = shard()
+        return range(32) if num_workers == 1 else (range(6), range(6, 32))[worker]
+
+
+class StatefulStream(SizedStream):
+    """Has a state; a replay would not find the position, since it counts how often it was started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_begun, self.next, self.resumed_at = 0, 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        begin, self.resumed_at = self.resumed_at, 0
+        self.num_begun += not begin
+        numbers = self.numbers()
+        for index in range(begin, len(numbers)):
+            self.next = index + 1
+            yield self.sample(numbers[index] + self.num_begun)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"num_begun": self.num_begun, "next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the position."""
+        self.num_begun, self.next = state_dict["num_begun"], state_dict["next"]
+        self.resumed_at = self.next
+
+
+class StatefulSampler(Sampler[int]):
+    """Continues where its state says; the order follows from the number of epochs that it has started."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.length = length
+        self.epoch = self.position = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        if self.position == self.length:
+            self.epoch, self.position = self.epoch + 1, 0
+        order = list(range(self.length))
+        random.Random(self.epoch).shuffle(order)
+        while self.position < self.length:
+            self.position += 1
+            yield order[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class CountingDataset(NoisyDataset):
+    """Adds to each sample the number of samples drawn before it; that number is its state."""
+
+    drawn = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.drawn += 1
+        return super().__getitem__(index) + self.drawn
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def counted() -> DataLoader[Any]:
+    """Return a loader whose sampler and data set both have a state."""
+    return DataLoader(CountingDataset(), batch_size=4, sampler=StatefulSampler())

@@ -12,10 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.law.test_faults import RaiseIn
+from tests.faults import EVERY_STEP, RaiseIn
 from tests.runs import Net, fit_net
-
-EVERY_STEP = {"every_n_train_steps": 1}
 
 # An epoch has 5 batches.
 FIRST_EPOCH = pytest.param(KillAt(3), id="first-epoch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -85,3 +86,12 @@ def in_child(main: Callable[[], Any]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+
+
+def dead_process_id() -> int:
+    """Return the id of a process that has ended."""
+    process = multiprocessing.get_context("fork").Process(target=int)
+    process.start()
+    process.join()
+    assert process.pid is not None
+    return process.pid

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
+from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
+from lightning_faulttolerant.trainer.ranks.gather import state_of
 from tests.data_sets import NoisyDataset
 from tests.runs import Cut, Net, fit_net
 
@@ -118,3 +121,23 @@ def assert_ranks_go_on(cut: Cut, *, rank: int | None = None, num_ranks: int = 2,
 def rank_here() -> int:
     """Return the rank of this process."""
     return distributed.get_rank()
+
+
+class Slowly(Callback):
+    """Is slow, so that the ranks agree on a stop within the next batches."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.03)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        time.sleep(0.03)
+
+
+def of_first_rank(part: str | None) -> Any:
+    """Return a `state_of` that returns a part of rank 0's state, or all of it, for each rank."""
+
+    def state(saved: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        first = unpack_blobs(saved["ranks"][0])
+        return first if part is None else {**state_of(saved, rank, checkpoint), part: first[part]}
+
+    return state

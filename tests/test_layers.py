@@ -1,5 +1,7 @@
 """The package keeps its layers: which part imports which, which part may use Lightning, and how long things may get.
 
+A module of the tests imports from no test.
+
 The checks are functions of a mapping from path to source, so that each is also run on a source that breaks it.
 """
 
@@ -85,9 +87,8 @@ class Import:
         return self.module.split(".")[0]
 
 
-def sources() -> Sources:
-    """Return the sources of the package by their paths relative to it."""
-    root = Path(__file__).parents[1] / PACKAGE
+def sources(root: Path) -> Sources:
+    """Return the sources in a directory by their paths relative to it."""
     return {path.relative_to(root): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
 
 
@@ -262,6 +263,14 @@ def names_given_twice(files: Sources) -> Iterator[str]:
             yield f"the class name {name} stands in {', '.join(map(str, paths))}"
 
 
+def imports_of_tests(files: Sources) -> Iterator[str]:
+    """Yield imports of a test module or of a name in one: what several tests need is in a module that is no test."""
+    for path, source in files.items():
+        for found in imports_of(path, source):
+            if any(name.startswith("test_") for name in (*found.module.split("."), found.name or "")):
+                yield f"{path}:{found.line} imports {'.'.join(filter(None, [found.module, found.name]))}, of a test"
+
+
 CHECKS = [
     unknown_parts,
     upward_imports,
@@ -277,9 +286,16 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_package_passes(check: Callable[[Sources], Iterator[str]]) -> None:
     """The package breaks no rule of its layers."""
-    files = sources()
+    files = sources(Path(__file__).parents[1] / PACKAGE)
     assert files
     assert list(check(files)) == []
+
+
+def test_no_test_imports_from_another() -> None:
+    """What several tests need is in modules that are no tests."""
+    files = sources(Path(__file__).parent)
+    assert Path("law/test_which_run.py") in files
+    assert list(imports_of_tests(files)) == []
 
 
 def long_function(num_lines: int) -> str:
@@ -348,6 +364,10 @@ BROKEN = {
         {"trainer/bases.py": "class AnyCallback: ...", "trainer/callback.py": "class AnyCallback: ..."},
     ),
     "a long function": (long_functions, {"errors.py": long_function(MAX_FUNCTION_LINES + 1)}),
+    "a function of another test": (imports_of_tests, {"law/test_pace.py": "from tests.law.test_which_run import tell"}),
+    "another test": (imports_of_tests, {"twin/test_drill.py": "from tests.cli.drill import test_real_training"}),
+    "a test in a function": (imports_of_tests, {"runs.py": "def f():\n    import tests.law.test_faults as faults"}),
+    "a test by name": (imports_of_tests, {"runs.py": "importlib.import_module('tests.law.test_faults')"}),
 }
 ALLOWED = {
     "downward": {

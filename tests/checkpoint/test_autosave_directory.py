@@ -14,7 +14,7 @@ from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
-from tests.checkpoint.test_series import _dead_process_id
+from tests.processes import dead_process_id
 
 SHARD = "__0_0.distcp"
 
@@ -94,7 +94,7 @@ def test_directory_that_was_never_committed_is_removed_by_the_next_process(autos
     """A killed writer's directory must not be found, and must be gone after the next save."""
     _save(autosaves, 0)
     begun = _begin(autosaves, 1)
-    dead = begun.replace(f"-{os.getpid()}-", f"-{_dead_process_id()}-")
+    dead = begun.replace(f"-{os.getpid()}-", f"-{dead_process_id()}-")
     os.rename(begun, dead)
     assert _newest(autosaves) == 0
     _save(autosaves, 2)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
+from tests.processes import dead_process_id
 
 FORK = multiprocessing.get_context("fork")
 
@@ -47,14 +48,6 @@ def _names(directory: Path) -> list[str]:
 def autosaves(tmp_path):
     """A series of two, in a directory that does not exist yet."""
     return AutosaveSeries(tmp_path / "run" / "fit-0", keep_last=2)
-
-
-def _dead_process_id() -> int:
-    process = FORK.Process(target=int)
-    process.start()
-    process.join()
-    assert process.pid is not None
-    return process.pid
 
 
 def _leftover(directory: Path, *, host: str, process_id: int, name: str = "autosave-00000009-epoch=0-batch=0.ckpt"):
@@ -247,7 +240,7 @@ FOREIGN = [
 
 
 def _make_foreign(directory: Path) -> list[Path]:
-    names = (name.replace("HOST", os.uname().nodename).replace("PID", str(_dead_process_id())) for name in FOREIGN)
+    names = (name.replace("HOST", os.uname().nodename).replace("PID", str(dead_process_id())) for name in FOREIGN)
     paths = [directory / name for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +275,7 @@ def test_empty_directory_named_like_an_autosave_is_not_ours(autosaves):
 def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
     """A save must clean up after killed writers of this host, and of others if nothing has changed for an hour."""
     autosaves.directory.mkdir(parents=True)
-    host, dead = os.uname().nodename, _dead_process_id()
+    host, dead = os.uname().nodename, dead_process_id()
     gone = _leftover(autosaves.directory, host=host, process_id=dead)
     living = _leftover(autosaves.directory, host=host, process_id=os.getppid())
     elsewhere = _leftover(autosaves.directory, host="elsewhere", process_id=dead)

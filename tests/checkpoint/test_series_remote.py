@@ -22,7 +22,7 @@ from lightning_faulttolerant.errors import (
 )
 from lightning_faulttolerant.storage import uploads
 from tests.s3 import client
-from tests.storage.test_store import calls_of_s3, damage_what_is_not_sent_yet, read, write
+from tests.storage.stores import calls_of_s3, damage_what_is_not_sent_yet, read, write
 
 FORK = multiprocessing.get_context("fork")
 

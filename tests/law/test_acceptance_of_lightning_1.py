@@ -15,22 +15,15 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
-from tests.data_sets import NoisyDataset
-from tests.law.test_faults import ALWAYS, RaiseIn
-from tests.law.test_manual import counted
+from tests.data_sets import NoisyDataset, counted
+from tests.faults import ALWAYS, RaiseIn
 from tests.runs import Net, fit_net, make_trainer
 
 # A fit that fails at a step, with each kind of data.

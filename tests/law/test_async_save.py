@@ -22,44 +22,14 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import autosaves, protected, tell, told
+from tests.faults import Disk, KillWhenWritten, is_in_background
 from tests.processes import run
 from tests.runs import Net, fit_eight
+from tests.scripts import autosaves, protected, tell, told
 
 BEHIND = {"async_save": True}
 ALWAYS = {**BEHIND, "every_n_train_steps": 1}
-_fsync, _start = os.fsync, BackgroundWriter.start
-
-
-def is_in_background() -> bool:
-    """Return whether this is the background thread that writes."""
-    return threading.current_thread().name == "autosave"
-
-
-class Disk(Callback):
-    """A disk that is slow, or worse, for background writes: `at` counts the calls of ``fsync`` in that thread."""
-
-    def __init__(self, seconds: float = 0.0, *, at: int | None = None) -> None:
-        self.seconds = seconds
-        self.at = at
-        self.num_calls = 0
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        os.fsync = self.fsync
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        os.fsync = _fsync
-
-    def fsync(self, descriptor: int) -> None:
-        if is_in_background():
-            time.sleep(self.seconds)
-            self.num_calls += 1
-            if self.num_calls == self.at:
-                self.strike()
-        _fsync(descriptor)
-
-    def strike(self) -> None:
-        """Cause the fault of this disk."""
+_start = BackgroundWriter.start
 
 
 class Held(Disk):
@@ -98,22 +68,6 @@ class KillInWrite(Disk):
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KillWhenWritten(Disk):
-    """Waits at the start of its batch `batch` for a finished background write, and then kills the process."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(0.01)
-        self.num_left = batch
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.01)
-        self.num_left -= 1
-        while self.num_left < 0:
-            time.sleep(0.01)
-            if self.num_calls >= 2:
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopInWrite(Disk):

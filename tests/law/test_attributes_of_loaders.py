@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.object_states import EVERY_STEP, assert_carried, each_cut
+from tests.faults import EVERY_STEP
+from tests.object_states import assert_carried, each_cut
 from tests.runs import each_num_workers, fit_net
 
 

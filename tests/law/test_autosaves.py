@@ -22,9 +22,9 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import Script, run
 from tests.runs import Net, eight_batches, fit_net
+from tests.scripts import autosaves, protected, tell, told, weights
 
 
 class Crash(Callback):

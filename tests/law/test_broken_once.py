@@ -24,10 +24,10 @@ from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.law.test_faults import ALWAYS, EVERY_STEP, RaiseIn
-from tests.law.test_which_run import autosaves, protected, tell, told, weights
+from tests.faults import ALWAYS, EVERY_STEP, RaiseIn
 from tests.processes import Script, run
 from tests.runs import Net, fit_eight, fit_net, make_trainer
+from tests.scripts import autosaves, protected, tell, told, weights
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:

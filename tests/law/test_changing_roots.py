@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import files_below
-from tests.law.test_loggers import scalars
-from tests.law.test_model_checkpoint import known
+from tests.loggers import scalars
+from tests.model_checkpoints import known
 from tests.processes import run
 from tests.rank_runs import rank_fit
 from tests.runs import fit_eight

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.faults import RaiseIn
 from tests.hook_saves import assert_goes_on_from, save, saving_module
-from tests.law.test_faults import RaiseIn
 from tests.runs import Net, fit_net, make_trainer
 
 ALWAYS = {"overhead_budget": 1.0}

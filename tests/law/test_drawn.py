@@ -16,43 +16,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler, random_split
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.object_states import EDGE, EVERY_STEP, FIRST_EPOCH, LATER_EPOCH, slowly
+from tests.drawn_data_sets import LATE, NUM_SAMPLES, Loaders, Names, Shuffled, fit, loaders_of, of, split_at_random
+from tests.faults import EVERY_STEP
+from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, slowly
 from tests.rank_runs import for_ranks
 from tests.runs import Net, make_trainer
-
-Loaders = tuple[Any, Any]
-NUM_TRAIN, NUM_VALIDATION = 20, 8
-NUM_SAMPLES = 36
-"""Eight are left for a test set."""
-
-
-class Names(Dataset[Tensor]):
-    """Its samples derive from file names, which a subclass may put in any order."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        self.names = self.in_order([f"/data/part-{i // 12}/{i:03d}.png" for i in range(num)])
-        self.labels = [self.number(i) % 5 for i in range(num)]
-
-    def in_order(self, names: list[str]) -> Any:
-        return names
-
-    def number(self, index: int) -> int:
-        return int(self.names[index][-7:-4])
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Tensor:
-        number = float(self.number(index))
-        return torch.tensor([number, number**2, self.labels[index], 1.0]) + torch.randn(4)
-
-
-def loaders_of(train: Any, validation: Any, **arguments: Any) -> Loaders:
-    """Return loaders of 5 shuffled batches, and of 2."""
-    return DataLoader(train, 4, shuffle=True, **arguments), DataLoader(validation, 4, **arguments)
 
 
 def cut(indices: list[int]) -> list[list[int]]:
@@ -61,13 +32,6 @@ def cut(indices: list[int]) -> list[list[int]]:
 
 
 # Each way to split.
-
-
-def split_at_random() -> Loaders:
-    """Return the first two parts of torch's own split; a variable keeps the test set."""
-    train, validation, _test = random_split(Names(), [20, 8, 8])
-    loaders = loaders_of(train, validation, num_workers=2)
-    return *loaders, _test  # type: ignore[return-value]
 
 
 def split_twice() -> Loaders:
@@ -108,14 +72,6 @@ def split_into_arrays() -> Loaders:
 
 
 # Each way to shuffle.
-
-
-class Shuffled(Names):
-    """Shuffles the names; its labels are in the same order."""
-
-    def in_order(self, names: list[str]) -> Any:
-        random.shuffle(names)
-        return names
 
 
 class InTuple(Shuffled):
@@ -198,16 +154,6 @@ class Words(Vocabulary):
         return Names.__getitem__(self, index) + self.words.index(f"word-{self.labels[index]}")
 
 
-def of(kind: Callable[[int], Any]) -> Callable[[], Loaders]:
-    """Return a function that creates loaders of two such data sets."""
-
-    def make() -> Loaders:
-        return loaders_of(kind(NUM_TRAIN), kind(NUM_VALIDATION))
-
-    make.__name__ = getattr(kind, "__name__", "kind")
-    return make
-
-
 SPLITS: list[Callable[[], Loaders]] = [
     split_at_random,
     split_twice,
@@ -220,14 +166,6 @@ ORDERS = [
     of(kind) for kind in (Shuffled, InTuple, InDeque, Records, Cases, Ordered, OrderedByTensor, Vocabulary, Words)
 ]
 FAST = ("split_at_random", "Shuffled", "Vocabulary")
-
-
-def fit(make: Callable[[], Loaders], callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:
-    """Fit `Net` on the loaders that `make` returns; the fit keeps its other results alive."""
-    train, validation, *_held = make()
-    trainer = make_trainer(callbacks, directory, **arguments)
-    trainer.fit(Net(), train, validation)
-    return trainer
 
 
 @pytest.mark.parametrize(
@@ -260,10 +198,6 @@ def test_split_of_a_data_module(fault: Callback) -> None:
         return trainer
 
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
-
-
-LATE = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
-"""The validation loader is set up after the training loader, in a resumed run after the resume."""
 
 
 @pytest.mark.parametrize("make", [of(Shuffled), slowly(split_at_random)], ids=lambda m: m.__name__)

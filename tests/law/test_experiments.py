@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import run_whole_and_killed
-from tests.law.test_loggers import LateNet
+from tests.loggers import LateNet
 from tests.processes import Ended, run
 from tests.runs import fit_net
 

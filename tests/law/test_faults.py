@@ -20,11 +20,10 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
+from tests.faults import ALWAYS, EVERY_STEP, RaiseIn
 from tests.processes import Script
 from tests.runs import Net, fit_eight, fit_net
 
-EVERY_STEP = {"every_n_train_steps": 1}
-ALWAYS = {"overhead_budget": 1.0}
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -74,42 +73,6 @@ def test_stop_signal_in_validation_at_the_end_of_an_epoch_costs_no_batch() -> No
     """The same holds for a validation run at the end of an epoch."""
     [cost] = costs(fit_with(2), KillAt(7, signum=signal.SIGTERM, hook="validation"), options=EVERY_STEP)
     assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (143, 0, 8, 0)
-
-
-class RaiseIn(Callback):
-    """Raises in a hook of the `batch`-th training batch of this process."""
-
-    def __init__(self, hook: str, batch: int) -> None:
-        self.hook = hook
-        self.batch = batch
-        self.seen = -1
-
-    def strike(self, hook: str) -> None:
-        if hook == self.hook and self.seen == self.batch:
-            raise ZeroDivisionError(f"in {hook}")
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.seen += 1
-        self.strike("on_train_batch_start")
-
-    def on_before_backward(self, *_: Any) -> None:
-        self.strike("on_before_backward")
-
-    def on_after_backward(self, *_: Any) -> None:
-        self.strike("on_after_backward")
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.strike("on_before_optimizer_step")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.strike("on_train_batch_end")
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.strike("on_train_epoch_end")
-
-    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self.strike("on_validation_batch_end")
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.full_disks import FullDisk, Unreachable
-from tests.law.test_which_run import protected, tell, told, weights
 from tests.processes import Ended, run
 from tests.runs import Net, fit_eight
+from tests.scripts import protected, tell, told, weights
 
 EVERY_STEP = {"every_n_train_steps": 1}
 COULD_NOT = "could not be saved: OSError: [Errno 28] No space left on device"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from tests.data_sets import (
@@ -20,6 +18,7 @@ from tests.data_sets import (
     TransformedDataset,
     closed_over_collate,
 )
+from tests.modules import HoldingNet
 from tests.runs import (
     FIRST_EPOCH,
     LATER_EPOCH,
@@ -96,20 +95,6 @@ def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
             NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=make_collate()
         ),
     )
-
-
-class HoldingNet(Net):
-    """Draws in its step from its own generators, one of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.python = random.Random(0)
-        self.others = {"numpy": np.random.default_rng(0), "legacy": [np.random.RandomState(0)]}
-        self.torch = torch.Generator().manual_seed(0)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        own = self.python.gauss(0, 1) + self.others["numpy"].normal() + self.others["legacy"][0].randn()
-        return super().training_step(batch + float(own) + torch.randn((), generator=self.torch), batch_idx)
 
 
 @each_short_cut

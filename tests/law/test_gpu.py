@@ -22,8 +22,8 @@ from torchmetrics import MeanMetric
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.faults import KillWhenWritten
 from tests.gpus import needs_gpu
-from tests.law.test_async_save import KillWhenWritten
 from tests.processes import run
 from tests.rank_runs import assert_ranks_go_on, for_ranks
 from tests.runs import (

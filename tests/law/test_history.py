@@ -25,10 +25,10 @@ from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run.directory import RUN_ID_VARIABLE
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import protected
 from tests.processes import run
 from tests.rank_runs import for_ranks
 from tests.runs import Net, RaiseAt, eight_batches, fit_net, make_trainer
+from tests.scripts import protected
 
 pytestmark = for_ranks
 

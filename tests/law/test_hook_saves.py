@@ -14,13 +14,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import NoisyDataset, Unsized
+from tests.data_sets import NoisyDataset, Stream, Unsized
 from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver, saving_module
-from tests.law.test_iterable import Stream
-from tests.law.test_model import TwoValidations
-from tests.law.test_which_run import autosaves, protected, tell, told, weights
+from tests.modules import TwoValidations
 from tests.processes import run
 from tests.runs import Fetches, Net, TwoLoaders, eight_batches, fit_net
+from tests.scripts import autosaves, protected, tell, told, weights
 
 # The hook, and the number of the call that saves; an epoch has 5 batches and 2 validation batches.
 CALLS = [

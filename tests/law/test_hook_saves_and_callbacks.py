@@ -9,9 +9,9 @@ import pytest
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 
+from tests.callbacks import Unfreezing, swa
 from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver
-from tests.law.test_lightning_callbacks import Backbone, Unfreezing
-from tests.law.test_stochastic_weight_averaging import NormNet, PlainNet, swa
+from tests.modules import Backbone, NormNet, PlainNet
 from tests.runs import Net
 
 Users = Callable[[], list[Callback]]

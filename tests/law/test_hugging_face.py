@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.law.test_iterable import noise
-from tests.law.test_loaders import assert_loader_goes_on
-from tests.runs import LATER_EPOCH, Cut, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.data_sets import noise
+from tests.runs import LATER_EPOCH, Cut, assert_goes_on, assert_loader_goes_on, each_cut, each_num_workers, fit_net
 
 # torchdata 0.11 calls functions that torch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -12,9 +12,9 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import Ended, run
 from tests.runs import Net, fit_net
+from tests.scripts import autosaves, protected, tell, told, weights
 
 HOLD = "Some hyperparameters hold the time or the process id"
 

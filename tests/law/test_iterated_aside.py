@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset, UnpackingLoader
-from tests.law.test_which_run import protected
 from tests.processes import run
 from tests.runs import fit_net
+from tests.scripts import protected
 
 
 class LooksAtTheData(Callback):

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BaseFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
@@ -23,15 +22,14 @@ from lightning.pytorch.callbacks import (
     timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
 from torchmetrics import RunningMean
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.adapters import compat as adapters
 from lightning_faulttolerant.trainer.recorder import Recorder
-from tests.law.test_monitors import Clock
-from tests.law.test_stochastic_weight_averaging import PlainNet
+from tests.callbacks import Clock, Unfreezing
+from tests.modules import Backbone, PlainNet
 from tests.processes import run
 from tests.runs import RaiseAt, assert_exact, eight_batches, fit_net
 
@@ -41,42 +39,6 @@ NUM_BATCHES = 5
 
 
 # Unfreezing.
-
-
-class Backbone(LightningModule):
-    """A backbone with batch norm, and a head; at first the optimizer has only the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.head(self.backbone(batch)).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.head(self.backbone(batch)).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
-
-
-class Unfreezing(BaseFinetuning):
-    """Freezes the whole backbone, including its norm; unfreezes it in two steps, each with its own arguments."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone, train_bn=False)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer, lr=0.005)
-        if epoch == 2:
-            self.unfreeze_and_add_param_group(pl_module.backbone[:3], optimizer)
-            optimizer.param_groups[-1]["weight_decay"] = 0.3
 
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 14])

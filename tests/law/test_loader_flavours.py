@@ -11,10 +11,8 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.data_sets import HoldingDataset, NoisyDataset
-from tests.law.test_iterable import Stream
-from tests.law.test_loaders import SHORT_CUTS
-from tests.runs import Cut, Net, assert_goes_on, each_cut, each_num_workers, eight_batches, make_trainer
+from tests.data_sets import HoldingDataset, NoisyDataset, Stream
+from tests.runs import SHORT_CUTS, Cut, Net, assert_goes_on, each_cut, each_num_workers, eight_batches, make_trainer
 
 # Lightning's advice about things that these runs do on purpose.
 pytestmark = [
@@ -23,7 +21,7 @@ pytestmark = [
 ]
 
 
-# With workers an epoch has 8 batches, without them 5, as in `tests.law.test_loaders`.
+# With workers an epoch has 8 batches, without them 5, as in `tests.runs.assert_loader_goes_on`.
 
 
 def num_batches(num_workers: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,32 +22,10 @@ from tests.data_sets import (
     UnpackingLoader,
     drawing_worker_init,
 )
-from tests.runs import (
-    FIRST_EPOCH,
-    LATER_EPOCH,
-    LATER_SHORT_EPOCH,
-    Cut,
-    assert_goes_on,
-    each_cut,
-    each_num_workers,
-    each_short_cut,
-    fit_net,
-)
+from tests.runs import Cut, assert_goes_on, assert_loader_goes_on, each_cut, each_num_workers, each_short_cut, fit_net
 
 # Lightning advises against shuffled validation; its randomness still has to continue.
 pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
-
-SHORT_CUTS = {FIRST_EPOCH: FIRST_EPOCH, LATER_EPOCH: LATER_SHORT_EPOCH}
-
-
-def assert_loader_goes_on(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:
-    """Check that a fit obeys the law, with the loader that `train` returns for a number of rows.
-
-    Without workers an epoch has 5 batches of 4 rows, and `cut` is translated. With workers it has 8. With only 5, two
-    workers that fetch ahead would have taken all indices at each cut.
-    """
-    num_rows = 32 if num_workers else 20
-    assert_goes_on(cut if num_workers else SHORT_CUTS[cut], train=lambda: train(num_rows), **arguments)
 
 
 # The order.

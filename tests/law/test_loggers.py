@@ -12,43 +12,22 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import files_below, run_whole_and_killed
+from tests.loggers import LateNet, scalars
 from tests.processes import run
-from tests.runs import Net, fit_net
+from tests.runs import fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
 
 Loggers = Callable[[Path], Any]
 
 
-class LateNet(Net):
-    """Has hyperparameters, and logs one more value from its fourth batch on."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step >= 3:
-            self.log("a late, one", batch.mean())
-        return super().training_step(batch, batch_idx)
-
-
 def fit_logging(callbacks: list[Callback], directory: Path, loggers: Loggers, **arguments: Any) -> Any:
     """Fit with loggers."""
     return fit_net(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
-
-
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the scalars that TensorBoard shows of a run, except the marker of hyperparameters, which has no step."""
-    accumulator = EventAccumulator(str(directory))
-    accumulator.Reload()
-    tags = [tag for tag in accumulator.Tags()["scalars"] if tag != "hp_metric"]
-    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
 CSV: dict[str, Loggers] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,40 +12,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
-from tests.data_sets import HoldingDataset, NoisyDataset
+from tests.data_sets import HoldingDataset, NoisyDataset, StatefulSampler, counted
 from tests.runs import Net, each_cut, fit_net
-
-
-class StatefulSampler(Sampler[int]):
-    """Continues where its state says; the order follows from the number of epochs that it has started."""
-
-    def __init__(self, length: int = 32) -> None:
-        self.length = length
-        self.epoch = self.position = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        if self.position == self.length:
-            self.epoch, self.position = self.epoch + 1, 0
-        order = list(range(self.length))
-        random.Random(self.epoch).shuffle(order)
-        while self.position < self.length:
-            self.position += 1
-            yield order[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
 
 
 class StatefulBatches:
@@ -76,30 +49,9 @@ class StatefulBatches:
         self.sampler.load_state_dict(state["sampler"])
 
 
-class CountingDataset(NoisyDataset):
-    """Adds to each sample the number of samples drawn before it; that number is its state."""
-
-    drawn = 0
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.drawn += 1
-        return super().__getitem__(index) + self.drawn
-
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.drawn = state["drawn"]
-
-
 def sampled() -> DataLoader[Any]:
     """Return a loader over a data set with generators; its sampler keeps the position."""
     return DataLoader(HoldingDataset(), batch_size=4, sampler=StatefulSampler())
-
-
-def counted() -> DataLoader[Any]:
-    """Return a loader whose sampler and data set both have a state."""
-    return DataLoader(CountingDataset(), batch_size=4, sampler=StatefulSampler())
 
 
 def manual_fit(make_loader: Callable[[], Any]) -> Callable[[list[Callback], Path], Trainer]:

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
-from torchmetrics.aggregation import CatMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.callbacks import StopsAt
 from tests.data_sets import NoisyDataset
+from tests.modules import BufferNet, FreezingNet, MetricNet, TwoValidations
 from tests.runs import (
     FIRST_EPOCH,
     Cut,
@@ -96,27 +96,6 @@ def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
 # Metrics and logging.
 
 
-class MetricNet(Net):
-    """Logs one metric and only updates one with a list state; its epoch hook logs the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-        self.metrics = nn.ModuleDict({"seen": CatMetric()})
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.mean.update(loss.detach(), weight=batch_idx + 1)
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.metrics["seen"].update(batch.mean())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        seen = self.metrics["seen"].compute()
-        self.log_dict({"num_seen": float(len(seen)), "deviation": seen.std()})
-        self.metrics["seen"].reset()
-
-
 @each_short_cut
 def test_metrics(cut: Cut) -> None:
     """At the end of the epoch, metrics cover the batches before and after the cut."""
@@ -156,11 +135,6 @@ def test_logging_at_every_third_step(cut: Cut) -> None:
 
 
 # Validation.
-
-
-class TwoValidations(Net):
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
-        self.log("val_loss", self.layers(batch).square().mean(), on_step=True, on_epoch=True)
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
@@ -212,18 +186,6 @@ def test_validation_every_second_epoch_and_none_at_the_start() -> None:
 # State that no state_dict contains.
 
 
-class BufferNet(Net):
-    """Its loss depends on a buffer that training changes and that is in no ``state_dict``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.zeros(()), persistent=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.shift.mul_(0.9).add_(batch.mean())
-        return super().training_step(batch + self.shift, batch_idx)
-
-
 @each_short_cut
 def test_buffers_outside_the_state_dict(cut: Cut) -> None:
     """A buffer that is not persistent continues."""
@@ -269,15 +231,6 @@ class QueueNet(Net):
 def test_buffers_of_the_state_dict_that_training_makes_and_grows(fault: Callback) -> None:
     """Buffers in the ``state_dict`` continue even if the new process could not load them."""
     assert_exact(list, fault, module=QueueNet, options={"overhead_budget": 1.0})
-
-
-class FreezingNet(Net):
-    """Freezes its first layer and switches its batch norm to evaluation mode after two batches, permanently."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 2:
-            self.layers[0].requires_grad_(False)
-            self.layers[1].eval()
 
 
 @each_short_cut
@@ -333,14 +286,6 @@ class PlateauNet(Net):
 def test_scheduler_on_a_plateau(cut: Cut) -> None:
     """A scheduler that depends on a validation result steps as often, on the same values."""
     assert_goes_on(cut, module=PlateauNet, max_epochs=3)
-
-
-class StopsAt(Callback):
-    """Requests a stop of the trainer at a batch."""
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.should_stop = True
 
 
 @pytest.mark.parametrize("kill", [4, 6])

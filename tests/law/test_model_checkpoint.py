@@ -12,56 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.files import compat as files
 from lightning_faulttolerant.trainer.files.compat import model_checkpoint_state
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.callbacks import Clock
 from tests.kills import Runs, files_below, run_whole_and_killed
-from tests.law.test_monitors import Clock
+from tests.model_checkpoints import assert_equal_weights, at, fit_saving
 from tests.processes import run
-from tests.runs import fit_eight
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:`ModelCheckpoint.monitor='loss'.* could not find:UserWarning"),
 ]
-
-_KNOWN = (
-    "best_model_path",
-    "best_model_score",
-    "best_k_models",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-    "current_score",
-    "_last_global_step_saved",
-    "_last_checkpoint_saved",
-    "_defer_save_until_validation",
-)
-
-
-def known(callback: ModelCheckpoint, directory: Path) -> dict[str, Any]:
-    """Return a ModelCheckpoint's attributes, with paths relative to the directory of the run."""
-    values = {name: getattr(callback, name) for name in _KNOWN}
-    values["best_k_models"] = [[path, float(score)] for path, score in values["best_k_models"].items()]
-    plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-    return json.loads(json.dumps(plain).replace(str(directory), ""))
-
-
-def fit_saving(
-    callbacks: list[Callback], directory: Path, saving: list[ModelCheckpoint], *, logger: Any = False, **arguments: Any
-) -> None:
-    """Fit, and record the ModelCheckpoints' attributes at the end."""
-    arguments = {"enable_checkpointing": True, "logger": logger, **arguments}
-    trainer = fit_eight([*saving, *callbacks], directory, **arguments)
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    (directory / "known.json").write_text(json.dumps([known(callback, directory) for callback in found], indent=1))
 
 
 def assert_same(runs: Runs, num_files: int | None = None) -> None:
@@ -80,13 +47,6 @@ def assert_same(runs: Runs, num_files: int | None = None) -> None:
             assert_equal_weights(killed, whole)
 
 
-def assert_equal_weights(one: Path, other: Path) -> None:
-    """Check that two checkpoints have the same step and weights, and that both load safely."""
-    first, second = (torch.load(path, map_location="cpu", weights_only=True) for path in (one, other))
-    assert first["global_step"] == second["global_step"], one
-    assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items()), one
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
     """ModelCheckpoints and the number of files they write; `kills` are right after a save and between two."""
@@ -96,11 +56,6 @@ class Saving:
     kills: tuple[int, ...] = (6, 5)
     every: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-def at(directory: Path, *, name: str = "checkpoints", **arguments: Any) -> ModelCheckpoint:
-    """Return a ModelCheckpoint with its own directory."""
-    return ModelCheckpoint(dirpath=directory / name, **arguments)
 
 
 SAVINGS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,9 @@ from lightning.pytorch.callbacks import LearningRateMonitor, Timer, timer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant.trainer.adapters import compat as adapters
+from tests.callbacks import Clock
 from tests.kills import run_whole_and_killed
 from tests.runs import FIRST_EPOCH, Cut, fit_net
-
-
-class Clock:
-    """Replaces ``time``: a batch takes 1 second, the start of a training 100, a validation batch 10."""
-
-    def __init__(self) -> None:
-        # The package does not look for state here: another process's time is not state.
-        self.now = ContextVar("now", default=0.0)
-        self.monotonic = self.now.get
-
-    def pass_seconds(self, seconds: float) -> None:
-        self.now.set(self.now.get() + seconds)
 
 
 class Watch(Callback):

@@ -16,9 +16,9 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.trainer.save.run_state import TITLES
+from tests.callbacks import StopsAt
 from tests.data_sets import NoisyDataset
-from tests.law.test_generators import HoldingNet
-from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
+from tests.modules import BufferNet, FreezingNet, HoldingNet, MetricNet
 from tests.runs import Net, fit_net
 
 

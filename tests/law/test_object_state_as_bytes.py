@@ -23,9 +23,10 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.testing import KillAt
-from tests.law.test_trust import Payload, saved
+from tests.damage import Payload
 from tests.processes import run
 from tests.runs import Cut, assert_goes_on, each_short_cut, fit_net
+from tests.scripts import autosaves
 
 
 class Tables(Callback):
@@ -149,7 +150,7 @@ def plant(path: Path, payload: Path) -> None:
 def test_what_others_have_planted_is_never_run(is_trusted: bool, elsewhere: Path) -> None:
     """Planted code does not run if the autosave is not trusted; in a trusted one it would."""
     assert fit(elsewhere, Tables(), KillAt(3)).exit_code == -signal.SIGKILL
-    path, payload = saved(elsewhere)[-1], elsewhere / "run by the payload"
+    path, payload = autosaves(elsewhere)[-1], elsewhere / "run by the payload"
     plant(path, payload)
     if not is_trusted:
         os.chmod(path, 0o666)

@@ -25,9 +25,9 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.testing.traces import NotTheSame
 from tests.data_sets import NoisyDataset
+from tests.faults import EVERY_STEP
 from tests.object_states import (
     EDGE,
-    EVERY_STEP,
     FIRST_EPOCH,
     LATER_EPOCH,
     RAISED,
@@ -40,38 +40,9 @@ from tests.object_states import (
     each_fault,
 )
 from tests.runs import Net, each_num_workers, fit_net
+from tests.stateful_objects import AveragedWeights
 
 # Callbacks without a ``state_dict``.
-
-
-class AveragedWeights(Callback):
-    """Validates with averaged weights, which are in a dict."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, Tensor] = {}
-        self.kept: dict[str, Tensor] = {}
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.shadow = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        for name, value in pl_module.named_parameters():
-            self.shadow[name].lerp_(value.detach(), 0.1)
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.kept = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-        self.put(pl_module, self.shadow)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.put(pl_module, self.kept)
-        self.kept = {}
-
-    @staticmethod
-    def put(pl_module: LightningModule, values: dict[str, Tensor]) -> None:
-        """Set the module's weights."""
-        with torch.no_grad():
-            for name, parameter in pl_module.named_parameters():
-                parameter.copy_(values[name])
 
 
 @each_fault

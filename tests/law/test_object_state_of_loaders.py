@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.faults import EVERY_STEP
 from tests.object_states import (
     EDGE,
-    EVERY_STEP,
     FIRST_EPOCH,
     IN_VALIDATION,
     LATER_EPOCH,
@@ -33,30 +33,9 @@ from tests.object_states import (
     slowly,
 )
 from tests.runs import Net, each_num_workers, make_trainer
+from tests.stateful_objects import CountingDataset, Curriculum, SetsEpoch
 
 # Data sets, samplers, and collate functions.
-
-
-class Curriculum(NoisyDataset):
-    """Its samples are as hard as its level, which other code sets."""
-
-    def __init__(self) -> None:
-        super().__init__(20)
-        self.level = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the level for an epoch."""
-        self.level = epoch + 1
-
-    def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) * (1 + self.level)
-
-
-class SetsEpoch(Net):
-    """Sets the epoch of its data set."""
-
-    def on_train_epoch_start(self) -> None:
-        self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)
 
 
 class RaisesLevel(Callback):
@@ -318,21 +297,6 @@ def test_collate_fn_that_counts(fault: Callback) -> None:
     assert_carried(
         fault, train=lambda: DataLoader(NoisyDataset(20), batch_size=4, shuffle=True, collate_fn=CountingCollate())
     )
-
-
-class CountingDataset(NoisyDataset):
-    """Counts the samples that it has returned, and caches some."""
-
-    def __init__(self) -> None:
-        super().__init__(20)
-        self.num_given = 0
-        self.cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.num_given += 1
-        if index % 2 == 0 and index not in self.cache:
-            self.cache[index] = super().__getitem__(index)
-        return self.cache.get(index, self.rows[index]) + self.num_given / 10
 
 
 @each_fault

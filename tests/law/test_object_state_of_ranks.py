@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
-from tests.law.test_object_state import Outputs, Together
-from tests.law.test_object_state_elsewhere import AveragedWeights
-from tests.law.test_object_state_of_loaders import CountingDataset, Curriculum, SetsEpoch
-from tests.law.test_rank_stops import Slowly
 from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, slowly
-from tests.rank_runs import RankNet, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.rank_runs import RankNet, Slowly, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import each_num_workers
+from tests.stateful_objects import AveragedWeights, CountingDataset, Curriculum, Outputs, SetsEpoch, Together
 
 pytestmark = for_ranks
 

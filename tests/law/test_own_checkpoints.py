@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import files_below
-from tests.law.test_model_checkpoint import assert_equal_weights, at, fit_saving
+from tests.model_checkpoints import assert_equal_weights, at, fit_saving
 from tests.processes import run
 
 pytestmark = [

@@ -18,8 +18,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistrib
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.data_sets import HoldingDataset, NoisyCollate, NoisyDataset
-from tests.law.test_iterable import StatefulStream, Stream, UnevenStream
+from tests.data_sets import HoldingDataset, NoisyCollate, NoisyDataset, StatefulStream, Stream, UnevenStream
 from tests.runs import Cut, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, fit_net, make_trainer
 
 pytestmark = [

@@ -16,9 +16,9 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import Script, run
 from tests.runs import Net, fit_eight, fit_net
+from tests.scripts import autosaves, protected, tell, told, weights
 
 START_SECONDS = 1.0
 NUM_BATCHES = 400

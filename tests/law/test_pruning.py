@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from tests.hook_saves import assert_goes_on_from, saver
-from tests.law.test_stochastic_weight_averaging import PlainNet
+from tests.modules import PlainNet
 from tests.processes import run
 from tests.runs import RaiseAt, assert_exact, fit_net
 

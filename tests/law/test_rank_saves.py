@@ -15,8 +15,7 @@ from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver, saving_module
 from tests.law import elastic_runs
-from tests.law.test_ranks import of_first_rank
-from tests.rank_runs import RankNet, for_ranks, shuffled
+from tests.rank_runs import RankNet, for_ranks, of_first_rank, shuffled
 from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = for_ranks

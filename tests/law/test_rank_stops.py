@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,21 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.rank_runs import SECONDS, for_ranks, rank_fit
+from tests.rank_runs import SECONDS, Slowly, for_ranks, rank_fit
 
 pytestmark = for_ranks
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-
-
-class Slowly(Callback):
-    """Is slow, so that the ranks agree on a stop within the next batches."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(0.03)
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        time.sleep(0.03)
 
 
 def stop_ranks(faults: Sequence[Any], *, options: Mapping[str, Any] | None = None, **arguments: Any) -> Interruption:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,21 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.trainer.ranks.gather import state_of
 from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import HoldingDataset, NoisyDataset
 from tests.kills import StopInValidation
-from tests.rank_runs import SECONDS, RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.rank_runs import (
+    SECONDS,
+    RankNet,
+    assert_ranks_go_on,
+    assert_ranks_resume,
+    for_ranks,
+    of_first_rank,
+    rank_fit,
+    shuffled,
+)
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, make_trainer
 
 pytestmark = for_ranks
@@ -73,16 +80,6 @@ def test_killed_in_validation() -> None:
 
 
 # State that each rank has for itself.
-
-
-def of_first_rank(part: str | None) -> Any:
-    """Return a `state_of` that returns a part of rank 0's state, or all of it, for each rank."""
-
-    def state(saved: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        first = unpack_blobs(saved["ranks"][0])
-        return first if part is None else {**state_of(saved, rank, checkpoint), part: first[part]}
-
-    return state
 
 
 class OwnBuffers(RankNet):

@@ -20,16 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
-from tests.object_states import (
-    EDGE,
-    EVERY_STEP,
-    FIRST_EPOCH,
-    LATER_EPOCH,
-    RAISED,
-    RAISED_BEHIND,
-    STOPPED,
-    slowly,
-)
+from tests.faults import EVERY_STEP
+from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, RAISED, RAISED_BEHIND, STOPPED, slowly
 from tests.runs import make_trainer
 
 

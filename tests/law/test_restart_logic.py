@@ -13,9 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.trainer.files.parts import KEY, MARK
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.law.test_which_run import autosaves, change_a_weight, cut_file, protected, tell, told, weights
+from tests.damage import change_a_weight, cut_file
 from tests.processes import Ended, run
 from tests.runs import fit_net
+from tests.scripts import autosaves, protected, tell, told, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),

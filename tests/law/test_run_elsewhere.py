@@ -21,9 +21,9 @@ from lightning_faulttolerant.trainer.identity.recorded import write_record
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.run.directory import open_run
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import Ended, Script, run
 from tests.runs import Net, fit_net, make_trainer
+from tests.scripts import CountBatches, autosaves, protected, tell, told, weights
 
 CHECKOUT = "/checkout-1/script.py"
 

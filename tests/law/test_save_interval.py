@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import tell, told
 from tests.processes import run
 from tests.runs import Net, fit_net
+from tests.scripts import tell, told
 
 SHARE = 0.3
 NUM_SAVES = 5

@@ -11,53 +11,25 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    StochasticWeightAveraging,
-)
-from torch import nn
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
 from lightning_faulttolerant.trainer.ledger.digests import digest
+from tests.callbacks import swa
+from tests.modules import NormNet, PlainNet
 from tests.processes import run
-from tests.runs import Net, RaiseAt, assert_exact, fit_net
+from tests.runs import RaiseAt, assert_exact, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
 NUM_BATCHES = 5
 
 
-class PlainNet(Net):
-    """Has no batch norm; a scheduler per epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
-
-
-class NormNet(PlainNet):
-    """Has a batch norm with its own momentum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.2), nn.Dropout(0.3), nn.Linear(8, 1))
-
-
 class UnscheduledNet(NormNet):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.02)
-
-
-def swa(strategy: str = "cos") -> list[Callback]:
-    """Return an averaging from the second epoch on."""
-    return [StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=3, annealing_strategy=strategy)]
 
 
 # 4 epochs: the second, third, and fourth are averaged; with batch norm a fifth only updates the norm.

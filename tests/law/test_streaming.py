@@ -21,9 +21,18 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.kills import StopInValidation
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan
-from tests.law.test_loaders import SHORT_CUTS
 from tests.rank_runs import for_ranks
-from tests.runs import LATER_EPOCH, LATER_SHORT_EPOCH, Cut, Net, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.runs import (
+    LATER_EPOCH,
+    LATER_SHORT_EPOCH,
+    SHORT_CUTS,
+    Cut,
+    Net,
+    assert_goes_on,
+    each_cut,
+    each_num_workers,
+    fit_net,
+)
 
 pytestmark = [
     *for_ranks,

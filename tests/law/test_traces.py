@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import run
 from tests.runs import Net, fit_net, make_trainer
+from tests.scripts import CountBatches, autosaves, protected, tell, told, weights
 
 
 def ours(value: Any, seen: set[int] | None = None, depth: int = 0) -> list[str]:

@@ -10,8 +10,17 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from tests.data_sets import DrawingSampler, HoldingDataset, NoisyDataset, Unsized
-from tests.law.test_loaders import assert_loader_goes_on
-from tests.runs import Cut, Fetches, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, each_short_cut
+from tests.runs import (
+    Cut,
+    Fetches,
+    Net,
+    TwoLoaders,
+    assert_goes_on,
+    assert_loader_goes_on,
+    each_cut,
+    each_num_workers,
+    each_short_cut,
+)
 
 # The long one has 8 batches, the short one 3; at the cuts it is in its second and third cycle.
 

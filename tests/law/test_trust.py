@@ -25,8 +25,10 @@ from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.save.trust import Trust
+from tests.damage import Payload
 from tests.processes import Ended, run
 from tests.runs import fit_net
+from tests.scripts import autosaves
 
 KEY = "lightning_faulttolerant"
 
@@ -44,16 +46,6 @@ class Describes(Callback):
         print("got back", state_dict["encoder"].classes_.tolist(), state_dict["where"], flush=True)
 
 
-class Payload:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def fit(directory: Path, *faults: Callback, before: Callable[[], object] = lambda: None, **options: Any) -> Ended:
     """Run a fit that saves to a directory at each step, with `faults`."""
 
@@ -63,11 +55,6 @@ def fit(directory: Path, *faults: Callback, before: Callable[[], object] = lambd
         fit_net([callback, Describes(), *faults], directory.parent, max_epochs=1)
 
     return run(main)
-
-
-def saved(directory: Path) -> list[Path]:
-    """Return the autosaves of a directory."""
-    return sorted(directory.rglob("autosave-*.ckpt"))
 
 
 @pytest.fixture
@@ -117,7 +104,7 @@ def test_refused_where_others_write(shared: Path) -> None:
     assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
     assert "callbacks/Describes/where: pathlib.PosixPath\n" in ended.output
     assert "FaultTolerance(trust_autosaves=True) or set PL_FAULT_TOLERANT_TRUST=1" in ended.output
-    assert saved(shared) == []
+    assert autosaves(shared) == []
 
 
 def test_the_lines_of_the_refusal_work(shared: Path) -> None:
@@ -141,7 +128,7 @@ def test_what_the_user_has_allowed_is_stored_plainly(private: Path) -> None:
 
     assert fit(private, KillAt(3), before=allow).exit_code == -signal.SIGKILL
     with torch.serialization.safe_globals([type(Path("/data"))]):
-        checkpoint = load_file(saved(private)[-1])
+        checkpoint = load_file(autosaves(private)[-1])
     assert checkpoint["callbacks"]["Describes"]["where"] == Path("/data")
     assert list(checkpoint[KEY]["pickled"]) == ["callbacks/Describes/encoder"]
 
@@ -187,7 +174,7 @@ def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
 def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -> None:
     """An autosave that is opened to others after its save is not trusted, and no older autosave replaces it."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
-    newest = saved(private)[-1]
+    newest = autosaves(private)[-1]
     place = private if what == "directory" else newest
     mode = place.stat().st_mode
     place.chmod(0o777)
@@ -195,7 +182,7 @@ def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -
     assert_refused(ended, f"{place} can be written to by everybody (mode 0777)")
     assert f"{newest} is not trusted" in ended.output
     assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
-    assert saved(private)[-1] == newest
+    assert autosaves(private)[-1] == newest
     place.chmod(mode)
     assert_resumed(fit(private))
 
@@ -204,19 +191,19 @@ def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -
 def test_a_file_of_somebody_else_is_not_trusted(private: Path) -> None:
     """A file that belongs to another user is not unpickled."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
-    os.chown(saved(private)[-1], 12345, 0)
+    os.chown(autosaves(private)[-1], 12345, 0)
     assert_refused(fit(private), "belongs to the user 12345")
 
 
 def test_nobody_else_may_write_to_a_file_with_objects(private: Path) -> None:
     """Files with objects are writable only for their owner, whatever the umask is."""
     assert fit(private, KillAt(3), before=lambda: os.umask(0), trust_autosaves=True).exit_code == -signal.SIGKILL
-    assert {path.stat().st_mode & 0o777 for path in saved(private)} == {0o644}
+    assert {path.stat().st_mode & 0o777 for path in autosaves(private)} == {0o644}
 
 
 def plant(directory: Path, payload: Path) -> Path:
     """Make the newest autosave of a directory run code when its objects are unpickled."""
-    path = saved(directory)[-1]
+    path = autosaves(directory)[-1]
     checkpoint = load_file(path)
     checkpoint[KEY]["pickled"]["callbacks/Describes/where"]["pickle"] = blob_to_tensor(pickle.dumps(Payload(payload)))
     torch.save(checkpoint, path)
@@ -281,11 +268,11 @@ def test_a_class_that_is_gone_is_named(private: Path) -> None:
         fit_net([FaultTolerance(private, every_n_train_steps=1), callback, *faults], private, max_epochs=1)
 
     assert run(lambda: main(Keeps(), KillAt(3))).exit_code == -signal.SIGKILL
-    newest = saved(private)[-1]
+    newest = autosaves(private)[-1]
     ended = run(lambda: main(KeepsAfterwards()))
     assert ended.exit_code == 1
     assert f"Keeps/own, an object of the class {__name__}.Before, can't be made again from its bytes" in ended.output
-    assert saved(private)[-1] == newest
+    assert autosaves(private)[-1] == newest
 
 
 def test_what_can_not_be_pickled_is_named(private: Path) -> None:
@@ -338,7 +325,7 @@ def test_an_autosave_that_the_user_names(private: Path, outside: Path, tmp_path:
     """A fit with an autosave as its ckpt_path gets its objects, by the same rule."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     own = outside / "own.ckpt"
-    own.write_bytes(saved(private)[-1].read_bytes())
+    own.write_bytes(autosaves(private)[-1].read_bytes())
 
     def main() -> None:
         fit_net([FaultTolerance(tmp_path / "other"), Describes()], tmp_path, max_epochs=1, ckpt_path=own)

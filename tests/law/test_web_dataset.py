@@ -18,7 +18,8 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.object_states import EDGE, EVERY_STEP, LATER_EPOCH, slowly
+from tests.faults import EVERY_STEP
+from tests.object_states import EDGE, LATER_EPOCH, slowly
 from tests.runs import Net, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:WebDataset.shardshuffle:UserWarning")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +17,11 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import NoisyDataset, secret_count
+from tests.damage import change_a_weight, cut_file
+from tests.data_sets import NoisyDataset
 from tests.processes import Script, run
 from tests.runs import Net, fit_net
-
-
-def weights(trainer: Any) -> str:
-    """Return a fit's final weights, bit for bit."""
-    return str([p.tolist() for p in trainer.lightning_module.parameters()])
-
-
-def told(directory: Path, name: str) -> list[Any]:
-    """Return the values that a script has recorded under a name."""
-    path = directory / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def tell(directory: Path, name: str, value: Any) -> None:
-    """Record a value for the test."""
-    with open(directory / f"{name}.jsonl", "a") as file:
-        file.write(json.dumps(value) + "\n")
-
-
-def protected(**options: Any) -> FaultTolerance:
-    """Return the callback with an autosave at every step."""
-    return FaultTolerance(**{"every_n_train_steps": 1, **options})
-
-
-class CountBatches(Callback):
-    """Counts the training batches that this process trains."""
-
-    def __init__(self) -> None:
-        self._add, self._count = secret_count()
-
-    @property
-    def num_batches(self) -> int:
-        """Return how many there were."""
-        return self._count()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._add()
-
-
-def autosaves(directory: Path) -> list[Path]:
-    """Return the autosaves below a directory."""
-    return sorted(directory.rglob("autosave-*.ckpt"))
-
+from tests.scripts import CountBatches, autosaves, protected, tell, told, weights
 
 # Several fits in one script.
 
@@ -270,20 +227,6 @@ class ArgsNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"args": argparse.Namespace(depth=3)})
-
-
-def cut_file(path: Path) -> None:
-    """Keep only the first half of a file."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def change_a_weight(path: Path) -> None:
-    """Flip a bit of a file's first weight, which torch.load does not notice."""
-    with zipfile.ZipFile(path) as archive:
-        first = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
-    content = bytearray(path.read_bytes())
-    content[first.header_offset + 64 + first.file_size // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")

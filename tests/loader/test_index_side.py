@@ -17,29 +17,8 @@ from lightning_faulttolerant.loader.index_record import RandomStates, birth_plan
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from tests.loader.index_sides import begin, make, resume
 from tests.loader.loops import safe, seed
-
-
-def make(sampler: Any, *, window: int = 2) -> IndexSide:
-    """Return the stand-in for `sampler`."""
-    return IndexSide(sampler, held=HeldGenerators({"sampler": sampler}), window=window)
-
-
-def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
-    """Begin a fresh iteration, as in a loader without workers."""
-    side = make(sampler, **arguments)
-    side.begin(None, new_workers=True)
-    return side, iter(side)
-
-
-def resume(sampler: Any, state: Any, position: int, *, strict: bool = True) -> tuple[IndexSide, Iterator[Any]]:
-    """Continue at `position` of a state."""
-    side = make(sampler)
-    side.strict = strict
-    side.begin(plan_from_state(state, position), new_workers=True)
-    iterator = iter(side)
-    side.ensure_open()
-    return side, iterator
 
 
 class ThreadedRandom:
@@ -212,8 +191,8 @@ class ChunkShuffle:
         return 30
 
     def __iter__(self) -> Iterator[int]:
-        for begin in range(0, 30, 7):
-            yield from (begin + torch.randperm(7)).tolist()
+        for start in range(0, 30, 7):
+            yield from (start + torch.randperm(7)).tolist()
 
 
 @pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle])

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from lightning_faulttolerant import ResumableDataLoader
 from tests.data_sets import NoisyDataset
-from tests.loader.test_resumable import assert_resumes
+from tests.loader.resumed_loops import assert_resumes
 
 
 class SampledRange(IterableDataset[Tensor]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -22,10 +21,8 @@ from torch.utils.data import (
 )
 
 from lightning_faulttolerant import FingerprintMismatchError, InterruptibleSampler, NotExactError, ResumableDataLoader
-from tests.loader.loops import Drawing, listed, loop, own_draws, seed
-
-Event = tuple[Any, ...]
-Make = Callable[[], ResumableDataLoader[Any]]
+from tests.loader.loops import Drawing, listed, own_draws, seed
+from tests.loader.resumed_loops import Event, Make, assert_resumes, run, safe
 
 
 class Stream(IterableDataset[float]):
@@ -55,70 +52,6 @@ class OwnIterator(IterableDataset[float]):
             raise StopIteration
         self.place += 1
         return torch.tensor([float(self.place), torch.rand(()).item()])
-
-
-def safe(state: Any) -> Any:
-    """Return `state` as it comes out of a file that was loaded with ``weights_only=True``."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def tell(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell a sampler its epoch, as a loop does."""
-    set_epoch = getattr(loader.sampler, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
-
-
-def run(
-    loader: ResumableDataLoader[Any], *, num_epochs: int, saved: dict[int, Any] | None = None, tells: bool = True
-) -> list[Event]:
-    """Return a loop's events from the loader's epoch on; put its state at each position into `saved`."""
-    events: list[Event] = []
-    if saved is not None:
-        saved[0] = safe(loader.state_dict())
-    for epoch in range(loader.epoch, num_epochs):
-        if tells:
-            tell(loader, epoch)
-        for batch in loader:
-            events.append((epoch, listed(batch), *own_draws()))
-            if saved is not None:
-                saved[len(events)] = safe(loader.state_dict())
-    return events
-
-
-def assert_resumes(make: Make, *, num_epochs: int = 3, every: int = 1) -> None:
-    """Assert that a newly created loader continues exactly with the rest of a run from each position."""
-    seed(1)
-    reference = [(epoch, batch, *draws) for epoch, _, batch, *draws in loop(_plain(make()), num_epochs=num_epochs)]
-    saved: dict[int, Any] = {}
-    seed(1)
-    assert run(make(), num_epochs=num_epochs, saved=saved) == reference
-    for position in list(saved)[::every]:
-        seed(100 + position)
-        loader = make()
-        seed(200 + position)
-        loader.load_state_dict(saved[position])
-        assert _same(loader.state_dict(), saved[position])
-        assert run(loader, num_epochs=num_epochs) == reference[position:], f"cut after batch {position}"
-
-
-def _plain(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
-    plain = DataLoader.__new__(DataLoader)
-    vars(plain).update(loader.__getstate__())
-    return plain
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def generator(number: int) -> torch.Generator:

@@ -29,7 +29,7 @@ from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLock
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
-from tests.storage.test_store import calls_of_s3
+from tests.storage.stores import calls_of_s3
 
 FORK = multiprocessing.get_context("fork")
 LEASE_SECONDS = 0.6

@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,36 +25,9 @@ from lightning_faulttolerant.storage import remote, uploads
 from lightning_faulttolerant.storage.file_systems import file_system
 from lightning_faulttolerant.storage.store import is_url, local_copy, open_file, open_store, open_writer, split_path
 from tests.s3 import PAGE, client
+from tests.storage.stores import calls_of_s3, damage_what_is_not_sent_yet, read, write
 
 MIB = 1024 * 1024
-
-
-def write(url: str, name: str, content: bytes) -> None:
-    """Write a file of a store."""
-    with open_store(url).writer(name) as file:
-        file.write(content)
-
-
-def read(path: str) -> bytes:
-    """Read a file by its path or URL."""
-    with open_file(path) as file:
-        return file.read()
-
-
-@contextlib.contextmanager
-def calls_of_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Record the requests to S3."""
-    calls = []
-    real = s3fs.S3FileSystem._call_s3
-
-    async def call(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        calls.append((method, kwargs))
-        return await real(self, method, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(s3fs.S3FileSystem, "_call_s3", call)
-        patch.setattr(s3fs.S3FileSystem, "call_s3", fsspec.asyn.sync_wrapper(call))
-        yield calls
 
 
 @pytest.fixture
@@ -188,13 +160,6 @@ def test_upload_that_raises_leaves_no_parts(s3: str, bucket: Callable[..., Any],
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert "Uploads" not in bucket("list_multipart_uploads")
-
-
-def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
-    """Make an upload to S3 send other bytes than it was given."""
-    data = damage(upload._file.buffer.getvalue())
-    upload._file.buffer = io.BytesIO()
-    upload._file.buffer.write(data)
 
 
 def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(

@@ -1,11 +1,15 @@
-"""Ledgers as processes write them, changed where a test needs it."""
+"""Ledgers as processes write them, changed where a test needs it, and processes, strikes, and runs made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
+from lightning_faulttolerant.cli.drill.result import Strike
 from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line
 
 Change = Callable[[Line], Line | None]
@@ -108,3 +112,53 @@ def since(epoch: int, batch: int, **values: Any) -> Change:
         return {**found, **values} if is_in_background else found
 
     return change
+
+
+class MadeProcess:
+    """A process that has ended, with the lines that its ranks have written."""
+
+    def __init__(
+        self,
+        *ranks: list[Line],
+        exit_code: int = -9,
+        num_restarts: int = 0,
+        fault: str = "",
+        printed: Sequence[str] = (),
+    ) -> None:
+        self._ranks = ranks
+        self._printed = list(printed)
+        self.exit_code = exit_code
+        self.num_restarts = num_restarts
+        self.faults = (FaultPlace.parse(fault),) if fault else ()
+        self.output = Path("the output")
+
+    def lines(self) -> dict[int, list[Line]]:
+        """Return the lines of each rank."""
+        return dict(enumerate(self._ranks))
+
+    def tail(self, num_lines: int) -> list[str]:
+        """Return the end of its output."""
+        return self._printed[-num_lines:]
+
+
+def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
+    """Return a strike that counts."""
+    return Strike(
+        number=1,
+        kind="KILL",
+        fit=1,
+        epoch=0,
+        batch=3,
+        at=3,
+        resumed_at=resumed_at,
+        resumed_text="",
+        num_twice=1,
+        seconds_in_process=1.0,
+        seconds_to_first_batch=1.0,
+        exit_code=exit_code,
+    )
+
+
+def whole() -> list[RankOfRun]:
+    """Return an uninterrupted run."""
+    return [join(0, [[begun(), *fit_lines()]])]

@@ -10,7 +10,7 @@ from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.printing import print_result
 from lightning_faulttolerant.cli.drill.progress import PlainProgress, RichProgress, Status, progress_on
 from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, DrillVerdict, Value
-from tests.cli.drill.test_judging import strike
+from tests.cli.drill.made import strike
 
 ADVICE = "Keep a generator in an attribute of the data set, so that it is found, and not in a global of the module."
 

@@ -1,31 +1,14 @@
 from __future__ import annotations
 
-import secrets
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.cli.drill import result
-from lightning_faulttolerant.cli.drill.drilling import Drill
-from lightning_faulttolerant.cli.drill.result import DrillResult
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from tests.cli.drill.drills import ToldProgress, environment
+from tests.cli.drill.real_drills import drill
 from tests.kills import files_below
 
-TRAINING = Path(__file__).with_name("training.py")
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-def drill(where: Path, *arguments: str, launcher: tuple[str, ...] = (), **settings: Any) -> DrillResult:
-    """Drill a real training."""
-    command = (sys.executable, *launcher, str(TRAINING), str(where), *arguments)
-    own: dict[str, Any] = {"num_strikes": 1, "seed": 1, "token": secrets.token_hex(4), "directory": where / "drill"}
-    return Drill(
-        DrillSettings(command=command, **{**own, **settings}), ToldProgress(where), environment=environment()
-    ).run()
 
 
 @pytest.mark.parametrize("kind", ["TERM", "exception"])  # KILL: the tests below

@@ -7,8 +7,7 @@ from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
 from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line
-from tests.cli.drill.made import begun, fit_lines, resumed
-from tests.cli.drill.test_judging import MadeProcess, whole
+from tests.cli.drill.made import MadeProcess, begun, fit_lines, resumed, whole
 
 
 class StruckProcess(MadeProcess):

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from lightning_faulttolerant.loader.resumable import ResumableDataLoader
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
-from tests.state.objects.test_object_state import carried, through_a_file
+from tests.state.objects.round_trips import carried, through_a_file
 
 
 class Tag(str):

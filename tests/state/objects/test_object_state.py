@@ -6,7 +6,6 @@ import copy
 import datetime
 import enum
 import functools
-import io
 import logging
 import pathlib
 import random
@@ -28,11 +27,11 @@ import torch
 from torch import nn
 from torch.nested import nested_tensor
 
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
 from lightning_faulttolerant.state.objects.users import global_path
 from lightning_faulttolerant.state.objects.walk import Rules
+from tests.state.objects.round_trips import carried
 
 Pair = namedtuple("Pair", "first second")
 
@@ -81,29 +80,6 @@ class Average:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value.copy_(state_dict["value"])
         self.num_loaded += 1
-
-
-def through_a_file(state: Any) -> Any:
-    """Return `state` as it comes out of a checkpoint that is loaded safely."""
-    file = io.BytesIO()
-    torch.save(pack_blobs({"objects": state}), file)
-    file.seek(0)
-    return unpack_blobs(torch.load(file, weights_only=True))["objects"]
-
-
-def carried(make: Callable[[], Any], change: Callable[[Any], None]) -> tuple[Any, Any]:
-    """Return an object that was changed, and a fresh one that got its state."""
-    changed, fresh = make(), make()
-    state = ObjectState({"root": changed})
-    assert state.state_dict() == {NODES: {}, TABLE: [], LOST: {}}
-    change(changed)
-    saved = through_a_file(state.state_dict())
-    assert saved[NODES]
-    assert saved[LOST] == {}
-    there = ObjectState({"root": fresh})
-    assert there.load_state_dict(saved) == []
-    assert there.state_dict()[NODES].keys() == saved[NODES].keys()  # a second resume carries the same
-    return changed, fresh
 
 
 VALUES = [

@@ -19,7 +19,7 @@ from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, DrawnOutcome
 from tests.data_sets import NoisyDataset
-from tests.law.test_drawn import (
+from tests.drawn_data_sets import (
     LATE,
     NUM_SAMPLES,
     NUM_TRAIN,

@@ -17,7 +17,7 @@ from lightning_faulttolerant.early_signals import EARLY
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks
 from tests.runs import Net, fit_net, make_trainer
-from tests.trainer.ranks.test_slurm_jobs import Job
+from tests.trainer.ranks.slurm_jobs import Job
 
 pytestmark = [
     *for_ranks,

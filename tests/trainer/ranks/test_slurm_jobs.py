@@ -2,110 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer.stop import deadline as deadline_module
 from tests.data_sets import NoisyDataset
-from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import fit_eight
-from tests.stopped_ranks import RankProcesses
+from tests.rank_runs import for_ranks
+from tests.trainer.ranks.slurm_jobs import Job
 
 pytestmark = [
     *for_ranks,
     pytest.mark.filterwarnings("ignore:The `srun` command is available"),
 ]
-
-
-class SlowBatches(Callback):
-    """Prints where it is, and takes its time."""
-
-    def __init__(self, seconds: float = 0.05) -> None:
-        self._seconds = seconds
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        print(f"train {trainer.current_epoch * 8 + batch_idx}", flush=True)
-        time.sleep(self._seconds)
-
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
-        print("validation", flush=True)
-        time.sleep(self._seconds)
-
-
-class Job:
-    """A SLURM job of one or two ranks; its ``scontrol`` notes how it is called, and which autosaves exist then."""
-
-    def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0") -> None:
-        self.num_ranks = num_ranks
-        self.directory = tmp_path
-        self.log = tmp_path / "scontrol.txt"
-        self.kept = tmp_path / "kept"
-        bin_directory = tmp_path / "bin"
-        bin_directory.mkdir()
-        lines = ["#!/bin/sh", f'echo "$@" >> {self.log}', f"cp -r {tmp_path}/autosaves {self.kept}", scontrol]
-        (bin_directory / "scontrol").write_text("\n".join(lines))
-        (bin_directory / "scontrol").chmod(0o755)
-        if scontrol == "missing":
-            (bin_directory / "scontrol").unlink()
-        self.environment = {
-            "PATH": f"{bin_directory}:/usr/bin:/bin",
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NTASKS": str(num_ranks),
-            "SLURM_NTASKS_PER_NODE": str(num_ranks),
-            "SLURM_NNODES": "1",
-            "SLURM_NODEID": "0",
-            "SLURM_NODELIST": "localhost",
-        }
-
-    def start(
-        self,
-        *,
-        environment: Mapping[str, str] = {},
-        options: Mapping[str, Any] = {},
-        requeue_signal: signal.Signals | None = None,
-        auto_requeue: bool = True,
-        seconds: float = 0.05,
-        before: Callable[[], None] = lambda: None,
-        **arguments: Any,
-    ) -> RankProcesses:
-        """Start the job's processes."""
-
-        def main(rank: int) -> None:
-            os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(rank)
-            before()
-            plugin = SLURMEnvironment(auto_requeue=auto_requeue, requeue_signal=requeue_signal)
-            chosen = {"train_time_interval": timedelta(hours=1), **options}
-            callbacks = [FaultTolerance(dirpath=self.directory / "autosaves", **chosen), SlowBatches(seconds)]
-            fit = fit_eight if self.num_ranks == 1 else rank_fit(self.num_ranks, **arguments)
-            extra = {"plugins": [plugin], **arguments} if self.num_ranks == 1 else {}
-            if self.num_ranks > 1:
-                fit = rank_fit(self.num_ranks, plugins=[plugin], **arguments)
-            trainer = fit(callbacks, self.directory, **extra)
-            print(f"has trained {trainer.global_step} steps", flush=True)
-
-        return RankProcesses(main, num_ranks=self.num_ranks, environment={**self.environment, **environment})
-
-    def assert_queued_again(self, number: str = "4711") -> None:
-        """Check that ``scontrol`` was called once, after a verified autosave of the stop existed."""
-        assert self.log.read_text().splitlines() == [f"requeue {number}"]
-        newest = sorted(self.kept.rglob("autosave-*.ckpt"))[-1]
-        checkpoint = load_file(str(newest))
-        assert checkpoint["global_step"] > 0  # it may have stopped at the start of an epoch
-        assert list(self.directory.rglob("hpc_ckpt*")) == []
 
 
 def start_and_signal(job: Job, signum: int, *ranks: int, **arguments: Any) -> list[Any]:

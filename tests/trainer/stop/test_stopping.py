@@ -14,7 +14,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.stop.signals import StopSignals, signal_reason
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
-from tests.law.test_faults import RaiseIn
+from tests.faults import RaiseIn
 from tests.runs import fit_net, make_trainer
 
 

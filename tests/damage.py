@@ -1,0 +1,32 @@
+"""Damage to a checkpoint: a part that is missing, a changed bit, an object that runs code."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def cut_file(path: Path) -> None:
+    """Keep only the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change_a_weight(path: Path) -> None:
+    """Flip a bit of a file's first weight, which torch.load does not notice."""
+    with zipfile.ZipFile(path) as archive:
+        first = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
+    content = bytearray(path.read_bytes())
+    content[first.header_offset + 64 + first.file_size // 2] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,35 @@
+"""An object whose state goes through a checkpoint into a fresh one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+
+
+def through_a_file(state: Any) -> Any:
+    """Return `state` as it comes out of a checkpoint that is loaded safely."""
+    file = io.BytesIO()
+    torch.save(pack_blobs({"objects": state}), file)
+    file.seek(0)
+    return unpack_blobs(torch.load(file, weights_only=True))["objects"]
+
+
+def carried(make: Callable[[], Any], change: Callable[[Any], None]) -> tuple[Any, Any]:
+    """Return an object that was changed, and a fresh one that got its state."""
+    changed, fresh = make(), make()
+    state = ObjectState({"root": changed})
+    assert state.state_dict() == {NODES: {}, TABLE: [], LOST: {}}
+    change(changed)
+    saved = through_a_file(state.state_dict())
+    assert saved[NODES]
+    assert saved[LOST] == {}
+    there = ObjectState({"root": fresh})
+    assert there.load_state_dict(saved) == []
+    assert there.state_dict()[NODES].keys() == saved[NODES].keys()  # a second resume carries the same
+    return changed, fresh
