@@ -93,7 +93,7 @@ class Dealing:
         loader, index = (len(self._dealt), 0) if is_finished or not self._dealt else runs.place_in_loaders(loop)
         begun = [one.num_batches if i < loader else index * (i == loader) for i, one in enumerate(self._dealt)]
         return {
-            "reason": self._why_not(),
+            "reason": "" if is_finished else self._why_not(),
             "loaders": [one.state_dict(num) for one, num in zip(self._dealt, begun, strict=True)],
         }
 
