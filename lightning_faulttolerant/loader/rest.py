@@ -6,8 +6,8 @@ that come one after the other, one rank may already be in the next one. The rest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,10 +41,6 @@ class Rest:
     def of_rank(self, rank: int, num_ranks: int) -> Tensor:
         """Return the places of those samples that one of `num_ranks` ranks gets."""
         return self.positions()[rank::num_ranks]
-
-    def without(self, of_ranks: Sequence[int]) -> Rest:
-        """Return the rest after ranks that have consumed so many of their samples of this one."""
-        return replace(self, consumed=(*self.consumed, tuple(of_ranks)))
 
     @property
     def begin(self) -> int | None:

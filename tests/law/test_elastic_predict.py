@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.loader.rest import Rest
-from lightning_faulttolerant.trainer.evaluation import compat
+from lightning_faulttolerant.trainer.evaluation import compat, other_ranks
 from tests.groups import run_group
 from tests.runs import make_trainer
 
@@ -363,6 +363,16 @@ class CountsNet(Net):
         return super().predict_step(batch, batch_idx, dataloader_idx)
 
 
+def test_ranks_without_a_batch(tmp_path: Path) -> None:
+    """One sample is left for three ranks, and then for two. Those without a batch return what they took over."""
+    plan = Plan(sizes=(9,))
+    legs = [Leg(num_ranks=1, kill=Kill(4)), Leg(num_ranks=3, kill=Kill(4)), Leg(num_ranks=2)]
+    done = run(plan, *legs, directory=tmp_path)
+    assert_returned_once(plan, done)
+    assert [len(of_rank) for of_rank in done.returned] == [5, 0]
+    assert "Resumed NOT EXACTLY before batch 4 of predict" in done.output
+
+
 UNLIKE = {
     "not elastic": (Plan(options={}), {}, "is of 2 ranks, and now there are 1."),
     "shuffled": (Plan(loader={"shuffle": True}), {}, "has another order than Lightning's own sampler of predict"),
@@ -403,11 +413,13 @@ def test_a_list_of_one_rank(tmp_path: Path) -> None:
     assert "NOT EXACT all ranks have what rank 0 had in module.seen" in done.output
 
 
-@pytest.mark.parametrize("broken", ["lost", "again", "numbers"])
+@pytest.mark.parametrize("broken", ["lost", "again", "numbers", "returned"])
 def test_a_broken_deal(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: a deal that loses samples, or deals them again, or numbers batches again, is found."""
     if broken == "numbers":
         monkeypatch.setattr(compat, "count_from", lambda loop, first, patches: None)
+    elif broken == "returned":
+        monkeypatch.setattr(other_ranks, "_joined_predictions", lambda states: states[0])
     else:
         positions = Rest.positions
         lost = lambda self: positions(self)[1:] if self.consumed else positions(self)  # noqa: E731

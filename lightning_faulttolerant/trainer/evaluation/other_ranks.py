@@ -117,4 +117,7 @@ def _datasets(fingerprints: State) -> dict[str, Any]:
 def _joined_predictions(states: Sequence[State]) -> dict[str, Any]:
     """Return the names of the files of several ranks, one rank after the other, and how many predictions they hold."""
     nums = [state["num"] for state in states if state["num"]]
-    return {"files": [name for state in states for name in state["files"]], "num": [sum(of) for of in zip(*nums, strict=True)]}
+    return {
+        "files": [name for state in states for name in state["files"]],
+        "num": [sum(of) for of in zip(*nums, strict=True)],
+    }
