@@ -246,6 +246,7 @@ def ranks(number: int) -> str:
     return "one rank" if number == 1 else f"{number} ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_many_starts(num_workers: int, tmp_path: Path) -> None:
     """The number of ranks changes again and again, and stays in between: then the resume is exact."""
@@ -260,6 +261,7 @@ def test_many_starts(num_workers: int, tmp_path: Path) -> None:
     assert len({tuple(values) for values in noise.tolist()}) == 61  # no rank or worker repeats another one's draws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("at", [(1, 0), (2, 1), (1, 2)], ids=str)
 def test_loaders_in_which_ranks_are_apart(at: tuple[int, int], way: tuple[int, int], tmp_path: Path) -> None:
@@ -282,6 +284,7 @@ def test_writers(interval: str, way: tuple[int, int], tmp_path: Path) -> None:
     assert "Resumed NOT EXACTLY before batch 2 of predict" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 def test_batches_since_the_last_autosave(way: tuple[int, int], tmp_path: Path) -> None:
     """They are predicted again, in other batches, and returned once."""
@@ -306,6 +309,7 @@ def test_before_the_first_autosave(tmp_path: Path) -> None:
     assert "Resumed" not in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [(2, 1), (2, 3)], ids=str)
 def test_a_finished_one(way: tuple[int, int], tmp_path: Path) -> None:
     """A finished predict is not run again: its predictions come back on the ranks that start next."""
@@ -321,6 +325,7 @@ def test_a_finished_one(way: tuple[int, int], tmp_path: Path) -> None:
     assert "after the end of predict" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_seeded_samples(num_workers: int, way: tuple[int, int], tmp_path: Path) -> None:
@@ -363,6 +368,7 @@ class CountsNet(Net):
         return super().predict_step(batch, batch_idx, dataloader_idx)
 
 
+@pytest.mark.slow
 def test_ranks_without_a_batch(tmp_path: Path) -> None:
     """One sample is left for three ranks, and then for two. Those without a batch return what they took over."""
     plan = Plan(sizes=(9,))
@@ -405,6 +411,7 @@ def test_what_starts_over(name: str, tmp_path: Path) -> None:
     assert sorted(again) == list(range(12 if name == "limited" else 26))
 
 
+@pytest.mark.slow
 def test_a_list_of_one_rank(tmp_path: Path) -> None:
     """What one rank keeps in its objects is on all ranks afterwards, and the report says so."""
     plan = Plan(module=CountsNet)
@@ -413,6 +420,7 @@ def test_a_list_of_one_rank(tmp_path: Path) -> None:
     assert "NOT EXACT all ranks have what rank 0 had in module.seen" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["lost", "again", "numbers", "returned"])
 def test_a_broken_deal(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: a deal that loses samples, or deals them again, or numbers batches again, is found."""
