@@ -390,6 +390,7 @@ UNLIKE = {
     ),
     "no batches": (Plan(loader={"batch_size": None}), {}, "has another order than Lightning's own sampler of predict"),
     "limited": (Plan(arguments={"limit_predict_batches": 6}), {}, "limit_predict_batches=6 counts the batches of one"),
+    "limited to one": (Plan(arguments={"limit_predict_batches": 1}), {}, "limit_predict_batches=1 counts the batches"),
     "batch norm": (Plan(module=AdaptsNet), {}, "a batch norm takes the mean of each batch"),
     "apart": (Plan(module=CountsNet), {}, "its ranks have come to different values of module.seen"),
 }
@@ -403,12 +404,23 @@ def test_what_starts_over(name: str, tmp_path: Path) -> None:
     """Where continuing could lose a sample or change a prediction, predict runs from its start, and says so."""
     plan, now, reason = UNLIKE[name]
     plan = replace(plan, interval="batch")
-    done = run(plan, Leg(num_ranks=2, kill=Kill(2)), Leg(num_ranks=1, loader=now), directory=tmp_path)
+    kill = Kill(0 if name == "limited to one" else 2)
+    done = run(plan, Leg(num_ranks=2, kill=kill), Leg(num_ranks=1, loader=now), directory=tmp_path)
     assert "Resumed" not in done.output
     assert "This predict starts over: " in done.output, done.output
     assert reason in done.output, done.output
     again = [index for entry in done.entries[1] for index in entry["predicted"]]
-    assert sorted(again) == list(range(12 if name == "limited" else 26))
+    assert sorted(again) == list(range({"limited": 12, "limited to one": 2}.get(name, 26)))
+
+
+@pytest.mark.slow
+def test_seeded_samples_of_ranks_in_different_loaders(tmp_path: Path) -> None:
+    """Their seeds can't continue, so predict runs from its start: each sample is returned with its own noise."""
+    plan = Plan(sizes=(9, 31), options={"worker_rng": "per_sample"}, noise=1.0)
+    legs = Leg(num_ranks=2, kill=Kill(2, loader=1)), Leg(num_ranks=1)
+    done = run(plan, *legs, directory=tmp_path)
+    assert_returned_once(plan, done)
+    assert "the seeds of its samples can't continue where the ranks were in different loaders" in done.output
 
 
 @pytest.mark.slow

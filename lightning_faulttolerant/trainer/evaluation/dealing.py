@@ -100,8 +100,9 @@ class Dealing:
     def _why_not(self) -> str:
         if self._reason:
             return self._reason
-        if self._trainer.limit_predict_batches != 1.0:
-            return f"limit_predict_batches={self._trainer.limit_predict_batches} counts the batches of one rank"
+        limit = self._trainer.limit_predict_batches
+        if isinstance(limit, int) or limit != 1.0:  # 1 is one batch, 1.0 are all
+            return f"limit_predict_batches={limit} counts the batches of one rank"
         modules = self._trainer.lightning_module.modules()
         if any(isinstance(one, _BatchNorm) and (one.training or one.running_mean is None) for one in modules):
             return "a batch norm takes the mean of each batch, so that samples depend on the others of their batch"
