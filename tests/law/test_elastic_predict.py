@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.loader.rest import Rest
@@ -118,6 +118,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=lambda: {"elastic": True})
     arguments: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
+    more: Callable[[Any], dict[str, Any]] = lambda data: {}
     returns: bool | None = None
     at_end: Callable[[Leg], None] = lambda leg: None
 
@@ -162,6 +163,11 @@ def run(plan: Plan, *legs: Leg, directory: Path) -> Done:
     return Done(output, entries, returned)
 
 
+def own_rank() -> int:
+    """Return the rank of this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def assert_ended(leg: Leg, codes: list[int], output: str) -> None:
     """Check the exit codes of the ranks. One that learns of the death of another ends with an error."""
     signum = 0 if leg.kill is None else leg.kill.signum
@@ -172,10 +178,10 @@ def assert_ended(leg: Leg, codes: list[int], output: str) -> None:
 
 def predict(plan: Plan, leg: Leg, directory: Path, written: Path) -> None:
     """Predict on one rank."""
-    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
+    torch.manual_seed(100 + own_rank())
     usual = {"batch_size": plan.batch_size, "num_workers": plan.num_workers}
     data = [Rows(size, noise=plan.noise) for size in plan.sizes]
-    loaders = [DataLoader(one, **{**usual, **plan.loader, **leg.loader}) for one in data]
+    loaders = [DataLoader(one, **{**usual, **plan.loader, **leg.loader, **plan.more(one)}) for one in data]
     callbacks: list[Callback] = [Writer(written, plan.interval), *([] if leg.kill is None else [leg.kill])]
     options = {**ALWAYS, "dirpath": directory / "autosaves", "run_id": "run", **plan.options, **leg.options}
     ranks = {"devices": leg.num_ranks, "strategy": "ddp" if leg.num_ranks > 1 else "auto"}
@@ -323,6 +329,7 @@ def test_a_finished_one(way: tuple[int, int], tmp_path: Path) -> None:
     assert_returned_once(plan, done)
     assert done.entries[1] == [], done.output
     assert "after the end of predict" in done.output
+    assert "now: each rank returns what other ranks have predicted" in done.output
 
 
 @pytest.mark.slow
@@ -447,3 +454,21 @@ def test_a_broken_deal(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = run(Plan(), Leg(num_ranks=2, kill=Kill(2)), Leg(num_ranks=1), directory=tmp_path)
     with pytest.raises(AssertionError):
         assert_each_sample_once(Plan(), done)
+
+
+class OfOneRank(SequentialSampler):
+    """The order of all ranks but one."""
+
+
+@pytest.mark.slow
+def test_one_rank_that_has_another_order(tmp_path: Path) -> None:
+    """If one of the ranks that start next has a sampler of its own, all start over, and count batches from 0."""
+
+    def sampler(data: Any) -> dict[str, Any]:
+        return {"sampler": OfOneRank(data) if os.environ.get("WORLD_SIZE") == "3" and own_rank() == 1 else None}
+
+    plan = Plan(more=sampler, interval="batch")
+    done = run(plan, Leg(num_ranks=2, kill=Kill(2)), Leg(num_ranks=3), directory=tmp_path)
+    assert_returned_once(plan, done)
+    assert "This predict starts over: another rank differs" in done.output, done.output
+    assert min(number for _, number in done.numbers()[1]) == 0

@@ -108,33 +108,39 @@ class Dealing:
             return "a batch norm takes the mean of each batch, so that samples depend on the others of their batch"
         return ""
 
-    def deal(self, states: Sequence[Mapping[str, Any]], patches: Patches) -> str:
-        """Deal what is left to these ranks. Return why that can't be, or an empty string if it is done.
+    def why_not_dealt(self, states: Sequence[Mapping[str, Any]]) -> str:
+        """Return why what is left can't be dealt to these ranks, or an empty string.
 
         Args:
             states: For each loader, a state with ``length``, ``consumed``, and ``first``.
-            patches: Those of the session.
         """
         if self._reason:
             return self._reason
         saved, now = [state["length"] for state in states], [one.rest.length for one in self._dealt]
         if saved != now:
             return f"its loaders had {saved} samples, and now {now}"
-        rests = [Rest(length=state["length"], consumed=tuple(map(tuple, state["consumed"]))) for state in states]
-        begins = [rest.begin for rest in rests]
-        if self._is_per_sample and None in begins:
+        if self._is_per_sample and any(_rest_of(state).begin is None for state in states):
             return "the seeds of its samples can't continue where the ranks were in different loaders"
-        for number, (one, rest, state) in enumerate(zip(self._dealt, rests, states, strict=True)):
+        return ""
+
+    def deal(self, states: Sequence[Mapping[str, Any]], patches: Patches) -> None:
+        """Deal what is left to these ranks.
+
+        Args:
+            states: As for `why_not_dealt`.
+            patches: Those of the session.
+        """
+        loop = self._trainer.predict_loop
+        for number, (one, state) in enumerate(zip(self._dealt, states, strict=True)):
+            rest = _rest_of(state)
             indices = rest.of_rank(self._trainer.global_rank, self._trainer.world_size)
             runs.put_indices(one.loader, indices)
             one.rest, one.first, one.num_own = rest, state["first"], len(indices)
             tracker = self._loaders.trackers.get(f"predict/{number}")
             if isinstance(tracker, TrackedLoader):
-                tracker.index_side.num_before = begins[number] or 0
-        first = [one.first for one in self._dealt]
-        runs.set_num_batches(self._trainer.predict_loop, [one.first + one.num_batches for one in self._dealt])
-        runs.count_from(self._trainer.predict_loop, first, patches)
-        return ""
+                tracker.index_side.num_before = rest.begin or 0
+        runs.set_num_batches(loop, [one.first + one.num_batches for one in self._dealt])
+        runs.count_from(loop, [one.first for one in self._dealt], patches)
 
     def begin_again(self, seeds: Sequence[Mapping[str, Any] | None]) -> None:
         """Let each loader begin with new workers, which repeat nothing that earlier ones have drawn.
@@ -170,3 +176,7 @@ def states_after(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str,
         }
         for own in zip(*ranks, strict=True)
     ]
+
+
+def _rest_of(state: Mapping[str, Any]) -> Rest:
+    return Rest(length=state["length"], consumed=tuple(map(tuple, state["consumed"])))

@@ -154,18 +154,23 @@ class EvaluationResume:
         self._loaders.expect(self._compare_loader)
         self._loaders.resume_from(self._state["loaders"])
 
-    def deal(self, dealing: Dealing) -> str:
-        """Deal what is left of the samples to these ranks, if another number of ranks began. Return why not, if so.
+    @property
+    def _dealt(self) -> list[Mapping[str, Any]]:
+        """What is left of each loader, if another number of ranks began."""
+        states: list[Mapping[str, Any]] = list(self._state.get(DEALT, {}).get("loaders", ()))
+        return states if any(state["consumed"] for state in states) and not self.is_finished else []
 
-        Call this when the loaders are set up.
-        """
-        states = self._state.get(DEALT, {}).get("loaders", ())
-        if self.is_finished or not any(state["consumed"] for state in states):
-            return ""
-        reason = dealing.deal(states, self._patches)
-        if not reason and self._other_ranks is not None:
+    def why_not_dealt(self, dealing: Dealing) -> str:
+        """Return why what is left can't be dealt to these ranks, or an empty string. The loaders must be set up."""
+        return dealing.why_not_dealt(self._dealt) if self._dealt else ""
+
+    def deal(self, dealing: Dealing) -> None:
+        """Deal what is left of the samples to these ranks, if another number of ranks began."""
+        if not self._dealt:
+            return
+        dealing.deal(self._dealt, self._patches)
+        if self._other_ranks is not None:
             dealing.begin_again(self._other_ranks.seeds)
-        return reason
 
     def _compare_loader(self, place: str, now: Mapping[str, Any]) -> None:
         saved = self._saved["loaders"].get(place)

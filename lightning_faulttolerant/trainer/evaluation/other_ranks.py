@@ -101,9 +101,11 @@ class OtherRanks:
 
     def _tell(self, *, is_per_sample: bool) -> None:
         ranks = f"{ranks_in_words(len(self._states))} when it was saved, {ranks_in_words(self._trainer.world_size)} now"
-        self.not_exact.append(
-            f"{ranks}: batches consist of other samples, so that the last bits of a prediction may differ"
-        )
+        if VALIDATION_RUN in self._states[0]:
+            difference = "batches consist of other samples, so that the last bits of a prediction may differ"
+        else:
+            difference = "each rank returns what other ranks have predicted"
+        self.not_exact.append(f"{ranks}: {difference}")
         self.not_exact.append(other_draws("predict") if is_per_sample else LOST_GENERATORS)
         changed = sorted(changed_objects(self._states[0].get(OBJECTS)))
         if changed:

@@ -198,8 +198,10 @@ class EvaluationSession(AnySession):
             if self._dealing is not None:
                 self._dealing.look()
                 if self._resume is not None:
-                    reason = self._resume.deal(self._dealing)
-                    if not self._stopping.all_can(not reason):
+                    reason = self._resume.why_not_dealt(self._dealing)
+                    if self._stopping.all_can(not reason):
+                        self._resume.deal(self._dealing)
+                    else:
                         self._start_over(reason)
                         self._loaders.resumed()
                         setup_data()
