@@ -19,6 +19,7 @@ class Side(Protocol):
     seeds: SampleSeeds | None
     num_ranks: int
     global_rank: int
+    num_before: int
     is_batched: bool
 
     @property
@@ -72,7 +73,7 @@ class IndexIterator(Iterator[Any]):
             digests.append(updated(digests[-1], batch, record.not_compared))
         if seeds is None:
             return batch
-        step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin
+        step, begin = self._side.num_ranks, self._side.num_before if record.deal is None else record.deal.begin
         place = begin + record.num_samples * step + self._side.global_rank
         record.num_samples += len(batch) if self._side.is_batched else 1
         return seeds.of(batch, epoch=record.epoch, place=place, step=step)

@@ -67,6 +67,8 @@ class IndexSide:
         self.has_other_workers = False
         """Whether the run had another number of workers before a resume."""
         self.global_rank, self.num_ranks = 0, 1
+        self.num_before = 0
+        """The number of samples that other ranks have consumed before this sampler's first one."""
         self._parked: RandomStates | None = None
         self._sampler = sampler
         self._held = held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -136,7 +137,9 @@ def ended(main: Main, directory: Path, callbacks: Callable[[], list[Callback]] =
     return result.exit_code, result.output
 
 
-def assert_continues(main: Main, tmp_path: Path, *strikes: Strike, resumes: bool = True, **options: Any) -> list[str]:
+def assert_continues(
+    main: Main, tmp_path: Path, *strikes: Strike, resumes: bool = True, finishes: bool = True, **options: Any
+) -> list[str]:
     """Check that a script that is struck returns what it returns without us, and logs the same. Return the outputs."""
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     code, output = ended(main, whole)
@@ -155,8 +158,8 @@ def assert_continues(main: Main, tmp_path: Path, *strikes: Strike, resumes: bool
     torch.testing.assert_close(result, expected_result, rtol=0, atol=0, equal_nan=True)
     logs = [{str(log.relative_to(run)): log.read_text() for log in run.rglob("metrics.csv")} for run in (whole, struck)]
     assert logs[1] == logs[0]
-    assert not list((tmp_path / "autosaves").rglob("*.ckpt"))
-    assert not list((tmp_path / "autosaves").rglob("*.pt"))
+    left = [name for suffix in ("ckpt", "pt") for name in (tmp_path / "autosaves").rglob(f"*.{suffix}")]
+    assert bool(left) != finishes
     return outputs
 
 
@@ -262,6 +265,40 @@ def kill_here(callbacks: list[Callback]) -> None:
     for one in callbacks:
         if isinstance(one, Strike) and one.function == "between":
             os.kill(os.getpid(), one.signum)
+
+
+class Fails(Judge):
+    """Raises in a batch of a test."""
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().test_step(batch, batch_idx, dataloader_idx)
+        if batch_idx == 3:
+            raise ValueError("no such sample")
+
+
+class LogsTheFailure(Callback):
+    """Logs a row after an exception."""
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, ValueError):
+            assert trainer.logger is not None
+            trainer.logger.log_metrics({"failed": 1.0}, step=99)
+            trainer.logger.save()
+
+
+@pytest.mark.parametrize("strike", [("between", 0), ("predict", 2)], ids=str)
+def test_an_exception_that_the_script_catches(strike: tuple[str, int], tmp_path: Path) -> None:
+    """The next start enters that test again, where it raises again; its rows come once. Its autosaves stay."""
+
+    def main(callbacks: list[Callback], directory: Path) -> object:
+        logger = CSVLogger(directory, flush_logs_every_n_steps=1)
+        trainer, module = make_trainer([LogsTheFailure(), *callbacks], directory, logger=logger), Fails()
+        with contextlib.suppress(ValueError):
+            trainer.test(module, loader())
+        kill_here(callbacks)
+        return trainer.predict(module, loader()), left_by(trainer, module)
+
+    assert_continues(main, tmp_path, Strike(*strike, signal.SIGKILL), finishes=False)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

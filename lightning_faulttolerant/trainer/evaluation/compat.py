@@ -11,8 +11,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import _Sequential
+from torch import Tensor
+from torch.utils.data import BatchSampler, SequentialSampler
 
+from lightning_faulttolerant.loader.rest import ListedIndices
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Patches
@@ -25,6 +29,8 @@ SEAMS = {
     "trainer.test_loop._seen_batches_per_dataloader": "the step of values logged in an evaluation that continues",
     "trainer.predict_loop._predictions": "the predictions of a resumed predict",
     "trainer.predict_loop._get_batch_indices": "the indices that prediction writers receive",
+    "trainer.predict_loop._predict_step": "the numbers of batches that another number of ranks continues with",
+    "trainer.predict_loop._store_data_for_prediction_writer": "the indices of these batches",
     "trainer.test_loop._print_results": "the table of results of a finished test",
     "trainer.test_loop._stage": "the table of results of a finished test",
     "trainer._logger_connector._first_loop_iter": "means logged over an epoch, after a validation run in its middle",
@@ -38,8 +44,10 @@ def num_evaluated(trainer: Trainer) -> int:
 
 def num_batches_of(loop: Any) -> float:
     """Return how many batches an evaluation has on this rank; infinite if that is not known."""
-    length = loop._data_fetcher.length
-    return float("inf") if length is None else float(length)
+    fetcher = loop._data_fetcher
+    if fetcher.length is None:
+        return float("inf")
+    return float(loop.batch_progress.current.ready + fetcher.length - fetcher.fetched)
 
 
 def is_predicting(loop: Any) -> bool:
@@ -77,6 +85,68 @@ def keeps_predictions(trainer: Trainer) -> bool:
 def find_batch_indices(loop: Any, patches: Patches, user_loader: Callable[[Any], Any]) -> None:
     """Let ``predict`` find the indices of a batch in the user's loader. It gives them to prediction writers."""
     patches.wrap(loop, "_get_batch_indices", lambda original: lambda loader: original(user_loader(loader)))
+
+
+def loaders_of(loop: Any) -> list[Any]:
+    """Return the loaders of an evaluation that is set up."""
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def num_in_order(loader: Any, *, rank: int, num_ranks: int) -> int | None:
+    """Return how many samples all ranks together have, if Lightning's sampler of ``predict`` deals them in order.
+
+    Args:
+        loader: The loader that Lightning has made of the user's.
+        rank: The number of this rank.
+        num_ranks: The number of ranks.
+    """
+    found = getattr(loader, "batch_sampler", None)
+    batches = found._batch_sampler if type(found) is _IndexBatchSamplerWrapper else None
+    if type(batches) is not BatchSampler or batches.drop_last:
+        return None
+    sampler: Any = batches.sampler
+    if type(sampler) is UnrepeatedDistributedSamplerWrapper:
+        if sampler.shuffle or (sampler.rank, sampler.num_replicas) != (rank, num_ranks):
+            return None
+        sampler = sampler.dataset._sampler  # type: ignore[attr-defined]  # Lightning's own class
+    elif num_ranks > 1:
+        return None
+    return len(sampler) if type(sampler) is SequentialSampler else None
+
+
+def batch_size_of(loader: Any) -> int:
+    """Return the batch size of a loader that `num_in_order` knows."""
+    return int(loader.batch_sampler._batch_sampler.batch_size)
+
+
+def put_indices(loader: Any, indices: Tensor) -> None:
+    """Let a loader that `num_in_order` knows yield only these samples."""
+    wrapper = loader.batch_sampler
+    wrapper._batch_sampler = BatchSampler(ListedIndices(indices), batch_size_of(loader), drop_last=False)
+
+
+def set_num_batches(loop: Any, nums: list[int]) -> None:
+    """Say how many batches each loader of ``predict`` has."""
+    loop.max_batches = nums
+
+
+def count_from(loop: Any, first: list[int], patches: Patches) -> None:
+    """Number the batches of each loader from `first` on. The loop itself counts from 0."""
+
+    def wrap_step(original: Any) -> Any:
+        return lambda batch, number, loader, *more: original(batch, number + first[loader], loader, *more)
+
+    def wrap_store(original: Any) -> Any:
+        return lambda number, loader: original(number - first[loader], loader)
+
+    patches.wrap(loop, "_predict_step", wrap_step)
+    patches.wrap(loop, "_store_data_for_prediction_writer", wrap_store)
+
+
+def place_in_loaders(loop: Any) -> tuple[int, int]:
+    """Return the number of the loader that ``predict`` is in, and how many batches of it are done."""
+    iterator = loop._combined_loader._iterator
+    return int(iterator._iterator_idx), int(iterator._idx)
 
 
 def why_unknown(val_loop: Any) -> str | None:

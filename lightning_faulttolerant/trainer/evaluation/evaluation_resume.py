@@ -10,7 +10,9 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS, EvaluationState
+from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import DEALT, SUMS, EvaluationState
+from lightning_faulttolerant.trainer.evaluation.other_ranks import OtherRanks
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, STARTS_OVER, VERSION
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
@@ -23,11 +25,12 @@ from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, state_of
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
-from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.comparison import Comparison
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, differences
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.settings.options import Options
 
 
 class EvaluationResume:
@@ -41,6 +44,7 @@ class EvaluationResume:
         loaders: The evaluation's loaders.
         fingerprint: The fingerprint of this run.
         rank: The number of this rank.
+        options: Say whether another number of ranks may continue.
         trust: Decides whether objects may be unpickled.
         predictions: The predictions of this rank.
         patches: Those of the session, undone when the evaluation ends.
@@ -56,6 +60,7 @@ class EvaluationResume:
         fingerprint: Fingerprint,
         *,
         rank: int,
+        options: Options,
         trust: Trust,
         predictions: Predictions,
         patches: Patches,
@@ -75,10 +80,23 @@ class EvaluationResume:
         self._comparison = Comparison(self._path, strict=True, is_elastic=False)
         self._patches = patches
         self.position = TrainerPosition(**self._part["position"])
-        self._state: Mapping[str, Any] = state_of(self._part, rank, choice.checkpoint)
+        self._other_ranks: OtherRanks | None = None
+        is_resized = self._part["world_size"] != trainer.world_size
+        if is_resized and self._may_be_resized(options):
+            is_per_sample = options.worker_rng == "per_sample"
+            self._other_ranks = OtherRanks(
+                trainer, self._part, choice.checkpoint, rank=rank, is_per_sample=is_per_sample
+            )
+        self._state: Mapping[str, Any] = (
+            state_of(self._part, rank, choice.checkpoint) if self._other_ranks is None else self._other_ranks.state
+        )
         saved = self._part["fingerprint"]
         self._saved = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}
         self.report: ResumeReport | None = None
+
+    def _may_be_resized(self, options: Options) -> bool:
+        is_predict = function_of(self._trainer) == "predict" and not self.starts_over
+        return is_predict and options.allows_other_ranks and self._part["version"] <= VERSION
 
     @property
     def is_finished(self) -> bool:
@@ -105,11 +123,16 @@ class EvaluationResume:
         if self._part["version"] > VERSION:
             return f"{self._path} was written by a newer version of the package"
         if self._part["world_size"] != self._trainer.world_size:
-            return f"{self._path} is of {self._part['world_size']} ranks, and now there are {self._trainer.world_size}"
+            ranks = f"{self._path} is of {self._part['world_size']} ranks, and now there are {self._trainer.world_size}"
+            if self._other_ranks is None or self._other_ranks.reason:
+                return ranks if self._other_ranks is None else f"{ranks}: {self._other_ranks.reason}"
         if has_weights and self._state.get(SUMS) != self._evaluation.sums:
             return "it begins with other weights"
         now = {**self._fingerprint.model(), **self._fingerprint.settings()}
-        lines = [line for name in ("module", "trainer") for line in differences(self._saved[name], now[name], name)]
+        saved = self._saved
+        if self._other_ranks is not None:
+            saved = {**saved, "trainer": as_carried_over(saved["trainer"], now["trainer"])}
+        lines = [line for name in ("module", "trainer") for line in differences(saved[name], now[name], name)]
         return "; ".join(lines)
 
     @property
@@ -131,15 +154,35 @@ class EvaluationResume:
         self._loaders.expect(self._compare_loader)
         self._loaders.resume_from(self._state["loaders"])
 
+    @property
+    def _dealt(self) -> list[Mapping[str, Any]]:
+        """What is left of each loader, if another number of ranks began."""
+        states: list[Mapping[str, Any]] = list(self._state.get(DEALT, {}).get("loaders", ()))
+        return states if any(state["consumed"] for state in states) and not self.is_finished else []
+
+    def why_not_dealt(self, dealing: Dealing) -> str:
+        """Return why what is left can't be dealt to these ranks, or an empty string. The loaders must be set up."""
+        return dealing.why_not_dealt(self._dealt) if self._dealt else ""
+
+    def deal(self, dealing: Dealing) -> None:
+        """Deal what is left of the samples to these ranks, if another number of ranks began."""
+        if not self._dealt:
+            return
+        dealing.deal(self._dealt, self._patches)
+        if self._other_ranks is not None:
+            dealing.begin_again(self._other_ranks.seeds)
+
     def _compare_loader(self, place: str, now: Mapping[str, Any]) -> None:
         saved = self._saved["loaders"].get(place)
+        if saved is not None and self._other_ranks is not None:
+            saved = {**saved, "sampler": now.get("sampler")}  # `deal` compares the orders
         if saved is not None:
             self._comparison.compare_loader(
                 place,
                 saved,
                 now,
                 tracker=self._loaders.trackers.get(place),
-                is_resized=False,
+                is_resized=self._other_ranks is not None,
                 drawn=self._loaders.drawn,
                 saved_drawn=self._drawn,
             )
@@ -180,7 +223,11 @@ class EvaluationResume:
 
     def _settle(self) -> None:
         self._loaders.resumed()
-        position = self.position
+        position, not_exact = self.position, tuple(self._not_exact)
+        if self._other_ranks is not None:
+            not_exact += tuple(self._other_ranks.not_exact)
+        objects = self._run_state.objects_not_restored
+        parts = [TITLES[name] for name in TITLES if name in self._state]
         self.report = ResumeReport(
             path=self._path,
             position=str(position),
@@ -188,9 +235,9 @@ class EvaluationResume:
             batch=position.batch,
             global_step=position.global_step,
             num_validated=position.validation_batch,
-            exact=tuple(TITLES[name] for name in TITLES if name in self._state),
-            not_exact=tuple(self._not_exact),
-            objects=self._run_state.objects_not_restored,
+            exact=still_exact(parts, not_exact, loaders=(), objects=objects),
+            not_exact=not_exact,
+            objects=objects,
             notes=(*self._comparison.notes, *self._run_state.objects.notes),
             seconds=time.monotonic() - self._began,
         )

@@ -12,11 +12,12 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
+from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.save.run_state import RunState
 
-SUMS = "sums"
+SUMS, DEALT = "sums", "dealt"
 _WEIGHTS, _GRADIENTS = "weights", "gradients"
 _OF_FITS = ("trainer", _GRADIENTS)
 
@@ -27,11 +28,13 @@ class EvaluationState:
     Args:
         trainer: The trainer that evaluates.
         run_state: Reads the parts that an evaluation has in common with a fit.
+        dealing: Knows which samples of a ``predict`` are left; ``None`` in other evaluations.
     """
 
-    def __init__(self, trainer: Trainer, run_state: RunState) -> None:
+    def __init__(self, trainer: Trainer, run_state: RunState, dealing: Dealing | None) -> None:
         self._trainer = trainer
         self._run_state = run_state
+        self._dealing = dealing
         module = trainer.lightning_module
         self.sums: dict[str, int] = sums_of_bits({**dict(module.named_parameters()), **dict(module.named_buffers())})
         """A sum of the bits of each tensor that the evaluation begins with."""
@@ -60,6 +63,8 @@ class EvaluationState:
             state[_WEIGHTS] = {name: value.detach().clone() for name, value in module.state_dict().items()}
         if not self._gradients.unmoved(self._tensors_of_gradients()):
             state[_GRADIENTS] = gradients_state(module)
+        if self._dealing is not None:
+            state[DEALT] = self._dealing.state_dict(is_finished=position.is_finished)
         return {**state, SUMS: self.sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -72,3 +77,8 @@ class EvaluationState:
             load_gradients(module, state[_GRADIENTS])
             self._gradients = TensorMarks([])
         return self._run_state.load_state_dict(state)
+
+
+def changes_tensors(state: Mapping[str, Any]) -> bool:
+    """Return whether the evaluation had changed weights, buffers, or gradients when it was saved."""
+    return not {_WEIGHTS, _GRADIENTS}.isdisjoint(state)

@@ -20,6 +20,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
+from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
@@ -60,6 +61,7 @@ class EvaluationSession(AnySession):
         self._saver: EvaluationSaver | None = None
         self._resume: EvaluationResume | None = None
         self._common: CommonPace | None = None
+        self._dealing: Dealing | None = None
         self._is_without_weights = False
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
         self._is_off = False
@@ -113,7 +115,10 @@ class EvaluationSession(AnySession):
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
         self._stopping.begin(lambda: self._saver.save_seconds if self._saver is not None else 0.0)
         self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
-        self._state = EvaluationState(self._trainer, self._run_state)
+        if runs.is_predicting(self._loop):
+            is_per_sample = options.worker_rng == "per_sample"
+            self._dealing = Dealing(self._trainer, self._loaders, is_per_sample=is_per_sample)
+        self._state = EvaluationState(self._trainer, self._run_state, self._dealing)
         trust, series = Trust(options), beginning.series
         self._run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: trust.is_trusted_series(series))
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
@@ -143,6 +148,7 @@ class EvaluationSession(AnySession):
             self._loaders,
             self._fingerprint,
             rank=ranks.rank,
+            options=options,
             trust=trust,
             predictions=predictions,
             patches=self._patches,
@@ -153,7 +159,11 @@ class EvaluationSession(AnySession):
             self._files.settle()
             self._resume = None if resume.starts_over else resume
             return
-        if ranks.rank == 0 and series is not None:
+        self._start_over(reason)
+
+    def _start_over(self, reason: str) -> None:
+        self._resume, series = None, self._beginning.series
+        if self._beginning.ranks.rank == 0 and series is not None:
             aside = series.set_aside("another-evaluation")
             reason = reason or "another rank differs"
             tell(f"This {self._function} starts over: {reason}. Its autosaves are in {aside}.")
@@ -185,6 +195,16 @@ class EvaluationSession(AnySession):
                 self._resume.expect_loaders()
             with self._loaders.iterated_by_trainer(stage=self._function):
                 original()
+            if self._dealing is not None:
+                self._dealing.look()
+                if self._resume is not None:
+                    reason = self._resume.why_not_dealt(self._dealing)
+                    if self._stopping.all_can(not reason):
+                        self._resume.deal(self._dealing)
+                    else:
+                        self._start_over(reason)
+                        self._loaders.resumed()
+                        setup_data()
             if self._run_state is not None:
                 self._run_state.objects.look_again()
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_stream, state_for_others
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
@@ -32,6 +31,12 @@ from lightning_faulttolerant.trainer.position import (
     TrainerPosition,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
+from lightning_faulttolerant.trainer.ranks.generators import (
+    LOST_GENERATORS,
+    generators_of_rank,
+    other_draws,
+    ranks_in_words,
+)
 from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
 
@@ -70,7 +75,7 @@ class Resized:
         self._position = position
         self._accumulated: int = states[0]["trainer"]["accumulate_grad_batches"]
         self._num_batches: float = states[0]["trainer"].get("num_training_batches", float("inf"))
-        self.ranks = f"{_ranks(len(states))} when it was saved, {_ranks(trainer.world_size)} now"
+        self.ranks = f"{ranks_in_words(len(states))} when it was saved, {ranks_in_words(trainer.world_size)} now"
         self.lost: list[str] = []
         """State that can't be carried over."""
         self.told = [f"of what the ranks had apart, these are rank 0's: {', '.join(apart)}"] if apart else []
@@ -98,14 +103,12 @@ class Resized:
         self.lost += lost
         self._tell_rng(is_per_sample=is_per_sample)
         results = merged_results([s["results"] for s in states], rank=rank, num_ranks=num_ranks)
-        held = [{f"{kind}/{p}": s for kind, p, s in _flat(state["held"])} for state in states]
         saved_accumulation = fingerprint["trainer"]["accumulate_grad_batches"]
         if saved_accumulation != self._trainer.accumulate_grad_batches:
             first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": self._accumulation_now()}}
         return {
             **{name: part for name, part in first.items() if name in _OF_RANK_0},
-            "rng": _own_or_fresh([of_devices_here(s["rng"]) for s in states], rank, fresh_rng_state),
-            "held": _nested(_own_or_fresh(held, rank, fresh_held_state)),
+            **generators_of_rank(states, rank),
             "loaders": loaders,
             "gradients": self._gradients(),
             "metrics": metrics,
@@ -119,16 +122,9 @@ class Resized:
         reason = "sums over ranks are made in another order, so that the last bits of their values differ"
         self.told.append(f"{self.ranks}: {reason}")
         if is_per_sample:
-            self.told.append(
-                "random draws of the training itself, such as dropout, are those of other ranks than in the"
-                " uninterrupted run: a rank that was not there draws from states of its own"
-            )
-            return
-        self.lost.append(
-            "random generators of the ranks and of their workers, which give the augmentation of samples and dropout:"
-            ' ranks that were not there draw from states of their own. With worker_rng="per_sample" the augmentation of'
-            " a sample is the same for any number of ranks"
-        )
+            self.told.append(other_draws("the training"))
+        else:
+            self.lost.append(LOST_GENERATORS)
 
     def _loaders(self, fingerprints: State) -> dict[str, Any]:
         first = self._states[0]["loaders"]
@@ -271,35 +267,3 @@ class Resized:
 
 
 _OF_RANK_0 = ("buffers", "began", "shown", "flags", "callbacks", "trainer", "files", "objects")
-
-
-def _ranks(number: int) -> str:
-    return "one rank" if number == 1 else f"{number} ranks"
-
-
-def _own_or_fresh(states: Sequence[Mapping[str, bytes]], rank: int, fresh: Any) -> dict[str, bytes]:
-    """Return the saved state of this rank number, or one that no rank had, unless all ranks had the same."""
-    if rank < len(states):
-        return dict(states[rank])
-    if len(states) > 1 and all(state == states[0] for state in states):
-        return dict(states[0])
-    found: dict[str, bytes] = fresh(states[0], "rank", rank)
-    return found
-
-
-def _flat(held: State) -> Iterator[tuple[str, str, bytes]]:
-    yield from (("objects", path, state) for path, state in held["objects"].items())
-    for place, states in held["loaders"].items():
-        yield from ((f"loaders/{place}", path, state) for path, state in states.items())
-
-
-def _nested(flat: Mapping[str, bytes]) -> dict[str, Any]:
-    held: dict[str, Any] = {"objects": {}, "loaders": {}}
-    for name, state in flat.items():
-        kind, _, rest = name.partition("/")
-        if kind == "objects":
-            held["objects"][rest] = state
-        else:
-            stage, index, path = rest.split("/", 2)
-            held["loaders"].setdefault(f"{stage}/{index}", {})[path] = state
-    return held

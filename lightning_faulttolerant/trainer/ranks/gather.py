@@ -126,12 +126,13 @@ def kept_apart(part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[s
         names.update(dict.fromkeys(f"{BUFFERS}.{name}" for name in state[BUFFERS].keys() - first[BUFFERS].keys()))
         for kind in _APART:
             names.update(dict.fromkeys(_names(first.get(kind), state.get(kind), "" if kind == LIGHTNINGS else kind)))
-        first_objects, objects = _contents(first.get("objects")), _contents(state.get("objects"))
+        first_objects, objects = changed_objects(first.get("objects")), changed_objects(state.get("objects"))
         names.update(dict.fromkeys(_names(first_objects, objects, depth=1)))
     return sorted(names)
 
 
-def _contents(objects: Mapping[str, Any] | None) -> dict[str, Any]:
+def changed_objects(objects: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the changes on the user's objects that a state holds, by path."""
     return {**contents_of(objects), **objects.get("stores", {})} if objects else {}
 
 

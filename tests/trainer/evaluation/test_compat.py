@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_faulttolerant.trainer.evaluation import compat
 from lightning_faulttolerant.trainer.evaluation.compat import SEAMS
@@ -17,6 +20,7 @@ from tests.runs import fit_net
 # Checked inside a run: its iterator and its fetcher are gone after a fit.
 IN_A_RUN = {"_data_fetcher", "_combined_loader", "_iterator", "_iterator_idx", "_idx", "_load_current_iterator"}
 ON_BARS = {"_current_eval_dataloader_idx"}
+ON_SAMPLERS = {"_batch_sampler", "_sampler"}
 
 
 class Inside(Callback):
@@ -62,8 +66,22 @@ def test_names_on_other_objects_exist() -> None:
         assert all(hasattr(bar, name) for name in ON_BARS)
 
 
+def test_names_on_samplers_exist() -> None:
+    """Lightning's samplers of predict hold the user's ones, whose order is then known, and put in what is left."""
+    sampler = UnrepeatedDistributedSamplerWrapper(SequentialSampler(range(7)), num_replicas=2, rank=1, shuffle=False)
+    batches = _IndexBatchSamplerWrapper(BatchSampler(sampler, 2, drop_last=False))  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(7), batch_sampler=batches)  # type: ignore[arg-type]
+    assert {*vars(batches), *vars(sampler.dataset)} >= ON_SAMPLERS
+    assert compat.num_in_order(loader, rank=1, num_ranks=2) == 7
+    assert compat.num_in_order(loader, rank=0, num_ranks=2) is None
+    assert compat.num_in_order(DataLoader(range(7)), rank=0, num_ranks=1) is None
+    compat.put_indices(loader, torch.tensor([6, 0, 3]))
+    assert [batch.tolist() for batch in loader] == [[6, 0], [3]]
+    assert batches.seen_batch_indices == [[6, 0], [3]]
+
+
 def test_no_name_escapes_the_contract() -> None:
     """Some test of this file checks each private name that the source uses."""
-    checked = {part for path in SEAMS for part in path.split(".")} | IN_A_RUN | ON_BARS
+    checked = {part for path in SEAMS for part in path.split(".")} | IN_A_RUN | ON_BARS | ON_SAMPLERS
     imported = {"_PrefetchDataFetcher", "_PredictionLoop", "_Sequential"}  # an import fails by itself
     assert private_names(compat) - checked - imported == set()
