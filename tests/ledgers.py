@@ -50,4 +50,4 @@ def _done(line: dict[str, Any]) -> tuple[int, int]:
 
 
 def _is_of_validation(line: dict[str, Any]) -> bool:
-    return line["event"] == ledger.VALIDATED or bool(line.get("validating"))
+    return line["event"] in (ledger.VALIDATED, ledger.EVALUATED) or bool(line.get("validating"))

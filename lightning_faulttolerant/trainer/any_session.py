@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning.pytorch import Trainer
 
@@ -11,6 +11,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
@@ -43,6 +44,8 @@ class AnySession:
         self._files = RunFiles(trainer, self._patches)
         self._beginning = Beginning(trainer, options, self._files, function=function_of(trainer))
         self.is_open = False
+        self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
+        """Called with the position and the path of each autosave that is written and verified."""
 
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
@@ -73,6 +76,12 @@ class AnySession:
             self._loaders.close_workers()
             compat.end_fetching(self._trainer)
             self._tell_end(exception)
+
+    def save_before_batch(self) -> None:
+        """Save before the next training batch, where a drill requests it; a collective."""
+
+    def save_before_evaluation_batch(self) -> None:
+        """Save before the next batch of an evaluation, where a drill requests it, if the run can continue there."""
 
     def _save_interrupted(self, exception: BaseException) -> None:
         """Save what can still be saved, and report where the run continues."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
@@ -154,6 +155,12 @@ class Boundary:
         if run.is_ahead:
             run.note_fetch()
 
+    def save_before_validation_batch(self) -> None:
+        """Save here, whether or not an autosave is due, if the fit can continue before this batch; a collective."""
+        is_too_early = self._pace.is_first and not self._run_state.validation.is_continuing
+        if not is_too_early and self._stopping.all_can(self._can_continue_here()):
+            self._save_in_validation(self._autosaver.save_unless_saved)
+
     def _stop_before_validation_batch(self) -> None:
         if self._stopping.all_can(self._can_continue_here()):
             self.capture = None  # the start of the run is older than what is saved now
@@ -172,9 +179,9 @@ class Boundary:
         if self._saves_in_validation() and self._autosaver.is_due() and self._can_continue_here():
             self._save_in_validation()
 
-    def _save_in_validation(self) -> None:
+    def _save_in_validation(self, save: Callable[[TrainerPosition], None] | None = None) -> None:
         with swap_of_validation_undone(self._trainer):
-            self._autosaver.save_due(position_of(self._trainer, IN_VALIDATION))
+            (save or self._autosaver.save_due)(position_of(self._trainer, IN_VALIDATION))
         self.capture = None  # it is older than the autosave
 
     def _save_together_in_validation(self) -> None:

@@ -234,10 +234,7 @@ class FaultTolerance(AnyCallback):
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
-            if stage == "fit":
-                self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
-        elif stage != "fit":
-            return
+            self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
         elif is_switched_off() and self._is_in_charge(trainer) and served(trainer).begins_while_off(trainer):
             self._close_ledger()
             under_way.begin(trainer)
@@ -278,7 +275,7 @@ class FaultTolerance(AnyCallback):
         return ledger.ended(finished=finished)
 
     def _close_ledger(self) -> None:
-        """Close the ledger of a fit that ended without calling our hooks."""
+        """Close the ledger of a fit or an evaluation that ended without calling our hooks."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None

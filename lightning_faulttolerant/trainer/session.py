@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -20,7 +20,7 @@ from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, then
-from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
@@ -54,8 +54,6 @@ class Session(AnySession):
         """Reads and restores the state of the fit, once the fit itself begins."""
         self._reloads = Reloads(trainer)
         self.autosaver: Autosaver | None = None
-        self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
-        """Called with the position and the path of each autosave that is written and verified."""
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
         self._notes_fetches = False
@@ -115,6 +113,16 @@ class Session(AnySession):
         if self.autosaver is not None:
             self.autosaver.close()
         self._boundary = self.autosaver = self.run_state = None
+
+    def save_before_batch(self) -> None:
+        """Save before the next training batch. The first autosave of a fit comes by itself."""
+        if self.autosaver is not None and not self.autosaver.pace.is_first:
+            self.autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))
+
+    def save_before_evaluation_batch(self) -> None:
+        """Save before the next batch of a validation run, if the fit can continue there."""
+        if self._boundary is not None:
+            self._boundary.save_before_validation_batch()
 
     # What the seams do.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, different_fields
+from lightning_faulttolerant.cli.drill.ledgers import STEPS
 from lightning_faulttolerant.cli.drill.result import Cause, Value
 from lightning_faulttolerant.records import ledger
 
@@ -17,6 +18,7 @@ WEIGHTS = "weights"
 OPTIMIZERS = "optimizers"
 LEARNING_RATES = "learning rates"
 METRICS = "metrics"
+RETURNED = "returned results"
 LOGGED_VALUES = "logged values"
 SURROUNDINGS = "surroundings"
 _MAX_NAMES = 5
@@ -68,6 +70,11 @@ _DATA = Cause(
         *_AUGMENTATION.advice[:2],
     ),
 )
+_EVALUATION_DATA = Cause(
+    part=AUGMENTATION,
+    text="The data of the evaluation differ: in their order, or in what was made of them.",
+    advice=(*_ORDER.advice[:1], *_AUGMENTATION.advice[:2]),
+)
 _MAIN_RNG = Cause(
     part=MAIN_RNG,
     text="Samples and batch are equal, but before the step the random generators of the main process stood elsewhere:"
@@ -113,6 +120,11 @@ _METRICS = Cause(
         f"A sum that Python does not hold: {_SAVE}.",
     ),
 )
+_RETURNED = Cause(
+    part=RETURNED,
+    text="Every batch of the evaluation is equal, but not what the evaluation returned of them.",
+    advice=_METRICS.advice,
+)
 _LOGGED = Cause(
     part=LOGGED_VALUES,
     text="Training is equal, but not what was logged.",
@@ -144,8 +156,10 @@ def cause_of(mismatch: Mismatch) -> Cause:
         return _COURSE
     if mismatch.kind == ledger.BATCH:
         return _of_batch(mismatch)
+    if mismatch.kind == ledger.EVALUATED:
+        return {"content": _EVALUATION_DATA, "rng": _MAIN_RNG}.get(mismatch.fields[0], _WEIGHTS)
     if mismatch.kind == ledger.VALIDATED:
-        return _of_validation(mismatch)
+        return _METRICS if _continues_equal(mismatch) else _WEIGHTS
     if mismatch.kind == ledger.LOG:
         source = _source_of(mismatch)
         if source is not None:
@@ -170,16 +184,6 @@ def _of_batch(mismatch: Mismatch) -> Cause:
     return causes.get(first, _WEIGHTS)
 
 
-def _of_validation(mismatch: Mismatch) -> Cause:
-    if mismatch.fields[0] == "content":
-        return Cause(
-            part=AUGMENTATION,
-            text="The validation data differ: in their order, or in what was made of them.",
-            advice=(*_ORDER.advice[:1], *_AUGMENTATION.advice[:2]),
-        )
-    return _METRICS if _continues_equal(mismatch) else _WEIGHTS
-
-
 def _of_end(mismatch: Mismatch) -> Cause:
     if "weights" in mismatch.fields:
         return Cause(
@@ -187,26 +191,26 @@ def _of_end(mismatch: Mismatch) -> Cause:
             text="All batches and losses are equal, but not the final weights: some that no loss depends on differ.",
             advice=_WEIGHTS.advice[:2],
         )
-    causes = {"optimizers": _OPTIMIZERS, "metrics": _METRICS, "rng": _MAIN_RNG}
+    causes = {"optimizers": _OPTIMIZERS, "returned": _RETURNED, "metrics": _METRICS, "rng": _MAIN_RNG}
     return causes.get(mismatch.fields[0], _COURSE)
 
 
 def _continues_equal(mismatch: Mismatch) -> bool:
     """Return whether the weights are the same in everything that follows the mismatch."""
-    if any(event.kind == ledger.BATCH for event in mismatch.expected_next):
+    if any(event.kind in STEPS for event in mismatch.expected_next):
         return mismatch.num_batches_equal_behind > 0
     ends = [
         next((event for event in events if event.kind == ledger.END), None)
         for events in (mismatch.expected_next, mismatch.found_next)
     ]
-    weights = [end.values.get("weights") if end is not None else None for end in ends]
+    weights = [end.values.get("weights", "not of an evaluation") if end is not None else None for end in ends]
     return weights[0] is not None and weights[0] == weights[1]
 
 
 def _source_of(log: Mismatch) -> Mismatch | None:
-    """Return the mismatch of the batch or validation run that logged the values, if it differs too.
+    """Return the mismatch of the batch, validation run, or evaluation that logged the values, if it differs too.
 
-    The values that a step or a validation run logs are written before its own line.
+    The values that a step, or the end of an evaluation, logs are written before its own line.
     """
     rests = (list(log.expected_next), list(log.found_next))
     places = [next((i for i, event in enumerate(rest) if event.kind != ledger.LOG), None) for rest in rests]
@@ -216,7 +220,7 @@ def _source_of(log: Mismatch) -> Mismatch | None:
         (rest[place], rest[place + 1 :]) for rest, place in zip(rests, places, strict=True) if place is not None
     )
     fields = different_fields(one, other)
-    if not fields or one.kind == ledger.END:
+    if not fields or (one.kind == ledger.END and "returned" not in fields):
         return None
     return Mismatch(
         rank=log.rank,
@@ -224,6 +228,7 @@ def _source_of(log: Mismatch) -> Mismatch | None:
         found=other,
         fields=fields,
         number=log.number,
+        num_evaluated=log.num_evaluated,
         expected_next=one_next,
         found_next=other_next,
     )

@@ -18,6 +18,7 @@ from types import FrameType
 
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
+from lightning_faulttolerant.cli.drill.ledgers import STAGES
 from lightning_faulttolerant.cli.drill.page import page
 from lightning_faulttolerant.cli.drill.printing import command_text, print_result
 from lightning_faulttolerant.cli.drill.progress import progress_on
@@ -26,13 +27,14 @@ from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSetting
 from lightning_faulttolerant.cli.text import safe
 
 DESCRIPTION = """\
-Prove on your own script that an interrupted training equals an uninterrupted one. COMMAND is run once uninterrupted,
-and once with faults at random moments, started again after each until it ends. Then the two are compared batch by
-batch: order and content of the data, random generators, losses, learning rates, validation results, logged values,
-final weights.
+Prove on your own script that an interrupted run equals an uninterrupted one. COMMAND is run once uninterrupted, and
+once with faults at random moments, started again after each until it ends. Then the two are compared batch by batch, in
+training, validation, test, and predict: order and content of the data, random generators, losses, learning rates,
+results, predictions, logged values, final weights.
 
   lightning-faulttolerant drill -- python train.py
   lightning-faulttolerant drill --kills 3 --signal TERM -- torchrun --nproc_per_node 2 train.py
+  lightning-faulttolerant drill --in validation,test -- python train.py
   lightning-faulttolerant drill --check --html drill.html -- python train.py --output out/{run}
 
 The script needs no change: where it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds it. {run} in
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="COMMAND",
         nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
-        help="what starts your training, with its arguments; after --",
+        help="what starts your script, with its arguments; after --",
     )
     parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(
@@ -66,7 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=KINDS,
         default=KILL,
         help="KILL: all its processes at once, as if the machine went away (default); TERM: as a scheduler ends a job;"
-        " exception: raised in a training step",
+        " exception: raised in a step",
+    )
+    parser.add_argument(
+        "--in",
+        dest="stages",
+        metavar="WHAT",
+        type=_stages,
+        default=(),
+        help=f"what is struck, with commas between: {', '.join(STAGES)} (default: all that the script does). Each gets"
+        " as many strikes as the others. trainer.validate is validation",
     )
     parser.add_argument(
         "--at",
@@ -74,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_at_least_1,
         nargs="+",
         default=[],
-        help="strike exactly before these training batches of the whole run, not at random ones; counted from 0, at the"
-        " earliest 1",
+        help="strike exactly before these batches of the whole run, not at random ones; counted from 0: those of"
+        " training, or of what --in names. The first batch of the run can't be struck",
     )
     parser.add_argument("--check", action="store_true", help="first run it uninterrupted twice: is it deterministic?")
     parser.add_argument(
@@ -116,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         command=words,
         num_strikes=len(set(arguments.at)) or arguments.kills,
         kind=arguments.signal,
+        stages=arguments.stages,
         at=tuple(arguments.at),
         is_checked=arguments.check,
         ignored=tuple(arguments.ignore),
@@ -169,6 +181,10 @@ def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
             return f"{words[0]}: no such command"
         may_be = f"python {words[0]} may be meant" if words[0].endswith(".py") else f"chmod +x {words[0]} makes it one"
         return f"{words[0]}: a file, but no command; {may_be}"
+    if not arguments.at and arguments.kills < len(arguments.stages):
+        return (
+            f"--kills {arguments.kills} is less than what --in names: each of these {len(arguments.stages)} is struck"
+        )
     if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
         return f"{arguments.output} is not empty: ledgers of another drill would be mixed with this one's"
     if arguments.html is not None and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.html))):
@@ -217,6 +233,14 @@ def _print_end(output: Path, lines: Sequence[str]) -> None:
     print(f"\nThe end of {safe(output)}:" if lines else f"\n{safe(output)} is empty.", file=sys.stderr)
     for line in lines:
         print(f"  | {safe(line)}", file=sys.stderr)
+
+
+def _stages(text: str) -> tuple[str, ...]:
+    named = text.split(",")
+    unknown = [name for name in named if name not in STAGES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(STAGES)}")
+    return tuple(stage for stage in STAGES if stage in named)
 
 
 def _at_least_1(text: str) -> int:

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from lightning_faulttolerant.cli.drill.ledgers import COMPARED, Event, RankOfRun
+from lightning_faulttolerant.cli.drill.ledgers import COMPARED, STEPS, Event, RankOfRun
 from lightning_faulttolerant.cli.drill.result import Difference, Value
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 
 # In the order in which a step computes them.
-_FIELDS = ("order", "content", "rng", "loss", "learning_rates", "metrics", "weights", "optimizers", "step")
+_FIELDS = (
+    *("order", "content", "rng", "loss", "output", "learning_rates"),
+    *("returned", "metrics", "weights", "optimizers", "step"),
+)
 _NAMES = {
     "order": "order of the samples",
     "content": "content of the batch",
     "rng": "random generators",
+    "output": "what the step returned",
     "learning_rates": "learning rate",
     "metrics": "",
 }
@@ -34,6 +38,7 @@ class Mismatch:
         fields: The names of the values that differ, in the order in which a step computes them; empty if one of the
             events is missing or the two don't correspond.
         number: Number of training batches before the event.
+        num_evaluated: Number of batches of validation runs and evaluations before the event.
         expected_next: The events that follow in the uninterrupted run.
         found_next: The events that follow in the other run.
     """
@@ -43,6 +48,7 @@ class Mismatch:
     found: Event | None
     fields: tuple[str, ...]
     number: int
+    num_evaluated: int
     expected_next: Sequence[Event]
     found_next: Sequence[Event]
 
@@ -53,13 +59,18 @@ class Mismatch:
         return self.expected.kind if both and self.fields and self.expected is not None else ""
 
     @property
+    def num_steps(self) -> int:
+        """The number of batches before the event, of training and of evaluations."""
+        return self.number + self.num_evaluated
+
+    @property
     def process(self) -> int:
         """The number of the process of the other run that wrote the event; -1 if the event is missing."""
         return self.found.process if self.found is not None else -1
 
     @property
     def num_batches_equal_behind(self) -> int:
-        """The number of following training batches that are equal in everything a step depends on and produces."""
+        """The number of following batches that are equal in everything a step depends on and produces."""
         number = 0
         pairs = zip(_batches(self.expected_next), _batches(self.found_next), strict=False)
         for one, other in pairs:
@@ -93,7 +104,7 @@ def first_mismatch(
         mismatch = _first_of_rank(rank, events[: len(others)] if may_end_early else events, others)
         if mismatch is not None:
             mismatches.append(mismatch)
-    return min(mismatches, key=lambda mismatch: (mismatch.number, mismatch.rank), default=None)
+    return min(mismatches, key=lambda mismatch: (mismatch.num_steps, mismatch.rank), default=None)
 
 
 @final
@@ -126,11 +137,11 @@ class Follower:
                 self._is_over = True
                 # Later events help to name the cause of a difference in other kinds of events, so those don't stop the
                 # run yet.
-                self.is_different = not fields or event.kind in (ledger.BATCH, ledger.LOG)
+                self.is_different = not fields or event.kind in (*STEPS, ledger.LOG)
 
 
 def _first_of_rank(rank: int, expected: list[Event], found: list[Event]) -> Mismatch | None:
-    number = 0
+    numbers = dict.fromkeys(STEPS, 0)
     for index in range(max(len(expected), len(found))):
         one = expected[index] if index < len(expected) else None
         other = found[index] if index < len(found) else None
@@ -141,11 +152,13 @@ def _first_of_rank(rank: int, expected: list[Event], found: list[Event]) -> Mism
                 expected=one,
                 found=other,
                 fields=fields,
-                number=number,
+                number=numbers[ledger.BATCH],
+                num_evaluated=numbers[ledger.EVALUATED],
                 expected_next=expected[index + 1 :],
                 found_next=found[index + 1 :],
             )
-        number += one is not None and one.kind == ledger.BATCH
+        if one is not None and one.kind in STEPS:
+            numbers[one.kind] += 1
     return None
 
 
@@ -190,7 +203,7 @@ def _event_without(event: Event, ignored: Sequence[str]) -> Event | None:
 
 
 def _batches(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.kind == ledger.BATCH]
+    return [event for event in events if event.kind in STEPS]
 
 
 def difference_of(mismatch: Mismatch) -> Difference:
@@ -218,6 +231,7 @@ def difference_of(mismatch: Mismatch) -> Difference:
         values=values,
         equal=equal,
         num_equal=mismatch.number,
+        num_evaluated_equal=mismatch.num_evaluated,
         process=max(mismatch.process, 0),
     )
 

@@ -14,9 +14,10 @@ from typing import final
 
 from lightning_faulttolerant.cli.drill import judging, running
 from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
-from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Event, RankOfRun
+from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun
 from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import Progress
+from lightning_faulttolerant.cli.drill.requests import never_reached
 from lightning_faulttolerant.cli.drill.result import (
     INTERRUPTED,
     REPEATED,
@@ -96,17 +97,17 @@ class Drill:
         ran, expected, verdict = self._uninterrupted(UNINTERRUPTED, None)
         if verdict is not None:
             return verdict
-        batches = expected[0].batches
-        numbers = BatchNumbers(batches)
-        too_far = [batch for batch in self._settings.at if batch >= len(numbers)]
-        if too_far:
-            return judging.beyond_the_end(too_far[0], len(numbers))
+        steps = _common_steps(expected)
+        numbers = BatchNumbers(steps)
+        verdict = never_reached(self._settings, numbers)
+        if verdict is not None:
+            return verdict
         if self._settings.is_checked:
             ran, found, verdict = self._uninterrupted(REPEATED, numbers, self._follower(expected))
             verdict = verdict or judging.of_repeated(expected, found, ran, self._settings)
             if verdict is not None:
                 return verdict
-        ran = self._runner.run_interrupted(INTERRUPTED, numbers, _gaps(batches), self._follower(expected))
+        ran = self._runner.run_interrupted(INTERRUPTED, numbers, _gaps(steps), self._follower(expected))
         self._keep(ran, ran.ranks())
         self._strikes = strikes_of(stretches_of(ran.processes, numbers), self._settings.kind)
         return judging.of_interrupted(expected, ran, self._strikes, self._settings, num_wanted=self._num_wanted)
@@ -135,8 +136,9 @@ class Drill:
             curve=_curve(first.batches),
             num_processes=len(ran.processes),
             num_ranks=len(ranks),
-            num_fits=len(first.fits),
+            num_fits=sum(function == FIT for function, _ in first.calls.values()),
             num_validations=_count(first.events, ledger.VALIDATED),
+            num_evaluated=_count(first.events, ledger.EVALUATED),
             num_logs=_count(first.events, ledger.LOG),
             num_autosaves=len(first.autosaves),
             seconds=ran.seconds,
@@ -162,6 +164,12 @@ class Drill:
 def _autosave_paths(ranks: Iterable[Iterable[Mapping[str, object]]]) -> set[str]:
     lines = (line for rank in ranks for line in rank)
     return {str(line.get("path")) for line in lines if line.get("event") == ledger.AUTOSAVE}
+
+
+def _common_steps(ranks: Sequence[RankOfRun]) -> list[Event]:
+    """Return the batches of rank 0 that all ranks have: all of them save together before some of these."""
+    others = [{event.place for event in run.steps} for run in ranks[1:]]
+    return [event for event in ranks[0].steps if all(event.place in places for places in others)]
 
 
 def _gaps(batches: Sequence[Event]) -> list[float]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_faulttolerant.cli.drill import causes, result, running
 from lightning_faulttolerant.cli.drill.causes import different_surroundings
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
-from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, Resumption
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import Cause, DrillVerdict, Strike, Value
@@ -22,10 +22,10 @@ _NUM_LINES = 60
 _CHECK = "--check runs the script uninterrupted twice first, and tells whether it is deterministic by itself."
 _NO_LEDGER = Cause(
     part="no ledger",
-    text="The script ended well, but no Lightning training reported what it did.",
+    text="The script ended well, but no Lightning training or evaluation reported what it did.",
     advice=(
-        "The drill follows Trainer.fit of lightning.pytorch and of pytorch_lightning (>= 2.5.6): a script that has a"
-        " loop of its own can't be drilled.",
+        "The drill follows fit, validate, test, and predict of lightning.pytorch's and pytorch_lightning's Trainer"
+        " (>= 2.5.6): a script that has a loop of its own can't be drilled.",
         "FaultTolerance(ledger=...) takes the place of the ledger that the drill asks for: leave it out.",
         "PL_FAULT_TOLERANT_TRAINING=0 switches the callback off. fast_dev_run and barebones do too.",
     ),
@@ -149,8 +149,8 @@ def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> DrillVerdict | Non
         return None
     if not ranks or not ranks[0].begun:
         return _not_judged("The training left no ledger.", _NO_LEDGER)
-    if not ranks[0].batches:
-        return _not_judged("The script trained no batch.", _NO_LEDGER)
+    if not ranks[0].steps:
+        return _not_judged("The script trained and evaluated no batch.", _NO_LEDGER)
     if ranks[0].is_restarted:
         return _not_judged("More than one process was rank 0 of the same training.", _SEVERAL)
     return None
@@ -178,23 +178,6 @@ def _of_outcome(ran: Ran) -> DrillVerdict | None:
         )
         return _not_judged("The run did not end within 90 seconds of SIGTERM.", cause)
     return None
-
-
-def beyond_the_end(batch: int, num_batches: int) -> DrillVerdict:
-    """Judge a drill with a strike beyond the end of the run.
-
-    Args:
-        batch: The batch of the strike.
-        num_batches: Number of batches of the whole run.
-    """
-    return _not_judged(
-        f"--at {batch} is after the end: the run has {plural(num_batches, 'batch')}.",
-        Cause(
-            part="usage",
-            text="--at counts training batches over the whole run, from 0.",
-            advice=(f"Give numbers from 1 to {num_batches - 1}.",),
-        ),
-    )
 
 
 def of_repeated(
@@ -272,7 +255,7 @@ def _first_of_stages(
         may_end_early = number < len(ran.processes) or ran.outcome == running.DIFFERENT or ran.is_cut
         mismatches.append(first_mismatch(expected, ranks, ignored=settings.ignored, may_end_early=may_end_early))
     found = [mismatch for mismatch in mismatches if mismatch is not None]
-    return min(found, key=lambda mismatch: mismatch.number, default=None), ranks
+    return min(found, key=lambda mismatch: mismatch.num_steps, default=None), ranks
 
 
 def _of_mismatch(
@@ -315,8 +298,8 @@ def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> 
     faults = ran.processes[0].faults
     if not faults:
         return False
-    place = (faults[0].fit, faults[0].epoch, faults[0].batch)
-    return mismatch.number >= sum(event.place <= place for event in expected[0].batches)
+    numbers = BatchNumbers(expected[0].steps)
+    return mismatch.num_steps >= numbers.at(place_before(faults[0].batch))
 
 
 def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> DrillVerdict:
@@ -356,20 +339,24 @@ def _too_few(settings: DrillSettings) -> Cause:
     return Cause(
         part="too few autosaves",
         text=text,
-        advice=("A run of one batch can't be struck: let it be longer.",),
+        advice=(
+            "A run of one batch can't be struck: let it be longer.",
+            "An evaluation that can't continue at its batch is run from its start. The output of the script says why.",
+        ),
     )
 
 
 def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
     events = without(ranks[0].events, ignored)
-    numbers = {kind: sum(event.kind == kind for event in events) for kind in (ledger.BATCH, ledger.VALIDATED)}
-    num_values = sum(len(event.values.get("metrics") or {}) for event in events if event.kind == ledger.LOG)
-    parts = [plural(numbers[ledger.BATCH], "batch")]
-    if numbers[ledger.VALIDATED]:
-        parts.append(plural(numbers[ledger.VALIDATED], "validation run"))
-    if num_values:
-        parts.append(plural(num_values, "logged value"))
-    parts.append("the final weights")
+    nouns = {ledger.BATCH: "batch", ledger.VALIDATED: "validation run", ledger.EVALUATED: "evaluation batch"}
+    numbers = {noun: sum(event.kind == kind for event in events) for kind, noun in nouns.items()}
+    numbers["logged value"] = sum(
+        len(event.values.get("metrics") or {}) for event in events if event.kind == ledger.LOG
+    )
+    parts = [plural(number, noun) for noun, number in numbers.items() if number]
+    ends = [event.values for event in events if event.kind == ledger.END]
+    parts += ["the final weights"] if any("weights" in values for values in ends) else []
+    parts += ["everything that evaluations returned"] if any(values.get("returned") for values in ends) else []
     of_ranks = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
     return f"{', '.join(parts[:-1])} and {parts[-1]}{of_ranks}"
 

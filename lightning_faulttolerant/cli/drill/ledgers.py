@@ -11,12 +11,22 @@ from typing import Any
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 
-COMPARED = (ledger.BATCH, ledger.VALIDATED, ledger.LOG, ledger.END)
+STEPS = (ledger.BATCH, ledger.EVALUATED)
+COMPARED = (*STEPS, ledger.VALIDATED, ledger.LOG, ledger.END)
+FIT = "fit"
+TRAIN, VALIDATION = "train", "validation"
+STAGES = (TRAIN, VALIDATION, "test", "predict")
+"""What a batch may be of. Those of ``Trainer.validate`` are of ``validation``, too."""
 # Fields about the line itself, not about the training.
 _NOT_COMPARED = ("event", "fit", "time")
+# How positions begin, in words.
+_AFTER_THE_END, _AFTER_THE_STEP, _REPEATED = "after the end", "after the step", "at the validation run"
+_ALL_EVALUATED = sys.maxsize
 
-Place = tuple[int, int, int]
-"""Fit, epoch, and number of finished batches of the epoch."""
+Place = tuple[int, int, int, int]
+"""Fit (or evaluation), epoch, number of finished training batches of the epoch, and of finished batches of the
+validation run after them, or of the evaluation.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +34,10 @@ class Event:
     """One line of a ledger that takes part in the comparison.
 
     Args:
-        kind: ``batch``, ``validated``, ``log`` or ``end``.
-        fit: Number of the fit, from 1.
+        kind: ``batch``, ``evaluated``, ``validated``, ``log`` or ``end``.
+        fit: Number of the fit or evaluation, from 1.
+        function: ``fit``, ``validate``, ``test`` or ``predict``.
+        ordinal: Number among the calls of that function, from 1.
         values: The values that are compared.
         place: The event's place in the run. A batch counts as done in its own place.
         in_validation: Whether it was written in a validation run.
@@ -37,6 +49,8 @@ class Event:
 
     kind: str
     fit: int
+    function: str
+    ordinal: int
     values: dict[str, Any]
     place: Place
     in_validation: bool
@@ -46,14 +60,37 @@ class Event:
     time: float
 
     def __str__(self) -> str:
-        epoch, batch = self.place[1:]
-        after_last = f"after batch {batch - 1} of epoch {epoch}"
+        epoch, batch, evaluated = self.place[1:]
+        number = "" if self.ordinal == 1 else f" {self.ordinal}"
+        if self.function != FIT:
+            call = f"{self.function}{number}"
+            where = {ledger.EVALUATED: f"batch {evaluated - 1}", ledger.LOG: self._logged}
+            return f"{where.get(self.kind, 'the end')} of {call}"
+        run = f"the validation run after batch {batch - 1} of epoch {epoch}"
         where = {
             ledger.BATCH: f"batch {batch - 1} of epoch {epoch}",
-            ledger.VALIDATED: f"the validation run {after_last}",
-            ledger.LOG: f"values logged at step {self.values.get('step')}",
-        }.get(self.kind, "the end of the fit")
-        return where if self.fit == 1 else f"{where} of fit {self.fit}"
+            ledger.EVALUATED: f"batch {evaluated - 1} of {run}",
+            ledger.VALIDATED: run,
+            ledger.LOG: self._logged,
+        }
+        found = where.get(self.kind, "the end of the fit")
+        return f"{found} of fit{number}" if number else found
+
+    @property
+    def _logged(self) -> str:
+        return f"values logged at step {self.values.get('step')}"
+
+    @property
+    def stage(self) -> str:
+        """What a batch is of, one of `STAGES`."""
+        if self.function in STAGES:
+            return self.function
+        return VALIDATION if self.kind == ledger.EVALUATED else TRAIN
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        """The same for all batches of one fit's training, of one validation run, and of one evaluation."""
+        return self.place[:3] if self.kind == ledger.EVALUATED else self.place[:1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +104,6 @@ class Resumption:
         is_exact: Whether everything was restored exactly.
         not_exact: What was not restored exactly, as the run itself reports it.
         path: Path of the checkpoint.
-        num_validated: How many batches of a validation run were done; ``None`` if it did not continue inside one.
     """
 
     process: int
@@ -76,12 +112,11 @@ class Resumption:
     is_exact: bool
     not_exact: tuple[str, ...] = ()
     path: str = ""
-    num_validated: int | None = None
 
     @property
     def is_finished(self) -> bool:
         """Whether the fit had finished."""
-        return self.text.startswith("after the end")
+        return self.text.startswith(_AFTER_THE_END)
 
     def kept_of(self, events: Sequence[Event]) -> list[Event]:
         """Return the events of the fit that happened before the restored state was captured."""
@@ -90,13 +125,13 @@ class Resumption:
     def _was_before(self, event: Event) -> bool:
         if self.is_finished:
             return event.kind != ledger.END
-        if event.kind == ledger.END or event.place != self.place:
+        if event.kind == ledger.END or event.place[:3] != self.place[:3]:
             return event.kind != ledger.END and event.place < self.place
-        if self.text.startswith("at the validation run") or self.num_validated is not None:
-            begun = event.values.get("validation_batch", sys.maxsize)
-            return begun <= (self.num_validated or 0) or (not event.in_validation and not event.is_epoch_end)
-        if self.text.startswith("after the step"):
+        if self.text.startswith(_AFTER_THE_STEP):
             return event.kind == ledger.BATCH
+        if self.place[3] != _ALL_EVALUATED:
+            begun = event.values.get("validation_batch", sys.maxsize)
+            return begun <= self.place[3] or (not event.in_validation and not event.is_epoch_end)
         if self.text.startswith("at the end of epoch"):
             return not event.is_epoch_end
         return True
@@ -111,12 +146,14 @@ class RankOfRun:
         fits: For each fit of the script, the events that count, in order.
         begun: The lines that begin a fit, each with the number of the process.
         resumed: The resumptions, in order.
+        calls: The function of each fit or evaluation, and its number among the calls of it, by its number.
         autosaves: For each autosave, the number of the process and the place.
         is_restarted: Whether a fit began more than once.
     """
 
     rank: int
     fits: dict[int, list[Event]] = field(default_factory=dict)
+    calls: dict[int, tuple[str, int]] = field(default_factory=dict)
     begun: list[tuple[int, Line]] = field(default_factory=list)
     resumed: list[Resumption] = field(default_factory=list)
     autosaves: list[tuple[int, Place]] = field(default_factory=list)
@@ -133,6 +170,11 @@ class RankOfRun:
         """The training batches that count, in order."""
         return [event for event in self.events if event.kind == ledger.BATCH]
 
+    @property
+    def steps(self) -> list[Event]:
+        """The batches of training and of evaluations that count, in order."""
+        return [event for event in self.events if event.kind in STEPS]
+
     def add(self, process: int, line: Line) -> None:
         """Add the next line of a process."""
         fit, kind = int(line.get("fit", 1)), line.get("event")
@@ -140,6 +182,9 @@ class RankOfRun:
         if kind == ledger.FIT:
             self.is_restarted |= fit in self._earlier
             self.begun.append((process, line))
+            function = str(line.get("function", FIT))
+            before = [number for number, (other, _) in self.calls.items() if number < fit and other == function]
+            self.calls[fit] = function, len(before) + 1
             # Keep these until the fit resumes or begins again. A process that did nothing discards nothing.
             self._earlier[fit] = events or self._earlier.get(fit, [])
             self.fits[fit] = []
@@ -148,41 +193,90 @@ class RankOfRun:
             self.resumed.append(resumption)
             self.fits[fit] = resumption.kept_of(self._earlier.get(fit, [])) + events
         elif kind == ledger.AUTOSAVE:
-            self.autosaves.append((process, (fit, int(line["epoch"]), int(line["batch"]))))
+            self.autosaves.append((process, place_of(line)))
         elif kind in COMPARED:
-            events.append(_event(process, fit, line, events, is_restarted=self.is_restarted))
+            events.append(self._event(process, fit, line, events[-1].place if events else (fit, 0, 0, 0)))
+
+    def _event(self, process: int, fit: int, line: Line, last: Place) -> Event:
+        function, ordinal = self.calls.get(fit, (FIT, 1))
+        return Event(
+            kind=line["event"],
+            fit=fit,
+            function=function,
+            ordinal=ordinal,
+            # A run may have millions of events, so their names are stored once.
+            values={sys.intern(name): value for name, value in line.items() if name not in _NOT_COMPARED},
+            place=place_of(line) if {"epoch", "batch"} <= line.keys() else last,
+            in_validation=line["event"] in (ledger.VALIDATED, ledger.EVALUATED) or bool(line.get("validating", False)),
+            is_epoch_end=bool(line.get("epoch_end", False)),
+            process=process,
+            is_restarted=self.is_restarted,
+            time=float(line.get("time", 0.0)),
+        )
 
 
 class BatchNumbers:
-    """Counts the training batches of a whole run that are done at a place.
+    """Counts the batches of a whole run, of training and of evaluations, that are done at a place.
 
     Args:
-        batches: Training batches of the uninterrupted run.
+        steps: The batches of the uninterrupted run.
     """
 
-    def __init__(self, batches: Sequence[Event]) -> None:
-        self._places = sorted(event.place for event in batches)
+    def __init__(self, steps: Sequence[Event]) -> None:
+        self._steps = sorted(steps, key=lambda event: event.place)
+        self._places = [event.place for event in self._steps]
+        self._trained = [event.place for event in self._steps if event.stage == TRAIN]
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
+    def num_trained(self) -> int:
+        """The number of training batches."""
+        return len(self._trained)
+
+    @property
     def num_fits(self) -> int:
-        """The number of fits in the script."""
+        """The number of fits and evaluations in the script."""
         return self._places[-1][0] if self._places else 0
 
     def at(self, place: Place) -> int:
         """Return the number of batches of the whole run that are done at a place."""
         return bisect.bisect_right(self._places, place)
 
-    def of(self, resumption: Resumption) -> int:
-        """Return the number of batches that did not have to be done again."""
-        return self.at((resumption.place[0] + 1, -1, -1) if resumption.is_finished else resumption.place)
+    def trained_at(self, place: Place) -> int:
+        """Return the number of training batches of the whole run that are done at a place."""
+        return bisect.bisect_right(self._trained, place)
 
-    def place_of(self, number: int) -> Place:
-        """Return the fit, epoch and index of the batch that has `number` batches before it."""
-        fit, epoch, done = self._places[min(number, len(self._places) - 1)]
-        return fit, epoch, done - 1
+    def trained_before(self, number: int) -> int:
+        """Return how many of the first `number` batches are training batches."""
+        return self.trained_at(self._places[number - 1]) if number else 0
+
+    def step(self, number: int) -> Event:
+        """Return the batch that has `number` batches before it."""
+        return self._steps[min(number, len(self._steps) - 1)]
+
+    def of_stages(self, stages: Sequence[str]) -> list[int]:
+        """Return the numbers of the batches of some stages, in order."""
+        return [number for number, step in enumerate(self._steps) if step.stage in stages]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that the run has batches of."""
+        found = {step.stage for step in self._steps}
+        return tuple(stage for stage in STAGES if stage in found)
+
+    def begin_of_run(self, number: int) -> int:
+        """Return the number of the first batch of the training, validation run, or evaluation that a batch is of."""
+        step = self.step(number)
+        fit, epoch, batch = (*step.run, 0, 0)[:3]
+        return self.at((fit, epoch, batch, 0))
+
+    def place_of(self, number: int) -> ledger.BatchPlace:
+        """Return the place before the batch that has `number` batches before it."""
+        step = self.step(number)
+        *first, batch, evaluated = step.place
+        return (*first, batch - 1) if step.stage == TRAIN else (*first, batch, evaluated - 1)
 
 
 def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
@@ -200,8 +294,14 @@ def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
     return run
 
 
+def place_before(batch: ledger.BatchPlace) -> Place:
+    """Return the place up to which everything is done before a batch."""
+    fit, epoch, number, evaluated = (*batch, _ALL_EVALUATED)[:4]
+    return fit, epoch, number, evaluated
+
+
 def resumption_of(process: int, line: Line) -> Resumption:
-    """Return the place where a fit continued.
+    """Return the place where a fit or an evaluation continued.
 
     Args:
         process: Number of the process that wrote the line.
@@ -209,30 +309,23 @@ def resumption_of(process: int, line: Line) -> Resumption:
     """
     return Resumption(
         process=process,
-        place=(int(line.get("fit", 1)), int(line["epoch"]), int(line["batch"])),
+        place=place_of(line),
         text=str(line.get("text", "")),
         is_exact=bool(line.get("exact", True)),
         not_exact=tuple(line.get("not_exact", ())),
         path=str(line.get("path", "")),
-        num_validated=line.get("validation_batch"),
     )
 
 
-def _event(process: int, fit: int, line: Line, before: Sequence[Event], *, is_restarted: bool) -> Event:
-    kind = line["event"]
-    last = before[-1].place if before else (fit, 0, 0)
-    place = (fit, int(line["epoch"]), int(line["batch"])) if {"epoch", "batch"} <= line.keys() else last
+def place_of(line: Line) -> Place:
+    """Return the place of a line that has one. A batch counts as done in its own place."""
+    kind, text = line["event"], str(line.get("text", ""))
+    fit, epoch, batch = (int(line.get(name, default)) for name, default in (("fit", 1), ("epoch", 0), ("batch", 0)))
     if kind == ledger.BATCH:
-        place = (*place[:2], place[2] + 1)
-    return Event(
-        kind=kind,
-        fit=fit,
-        # A run may have millions of events, so their names are stored once.
-        values={sys.intern(name): value for name, value in line.items() if name not in _NOT_COMPARED},
-        place=place,
-        in_validation=kind == ledger.VALIDATED or bool(line.get("validating", False)),
-        is_epoch_end=bool(line.get("epoch_end", False)),
-        process=process,
-        is_restarted=is_restarted,
-        time=float(line.get("time", 0.0)),
-    )
+        return fit, epoch, batch + 1, 0
+    if kind not in (ledger.RESUMED, ledger.AUTOSAVE):
+        return fit, epoch, batch, int(line.get("validation_batch", 0))
+    if text.startswith(_AFTER_THE_END):
+        return fit, sys.maxsize, 0, 0
+    evaluated = 0 if text.startswith((_AFTER_THE_STEP, _REPEATED)) else _ALL_EVALUATED
+    return fit, epoch, batch, int(line.get("validation_batch", evaluated))

@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 
 from lightning_faulttolerant.cli.drill.picture import picture
-from lightning_faulttolerant.cli.drill.result import DIFFERS, EXACT, DrillResult, RunOfDrill, Strike
+from lightning_faulttolerant.cli.drill.progress import evaluation_batches
+from lightning_faulttolerant.cli.drill.result import DIFFERS, EXACT, Difference, DrillResult, RunOfDrill, Strike
 from lightning_faulttolerant.cli.page.document import document
 from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural
@@ -61,6 +62,8 @@ def _stats(result: DrillResult) -> Markup:
     entries = [("strikes", f"{len(result.strikes)} of {result.num_wanted}")]
     if run is not None:
         entries.append(("training batches", count_text(len(run.curve))))
+    if run is not None and run.num_evaluated:
+        entries.append(("evaluation batches", count_text(run.num_evaluated)))
     if result.interrupted is not None:
         entries.append(("done twice", count_text(num_twice)))
         entries.append(("processes", count_text(result.interrupted.num_processes)))
@@ -88,16 +91,19 @@ def _difference(result: DrillResult) -> Child:
     return tag(
         "section",
         tag("h2", "The first difference"),
-        tag(
-            "p",
-            f"{_capitalized(difference.place)}{rank}{process}. "
-            f"{plural(difference.num_equal, 'training batch')} before it "
-            f"{'is' if difference.num_equal == 1 else 'are'} equal.",
-        ),
+        tag("p", f"{_capitalized(difference.place)}{rank}{process}. {_equal_before(difference)}"),
         tag("div", heads, rows, class_="values"),
         tag("p", f"and {plural(left_out, 'value')} more", class_="soft") if left_out > 0 else None,
         tag("p", "Equal in it: ", ", ".join(difference.equal), ".", class_="soft") if difference.equal else None,
     )
+
+
+def _equal_before(difference: Difference) -> str:
+    batches = [plural(difference.num_equal, "training batch")]
+    if difference.num_evaluated_equal:
+        batches.append(evaluation_batches(difference.num_evaluated_equal))
+    is_one = difference.num_equal + difference.num_evaluated_equal == 1
+    return f"{' and '.join(batches)} before it {'is' if is_one else 'are'} equal."
 
 
 def _cause(result: DrillResult) -> Child:
@@ -128,18 +134,17 @@ def _strikes(result: DrillResult) -> Child:
     if not result.strikes:
         return None
     header = ("strike", "hit", "batches done", "continued from", "done twice", "process ran", "to the next batch")
-    rows = [_strike_row(strike, has_fits=_num_fits(result) > 1) for strike in result.strikes]
+    rows = [_strike_row(strike) for strike in result.strikes]
     right = ("batches done", "done twice", "process ran", "to the next batch")
     return tag("section", tag("h2", "Strikes"), table(header, rows, right=right, nouns="strikes"))
 
 
-def _strike_row(strike: Strike, *, has_fits: bool) -> list[Child]:
-    fit = f"fit {strike.fit}, " if has_fits else ""
+def _strike_row(strike: Strike) -> list[Child]:
     hook = f" ({strike.hook})" if strike.hook else ""
     wait = "never" if strike.seconds_to_first_batch is None else duration_text(strike.seconds_to_first_batch)
     return [
         f"{strike.number}. {strike.kind}{hook}",
-        f"{fit}epoch {strike.epoch}, batch {strike.batch}",
+        strike.place,
         count_text(strike.at),
         strike.resumed_text,
         count_text(strike.num_twice),
@@ -148,15 +153,11 @@ def _strike_row(strike: Strike, *, has_fits: bool) -> list[Child]:
     ]
 
 
-def _num_fits(result: DrillResult) -> int:
-    return max((run.num_fits for run in (result.uninterrupted, result.interrupted) if run is not None), default=1)
-
-
 def _compared(result: DrillResult) -> Child:
     runs = [run for run in (result.uninterrupted, result.repeated, result.interrupted) if run is not None]
     if not runs:
         return None
-    header = ("run", "batches", "validations", "times logged", "autosaves", "processes", "took")
+    header = ("run", "batches", "evaluation batches", "validations", "times logged", "autosaves", "processes", "took")
     return tag(
         "section",
         tag("h2", "What was compared"),
@@ -168,6 +169,7 @@ def _run_row(run: RunOfDrill) -> list[Child]:
     return [
         run.name if run.is_complete else f"{run.name}, did not come to its end",
         count_text(len(run.curve)),
+        count_text(run.num_evaluated),
         count_text(run.num_validations),
         count_text(run.num_logs),
         count_text(run.num_autosaves),
@@ -197,7 +199,8 @@ def _foot(result: DrillResult) -> Child:
         return None
     text = (
         "Compared bit for bit: the samples and the contents of each batch, the states of the generators, losses and "
-        "learning rates, the results of validation runs, logged values, the final weights and optimizers."
+        "learning rates, what steps and ends of evaluations returned, the results of validation runs, logged values, "
+        "the final weights and optimizers."
     )
     return tag("footer", tag("p", text))
 

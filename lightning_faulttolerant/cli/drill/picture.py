@@ -142,7 +142,7 @@ def _lane(lane: BatchStretch, scale: Scale, y: float, pitch: float, *, is_named:
 
 
 def _strike_mark(strike: Strike, scale: Scale, height: int) -> Markup:
-    title = f"strike {strike.number}: {strike.kind} at epoch {strike.epoch}, batch {strike.batch}"
+    title = f"strike {strike.number}: {strike.kind} in {strike.place}"
     return plot.mark(scale.place(strike.at), y=_HEAD - 10, foot=height, class_="fault", title=title)
 
 

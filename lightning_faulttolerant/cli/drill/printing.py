@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from lightning_faulttolerant.cli.drill import result
-from lightning_faulttolerant.cli.drill.progress import duration
+from lightning_faulttolerant.cli.drill.ledgers import TRAIN
+from lightning_faulttolerant.cli.drill.progress import duration, evaluation_batches
 from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike
 from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.cli.text import safe, table
@@ -46,19 +47,28 @@ def print_result(found: DrillResult, stream: TextIO, *, is_kept: bool) -> None:
 
 
 def _strikes(strikes: Sequence[Strike]) -> list[str]:
-    header = ["STRIKE", "AT BATCH", "EPOCH", "RESUMED AT", "DONE TWICE", "FIRST BATCH IN"]
+    header = ["STRIKE", "IN", "AT BATCH", "EPOCH", "RESUMED AT", "DONE TWICE", "FIRST BATCH IN"]
     rows = [
         [
             f"{strike.number} {strike.kind}",
-            f"{strike.at:,}",
-            f"{strike.epoch}" if strike.fit == 1 else f"{strike.epoch} of fit {strike.fit}",
-            f"{strike.resumed_at:,}",
+            *_places(strike),
             f"{strike.num_twice:,}",
             "-" if strike.seconds_to_first_batch is None else duration(strike.seconds_to_first_batch),
         ]
         for strike in strikes
     ]
-    return table(header, rows, right=header[1:])
+    return table(header, rows, right=header[2:])
+
+
+def _places(strike: Strike) -> list[str]:
+    """Return the cells for what was struck, and where: in training the batch of the run, else of the evaluation."""
+    number = "" if strike.fit == 1 else f" {strike.fit}"
+    stage = f"{strike.stage}{number}" if strike.epoch is None else strike.stage
+    epoch = "-" if strike.epoch is None else f"{strike.epoch} of fit{number}" if number else f"{strike.epoch}"
+    if strike.stage == TRAIN:
+        return [stage, f"{strike.at:,}", epoch, f"{strike.resumed_at:,}"]
+    resumed = f"{TRAIN} {strike.resumed_at:,}" if strike.resumed_batch is None else f"{strike.resumed_batch:,}"
+    return [stage, f"{strike.batch:,}", epoch, resumed]
 
 
 def _difference(difference: Difference, found: DrillResult) -> list[str]:
@@ -76,11 +86,13 @@ def _before(difference: Difference, found: DrillResult) -> str:
     """Return a sentence about the batches before the difference."""
     number = difference.num_equal
     where = f" on rank {difference.rank}" if difference.rank else ""
-    if not number:
+    if not number and not difference.num_evaluated_equal:
         return f"No batch{where} comes before it."
     num_after = number - found.strikes[0].resumed_at if found.strikes else 0
     since = f", {num_after:,} of them after a restart" if num_after > 0 else ""
-    return f"Equal before it{where}: {plural(number, 'batch')}{since}."
+    batches = [f"{plural(number, 'batch')}{since}"] if number else []
+    batches += [evaluation_batches(difference.num_evaluated_equal)] if difference.num_evaluated_equal else []
+    return f"Equal before it{where}: {', and '.join(batches)}."
 
 
 def _cause(cause: Cause, stream: TextIO) -> list[str]:

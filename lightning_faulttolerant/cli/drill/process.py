@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.cli.drill.ledgers import Place, Resumption, resumption_of
+from lightning_faulttolerant.cli.drill.ledgers import FIT, STEPS, VALIDATION, Place, Resumption, place_of, resumption_of
 from lightning_faulttolerant.cli.drill.settings import DrillSettings, StrikePlan
 from lightning_faulttolerant.cli.drill.tree import ProcessTree
 from lightning_faulttolerant.records import ledger
@@ -50,6 +50,8 @@ class DrillProcess:
         plan = plan or StrikePlan()
         self.faults = plan.faults
         """The places where the process raises an exception."""
+        self.saves = plan.saves
+        """The batches before which the process saves."""
         self._follow = follow
         self.output = directory / f"process-{number}.log"
         self.ledger = directory / f"process-{number}.jsonl"
@@ -63,11 +65,16 @@ class DrillProcess:
         self.last_saved: Place | None = None
         """The furthest of the autosaves."""
         self.done: Place | None = None
-        """Fit, epoch and number of finished batches of the epoch, by rank 0's last batch."""
+        """The place of rank 0's last batch, of training or of an evaluation."""
         self.num_batches = 0
-        self._places: list[Place] = []
+        """Batches so far, of training and of evaluations."""
+        self.num_trained = 0
+        self.evaluating = ""
+        """The evaluation in progress and its finished batches, in words; empty while the process trains."""
+        self._trained: list[Place] = []
+        self._function = FIT
         self.last_ended = 0
-        """Number of the last fit that finished."""
+        """Number of the last fit or evaluation that finished."""
         self.num_restarts = 0
         """How often a launcher in the process restarted its ranks."""
         self.autosaves_before: list[Place] = []
@@ -109,9 +116,9 @@ class DrillProcess:
             if self._follow is not None:
                 self._follow(line)
 
-    def num_before(self, place: Place) -> int:
-        """Return the number of batches that this process has done before a place."""
-        return bisect.bisect_right(self._places, place)
+    def num_trained_before(self, place: Place) -> int:
+        """Return the number of training batches that this process has done before a place."""
+        return bisect.bisect_right(self._trained, place)
 
     def _take(self, line: Line) -> None:
         kind, fit = line.get("event"), int(line.get("fit", 1))
@@ -119,21 +126,32 @@ class DrillProcess:
             self._begin(line.get("pid"), fit)
             sizes = (line.get("num_batches"), line.get("max_epochs"))
             counts = [size for size in sizes if isinstance(size, int) and size > 0]
-            self.num_expected = self.num_batches + counts[0] * counts[1] if len(counts) == len(sizes) else None
-        elif kind == ledger.BATCH:
+            self._function, self.evaluating = str(line.get("function", FIT)), ""
+            if self._function == FIT:
+                self.num_expected = self.num_trained + counts[0] * counts[1] if len(counts) == len(sizes) else None
+        elif kind in STEPS:
             at = float(line.get("time", 0.0))
             self._batch_times = (self._batch_times[0] if self._batch_times is not None else at, at)
-            self.done = (fit, int(line["epoch"]), int(line["batch"]) + 1)
+            self.done = place_of(line)
             self.num_batches += 1
-            self._places.append(self.done)
+            self._note_stage(kind, self.done)
         elif kind == ledger.END:
             self.last_ended = max(self.last_ended, fit)
         elif kind == ledger.AUTOSAVE:
-            place = (fit, int(line["epoch"]), int(line["batch"]))
+            place = place_of(line)
             self.autosaves.append(place)
             self.last_saved = max(place, self.last_saved or place)
         elif kind == ledger.RESUMED and not self.num_batches:
             self.resumed.append(resumption_of(self.number, line))
+
+    def _note_stage(self, kind: str, done: Place) -> None:
+        if kind == ledger.EVALUATED:
+            name = VALIDATION if self._function == FIT else self._function
+            self.evaluating = f"{name} batch {done[3]:,}"
+        else:
+            self.evaluating = ""
+            self.num_trained += 1
+            self._trained.append(done)
 
     def _begin(self, process_id: int | None, fit: int) -> None:
         """Note that a fit begins: the next fit, or the same fit again if a launcher restarted the ranks."""
@@ -142,7 +160,7 @@ class DrillProcess:
         if is_again and self._process_id not in (None, process_id):
             self.num_restarts += 1
             self.autosaves_before = list(self.autosaves)
-            self.resumed, self.num_batches, self._batch_times = [], 0, None
+            self.resumed, self.num_batches, self.num_trained, self._batch_times = [], 0, 0, None
         self._process_id = process_id
 
     @property

@@ -24,7 +24,9 @@ class Status:
     Args:
         run: Name of the run.
         done: Number of finished training batches of the whole run. The last ones may be done again.
-        num_batches: Number of batches of the whole run; None while unknown.
+        num_evaluated: Number of finished batches of evaluations.
+        evaluating: The evaluation in progress and its finished batches, in words; empty while the process trains.
+        num_batches: Number of training batches of the whole run; None while unknown.
         num_strikes: Number of strikes so far.
         num_wanted: Number of strikes in total; 0 in a run that is not struck.
         saved: Training batches before the last autosave; None if there is none.
@@ -35,6 +37,8 @@ class Status:
 
     run: str
     done: int = 0
+    num_evaluated: int = 0
+    evaluating: str = ""
     num_batches: int | None = None
     num_strikes: int = 0
     num_wanted: int = 0
@@ -60,7 +64,14 @@ class Progress(Protocol):
 def ended_text(status: Status, seconds: float) -> str:
     """Return the line about a run that has ended."""
     struck = f", {plural(status.num_strikes, 'strike')}" if status.num_wanted else ""
-    return f"{status.run:<13}  {plural(status.done, 'batch')}{struck}, {duration(seconds)}"
+    batches = [plural(status.done, "batch")] if status.done or not status.num_evaluated else []
+    batches += [evaluation_batches(status.num_evaluated)] if status.num_evaluated else []
+    return f"{status.run:<13}  {', '.join(batches)}{struck}, {duration(seconds)}"
+
+
+def evaluation_batches(number: int) -> str:
+    """Return a number of batches of validation runs and evaluations, with the noun."""
+    return plural(number, "evaluation batch")
 
 
 def duration(seconds: float) -> str:
@@ -118,8 +129,11 @@ class PlainProgress:
 def _place(status: Status) -> str:
     if status.is_starting and not status.done:
         return "starting"
+    if status.evaluating and not status.done:
+        return status.evaluating
     of = "" if status.num_batches is None else f" of {status.num_batches:,}"
-    return f"batch {status.done:,}{of}"
+    place = f"batch {status.done:,}{of}"
+    return f"{place}, {status.evaluating}" if status.evaluating else place
 
 
 def _more(status: Status) -> list[str]:

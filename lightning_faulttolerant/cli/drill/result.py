@@ -43,13 +43,17 @@ class Strike:
     Args:
         number: Number of the strike, from 1.
         kind: ``KILL``, ``TERM`` or ``exception``.
-        fit: The fit that it hit, at the first training batch that was not finished.
-        epoch: Epoch in the fit.
-        batch: Batch in the epoch.
-        at: The same place as the number of batches of the whole run that were done before it.
-        resumed_at: Number of batches that did not have to be done again, since the restart continued there.
+        stage: What it hit: ``train``, ``validation``, ``test`` or ``predict``.
+        place: The batch that it hit, the first one that was not finished, in words.
+        fit: The number of the fit, or of the call of the evaluation's function.
+        epoch: Epoch in the fit; None in an evaluation outside a fit.
+        batch: Batch in the epoch, or in the validation run or evaluation.
+        at: Number of training batches of the whole run that were done before it.
+        resumed_at: Number of training batches before the place where the restart continued.
+        resumed_batch: The batch of the validation run or evaluation where the restart continued; None if the strike hit
+            training, or if the restart continued before that run.
         resumed_text: The same place in the words of the restart.
-        num_twice: Number of batches that were done before the strike and again after it.
+        num_twice: Number of batches, of training and of evaluations, that were done before the strike and again after.
         seconds_in_process: Time from the start of the struck process to the strike.
         seconds_to_first_batch: Time from the restart to its first finished batch; None if it finished none.
         exit_code: Exit code of the struck process; negative for a signal that ended it.
@@ -58,11 +62,14 @@ class Strike:
 
     number: int
     kind: str
+    stage: str
+    place: str
     fit: int
-    epoch: int
+    epoch: int | None
     batch: int
     at: int
     resumed_at: int
+    resumed_batch: int | None
     resumed_text: str
     num_twice: int
     seconds_in_process: float
@@ -82,6 +89,7 @@ class RunOfDrill:
         num_ranks: How many processes trained together.
         num_fits: Number of fits in the script.
         num_validations: Number of validation runs.
+        num_evaluated: Number of batches of validation runs and evaluations.
         num_logs: How often values were logged.
         num_autosaves: Number of autosaves that were written.
         seconds: Time from the first start to the end, including restarts.
@@ -94,6 +102,7 @@ class RunOfDrill:
     num_ranks: int
     num_fits: int
     num_validations: int
+    num_evaluated: int
     num_logs: int
     num_autosaves: int
     seconds: float
@@ -126,6 +135,7 @@ class Difference:
         values: The values of the event that differ.
         equal: The names of the values of the event that are equal.
         num_equal: Number of training batches before the event that are equal.
+        num_evaluated_equal: Number of batches of validation runs and evaluations before it that are equal.
         process: Number of the process of the interrupted run that wrote the event, from 0.
     """
 
@@ -135,6 +145,7 @@ class Difference:
     values: tuple[Value, ...]
     equal: tuple[str, ...]
     num_equal: int
+    num_evaluated_equal: int = 0
     process: int = 0
 
 

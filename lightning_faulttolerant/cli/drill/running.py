@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from lightning_faulttolerant.cli.drill.comparison import Follower
-from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Place, RankOfRun, place_before
 from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, plan_of
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
@@ -26,6 +26,7 @@ _STRUCK = "struck"
 
 _LOOK_EVERY_SECONDS = 0.005
 _STOP_WITHIN_SECONDS = 90.0
+_SAVE_WITHIN_SECONDS = 2.0
 _SILENCE_SECONDS = 120.0
 # An exception is raised at its batch, whether or not there is an autosave before it, so a strike may need several
 # processes. This is the limit per strike.
@@ -136,7 +137,7 @@ class Runner:
             follower: Ends the run if it differs from the uninterrupted run before the first strike.
         """
         ran = self._begin(name, numbers, follower)
-        moments = moments_of(self._settings, len(numbers))
+        moments = moments_of(self._settings, numbers)
         self._status = replace(self._status, num_wanted=len(moments))
         last = 0
         while True:
@@ -151,7 +152,7 @@ class Runner:
     def _begin(self, name: str, numbers: BatchNumbers | None, follower: Follower | None) -> Ran:
         self._numbers = numbers or BatchNumbers([])
         self._follower = follower
-        self._status = Status(run=name, num_batches=len(numbers) if numbers is not None else None)
+        self._status = Status(run=name, num_batches=numbers.num_trained if numbers is not None else None)
         self._deadline = time.monotonic() + (self._settings.timeout_seconds or float("inf"))
         ran = Ran(name=name, seconds=time.time())
         self.ran.append(ran)
@@ -270,7 +271,7 @@ class Runner:
             self._status = replace(self._status, text="waiting for an autosave before the next strike")
             return False
         self._status = replace(self._status, text="")
-        return clock.has_come(done)
+        return clock.has_come(done, is_saved=self._settings.kind == TERM or self._is_saved(process))
 
     def _watch(self, process: DrillProcess, judge: Judge, *, look_every: float = _LOOK_EVERY_SECONDS) -> str:
         """Wait until the process ends or `judge` returns an outcome."""
@@ -295,15 +296,21 @@ class Runner:
         process.read()
         known = len(self._numbers) > 0
         place = process.last_saved
-        saved = None if place is None else self._numbers.at(place) if known else process.num_before(place)
-        saved_before = self._status.saved or 0
-        # A fit begins before its ledger shows where it continues.
-        done = self._done(process) if process.resumed or process.num_batches else saved_before
+        trained_at = self._numbers.trained_at if known else process.num_trained_before
+        saved = self._status.saved if place is None else trained_at(place)
+        done, num_evaluated = process.num_trained, process.num_batches - process.num_trained
+        if known and (process.resumed or process.num_batches):
+            done = trained_at(self._place_of(process))
+            num_evaluated = self._done(process) - done
+        elif known:  # a fit begins before its ledger shows where it continues
+            done, num_evaluated = self._status.saved or 0, self._status.num_evaluated
         self._status = replace(
             self._status,
-            done=done if known else process.num_batches,
+            done=done,
+            num_evaluated=num_evaluated,
+            evaluating=process.evaluating,
             num_batches=self._status.num_batches if known else process.num_expected,
-            saved=self._status.saved if saved is None else saved,
+            saved=saved,
             batches_per_second=process.batches_per_second,
             is_starting=not process.has_begun,
         )
@@ -316,10 +323,22 @@ class Runner:
 
     def _start_of(self, process: DrillProcess) -> int:
         """Return the number of batches before the place where a process continued."""
-        return max((self._numbers.of(resumption) for resumption in process.resumed), default=0)
+        return max((self._numbers.at(resumption.place) for resumption in process.resumed), default=0)
 
     def _done(self, process: DrillProcess) -> int:
-        return self._numbers.at(process.done) if process.done is not None else self._start_of(process)
+        return self._numbers.at(self._place_of(process))
+
+    def _place_of(self, process: DrillProcess) -> Place:
+        """Return the place up to which everything is done."""
+        if process.done is not None:
+            return process.done
+        return max((resumption.place for resumption in process.resumed), default=(0, 0, 0, 0))
+
+    def _is_saved(self, process: DrillProcess) -> bool:
+        """Return whether the process has saved where it was told to save before its strike."""
+        places = [self._numbers.at(place_before(place)) for place in process.saves]
+        saved = 0 if process.last_saved is None else self._numbers.at(process.last_saved)
+        return saved >= max(places, default=0)
 
     def _has_progress(self, process: DrillProcess) -> bool:
         if process.last_saved is None:
@@ -348,10 +367,16 @@ class Clock:
         self._seconds = seconds
         self._began: tuple[int, float] | None = None
 
-    def has_come(self, done: int) -> bool:
-        """Return whether the time has come after `done` batches: at the latest when the next batch is done."""
+    def has_come(self, done: int, *, is_saved: bool) -> bool:
+        """Return whether the time has come after `done` batches: at the latest when the next batch is done.
+
+        Args:
+            done: Number of batches that are done.
+            is_saved: Whether the autosave before the strike is written. It comes soon, if it can be taken there at all.
+        """
         now = time.monotonic()
         if self._began is None:
             self._began = done, now
         gap = self._seconds[min(self._began[0], len(self._seconds) - 1)] if self._seconds else 0.0
-        return done > self._began[0] or now >= self._began[1] + self.moment.fraction * gap
+        wait = max(self.moment.fraction * gap, 0.0 if is_saved else _SAVE_WITHIN_SECONDS)
+        return done > self._began[0] or now >= self._began[1] + wait

@@ -42,7 +42,9 @@ class DrillSettings:
         command: The user's own command, in words.
         num_strikes: Number of strikes.
         kind: ``KILL``, ``TERM`` or ``exception``.
-        at: Training batches of the whole run, from 0, to strike; random ones if empty.
+        stages: What is struck, of `STAGES`: all that the script reaches if empty.
+        at: Batches of these stages, or of training if there are none, to strike; counted over the whole run, from 0.
+            Random ones if empty.
         is_checked: Whether the script runs uninterrupted twice.
         ignored: Patterns of names of logged values that are not compared.
         seed: Seed of the moments of the strikes.
@@ -54,6 +56,7 @@ class DrillSettings:
     command: tuple[str, ...]
     num_strikes: int = 5
     kind: str = KILL
+    stages: tuple[str, ...] = ()
     at: tuple[int, ...] = ()
     is_checked: bool = False
     ignored: tuple[str, ...] = ()

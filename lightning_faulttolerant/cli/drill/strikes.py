@@ -5,15 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Resumption, resumption_of
+from lightning_faulttolerant.cli.drill.ledgers import (
+    FIT,
+    STEPS,
+    TRAIN,
+    BatchNumbers,
+    Resumption,
+    place_of,
+    resumption_of,
+)
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import Strike
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 
-_KINDS = (ledger.FIT, ledger.RESUMED, ledger.BATCH)
-_NEEDED = ("event", "fit", "time", "pid", "epoch", "batch", "text", "exact", "not_exact", "path")
+_KINDS = (ledger.FIT, ledger.RESUMED, *STEPS)
+_PLACE = ("epoch", "batch", "validation_batch")
+_NEEDED = ("event", "fit", "time", "pid", *_PLACE, "text", "exact", "not_exact", "path")
 # A launcher that restarts its ranks does not report their exit codes.
 _FAILED_UNDER_LAUNCHER = 1
 
@@ -38,26 +48,25 @@ class LedgerStretch:
 
     @property
     def batches(self) -> list[Line]:
-        """The lines of the batches."""
-        return [line for line in self.lines if line["event"] == ledger.BATCH]
+        """The lines of the batches, of training and of evaluations."""
+        return [line for line in self.lines if line["event"] in STEPS]
 
     @property
     def resumption(self) -> Resumption | None:
         """The place where it continued, before its first batch; None if it began from the beginning."""
-        before = itertools.takewhile(lambda line: line["event"] != ledger.BATCH, self.lines)
+        before = itertools.takewhile(lambda line: line["event"] not in STEPS, self.lines)
         resumed = [resumption_of(self.process.number, line) for line in before if line["event"] == ledger.RESUMED]
-        return max(resumed, key=self.numbers.of, default=None)
+        return max(resumed, key=lambda resumption: self.numbers.at(resumption.place), default=None)
 
     @property
     def start(self) -> int:
         """The number of batches of the whole run that were done where it began."""
-        return self.numbers.of(self.resumption) if self.resumption is not None else 0
+        return self.numbers.at(self.resumption.place) if self.resumption is not None else 0
 
     @property
     def done(self) -> int:
         """The number of batches of the whole run that were done at its end."""
-        places = [(int(line.get("fit", 1)), int(line["epoch"]), int(line["batch"]) + 1) for line in self.batches]
-        return max([self.numbers.at(place) for place in places], default=self.start)
+        return max([self.numbers.at(place_of(line)) for line in self.batches], default=self.start)
 
     @property
     def began(self) -> float:
@@ -133,18 +142,15 @@ def strikes_of(stretches: Sequence[LedgerStretch], kind: str) -> tuple[Strike, .
         resumption = after.resumption
         if resumption is None or after.start <= struck.start:
             continue
-        fit, epoch, batch = struck.numbers.place_of(struck.done)
         first = after.batches[0] if after.batches else None
         exit_code = struck.process.exit_code if struck.is_last else None
         strikes.append(
             Strike(
                 number=len(strikes) + 1,
                 kind=kind,
-                fit=fit,
-                epoch=epoch,
-                batch=batch,
-                at=struck.done,
-                resumed_at=after.start,
+                **_place_of_strike(struck.numbers, struck.done),
+                resumed_at=struck.numbers.trained_before(after.start),
+                resumed_batch=_batch_in_run(struck.numbers, after.start, of=struck.done),
                 resumed_text=resumption.text,
                 num_twice=max(struck.done - after.start, 0),
                 seconds_in_process=struck.seconds,
@@ -154,3 +160,23 @@ def strikes_of(stretches: Sequence[LedgerStretch], kind: str) -> tuple[Strike, .
             )
         )
     return tuple(strikes)
+
+
+def _place_of_strike(numbers: BatchNumbers, done: int) -> dict[str, Any]:
+    """Return where a strike hit, as arguments of `Strike`: in the first batch that was not finished."""
+    step = numbers.step(done)
+    *_, epoch, batch, evaluated = step.place
+    return {
+        "stage": step.stage,
+        "place": str(step),
+        "fit": step.ordinal,
+        "epoch": epoch if step.function == FIT else None,
+        "batch": batch - 1 if step.stage == TRAIN else evaluated - 1,
+        "at": numbers.trained_before(done),
+    }
+
+
+def _batch_in_run(numbers: BatchNumbers, number: int, *, of: int) -> int | None:
+    """Return which batch of an evaluation has `number` batches before it; None if it is not of that of batch `of`."""
+    begin = numbers.begin_of_run(of)
+    return number - begin if numbers.step(of).stage != TRAIN and number >= begin else None

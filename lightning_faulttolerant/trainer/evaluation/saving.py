@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ class EvaluationSaver:
         header: Returns what every autosave says about the run.
         history: Records each autosave.
         predictions: The predictions of this rank, for ``predict``.
+        on_saved: Called with the position and the path of each autosave, on the rank that writes it.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EvaluationSaver:
         header: Callable[[], Mapping[str, Any]],
         history: HistoryWriter,
         predictions: Predictions,
+        on_saved: Sequence[Callable[[TrainerPosition, str], None]],
     ) -> None:
         self._trainer = trainer
         self._series = series
@@ -61,6 +63,7 @@ class EvaluationSaver:
         self._header = header
         self._history = history
         self._predictions = predictions
+        self._on_saved = on_saved
         interval = options.train_time_interval
         self._interval = None if interval is None else interval.total_seconds()
         self._budget = Budget(options.overhead_budget)
@@ -159,6 +162,8 @@ class EvaluationSaver:
         except OSError as error:
             return described(error)
         self._history.autosave(self._series, path, position, seconds=self.now() - began, taken=began)
+        for tell in self._on_saved:
+            tell(position, str(path))
         return ""
 
     def _note(self, position: TrainerPosition, began: float, failure: str) -> None:

@@ -134,6 +134,7 @@ class EvaluationSession(AnySession):
             header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
             history=beginning.history,
             predictions=predictions,
+            on_saved=self.on_saved,
         )
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
         self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_fetch)
@@ -286,6 +287,11 @@ class EvaluationSession(AnySession):
                 self._loaders.begin_fetch()
 
         return before_fetch
+
+    def save_before_evaluation_batch(self) -> None:
+        """Save before the next batch, if the evaluation can continue there; a collective."""
+        if self._saver is not None:
+            self._save(self._saver)
 
     def _save_if_due(self, saver: EvaluationSaver) -> None:
         if self._common is None:

@@ -58,8 +58,6 @@ class ValidationRun:
         """How far the logger connector was in the training batch before the run."""
         self.lost_before: frozenset[str] = frozenset()
         """What a checkpoint could not carry at the start of the run."""
-        self.seen = ""
-        """A digest of its batches so far, if there is a ledger."""
         self.is_ahead = False
         """Whether each batch is fetched ahead of its step, so that `note_fetch` must be called before it is fetched."""
         self._ahead: _BeforeFetch | None = None
@@ -69,7 +67,6 @@ class ValidationRun:
     def begin(self) -> None:
         """Note that a run begins."""
         self._is_known, self._ahead, self.is_ahead = None, None, False
-        self.seen = ""
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
     @property
@@ -127,7 +124,7 @@ class ValidationRun:
         """Return the state of the run between two batches, without its loaders' places."""
         before = compat.before_validation(self._trainer, self.first_loop_iter)
         ahead = self._ahead.state_dict() if self._ahead is not None else None
-        return {**runs.run_state(self._val_loop), **before, "seen": self.seen, "ahead": ahead}
+        return {**runs.run_state(self._val_loop), **before, "ahead": ahead}
 
     def num_consumed(self) -> dict[str, int]:
         """Return how many batches of each loader in use are consumed, by its place."""
@@ -195,7 +192,7 @@ class ValidationRun:
         """
         val_loop = self._val_loop
         during, self.first_loop_iter = runs.first_loop_iter(self._trainer), state["first_loop_iter"]
-        self._is_known, self.seen = None, state["seen"]
+        self._is_known = None
         runs.set_first_loop_iter(self._trainer, self.first_loop_iter)  # the training loop keeps it from here
 
         def start() -> None:

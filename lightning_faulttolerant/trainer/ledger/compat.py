@@ -20,6 +20,7 @@ SEAMS = {
     "trainer._logger_connector._first_loop_iter": "telling values of an epoch from those of a batch",
     "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step of values given to the loggers",
     "trainer.fit_loop._data_fetcher": "the contents of batches that a step fetches by itself",
+    "trainer.test_loop._data_fetcher": "the contents of batches that a step of an evaluation fetches by itself",
 }
 
 
@@ -33,10 +34,15 @@ def is_after_the_batches(trainer: Trainer) -> bool:
     return trainer._logger_connector._first_loop_iter is None
 
 
+def fetching_by_itself(loop: Any) -> bool:
+    """Return whether the steps of a loop take the ``dataloader_iter`` and fetch by themselves."""
+    return isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
 @contextlib.contextmanager
-def fetches_seen(trainer: Trainer, seen: Callable[[Any], None]) -> Iterator[None]:
-    """Within the block, pass `seen` each batch that a ``training_step`` with a ``dataloader_iter`` fetches itself."""
-    fetcher = trainer.fit_loop._data_fetcher
+def fetches_seen(loop: Any, seen: Callable[[Any], None]) -> Iterator[None]:
+    """Within the block, pass `seen` each batch that a step with a ``dataloader_iter`` fetches itself."""
+    fetcher = loop._data_fetcher
     if not isinstance(fetcher, _DataLoaderIterDataFetcher) or fetcher.iterator is None:
         yield
         return

@@ -10,8 +10,9 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import DrillFault
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace
-from lightning_faulttolerant.trainer.compat import num_completed
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.ledger.compat import logger_connector
+from lightning_faulttolerant.trainer.ledger.evaluated_batches import training_place, wrap_steps
 from lightning_faulttolerant.trainer.patches import Patches
 
 Method = Callable[..., Any]
@@ -35,10 +36,10 @@ def read_fault() -> FaultPlace | None:
 
 
 class Fault:
-    """Raises an exception in a fit. It does so once per process: no other fit of the process has the number.
+    """Raises an exception in a fit or an evaluation. It does so once per process: no other one has the number.
 
     Args:
-        trainer: The trainer of the fit.
+        trainer: The trainer that runs it.
         place: The place of the fault.
     """
 
@@ -50,13 +51,19 @@ class Fault:
         """Begin to watch for the place."""
         trainer, hook = self._trainer, self._place.hook
         epoch_loop = trainer.fit_loop.epoch_loop
-        if hook == "start":
+        if self._is_in_evaluation:
+            wrap_steps(trainer, patches, self._wrap_before)
+        elif hook == "start":
             patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_before)
             patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_before)
         elif hook == "step":
             patches.wrap(trainer.strategy, "backward", self._wrap_after)
         else:
             patches.wrap(logger_connector(trainer), "on_batch_end", self._wrap_after)
+
+    @property
+    def _is_in_evaluation(self) -> bool:
+        return len(self._place.batch) > len(("fit", "epoch", "batch"))
 
     def _wrap_before(self, original: Method) -> Method:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -74,10 +81,13 @@ class Fault:
         return method
 
     def _strike(self) -> None:
-        place = (self._trainer.current_epoch, num_completed(self._trainer))
-        if not self._trainer.training or place != (self._place.epoch, self._place.batch):
+        place: tuple[int, ...] = tuple(training_place(self._trainer).values())
+        if self._is_in_evaluation:
+            place = (*place, num_evaluated(self._trainer) - 1)
+        elif not self._trainer.training:
             return
-        raise DrillFault(
-            f"A drill has asked for this exception, by {FAULT_VARIABLE}={self._place}: it stands for one that a run may"
-            " meet. Nothing is wrong with the script. Run it without the variable to let it continue."
-        )
+        if place == self._place.batch[1:]:
+            raise DrillFault(
+                f"A drill has asked for this exception, by {FAULT_VARIABLE}={self._place}: it stands for one that a"
+                " run may meet. Nothing is wrong with the script. Run it without the variable to let it continue."
+            )

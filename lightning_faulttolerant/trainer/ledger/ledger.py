@@ -1,4 +1,4 @@
-"""Writes the ledger of one fit. It only observes: it draws no random numbers, keeps nothing, and is not a hook.
+"""Writes the ledger of one fit or evaluation. It only observes: it draws no random numbers, and is not a hook.
 
 `lightning_faulttolerant.records.ledger` describes the lines.
 """
@@ -19,6 +19,8 @@ from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
     fetches_seen,
@@ -34,6 +36,13 @@ from lightning_faulttolerant.trainer.ledger.digests import (
     optimizers_digest,
     weights_digest,
 )
+from lightning_faulttolerant.trainer.ledger.evaluated_batches import (
+    EvaluatedBatches,
+    is_evaluating,
+    returned_by,
+    training_place,
+    wrap_steps,
+)
 from lightning_faulttolerant.trainer.ledger.order import LastBatchIndices
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Patches
@@ -45,13 +54,13 @@ Method = Callable[..., Any]
 
 
 class FitLedger:
-    """Writes down what one fit does.
+    """Writes down what one fit or evaluation does.
 
     Args:
-        trainer: The trainer of the fit.
+        trainer: The trainer that runs it.
         file: The file to write to.
-        number: The number of the fit in its script, from 1.
-        session: The session of the fit; ``None`` if fault tolerance is switched off.
+        number: The number of the fit or evaluation in its script, from 1.
+        session: Its session; ``None`` if fault tolerance is switched off.
         patches: Applies the patches to the trainer.
     """
 
@@ -61,7 +70,7 @@ class FitLedger:
         file: LineFile,
         *,
         number: int,
-        session: Session | None,
+        session: Session | EvaluationSession | None,
         patches: Patches,
     ) -> None:
         self._trainer = trainer
@@ -72,39 +81,57 @@ class FitLedger:
         self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
         self._batch: dict[str, Any] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
-        self._seen_in_validation = ""
+        self._returned: dict[str, Any] = {}
+        self._is_fit = function_of(trainer) == FIT
         if session is not None:
             session.on_saved.append(self._autosaved)
         self._patches = patches
 
     def take_seams(self) -> None:
         """Begin to write."""
-        trainer, patches = self._trainer, self._patches
-        connector, epoch_loop = logger_connector(trainer), trainer.fit_loop.epoch_loop
-        patches.wrap(trainer.fit_loop, "reset", self._wrap_reset)
-        patches.wrap(trainer.fit_loop, "on_run_start", self._wrap_run_start)
-        if self._order is not None:
-            patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
-        patches.wrap(connector, "on_batch_start", self._wrap_batch_start)
+        trainer, patches, connector = self._trainer, self._patches, logger_connector(self._trainer)
+        loop = trainer.fit_loop if self._is_fit else loop_of(trainer)
+        patches.wrap(loop, "reset", self._wrap_reset)
+        patches.wrap(loop, "on_run_start", self._wrap_run_start)
+        if self._is_fit:
+            self._take_seams_of_training()
+            patches.wrap(connector, "log_eval_end_metrics", self._wrap_validation_end)
+        else:
+            patches.wrap(loop, "run", self._wrap_evaluation)
         patches.wrap(connector, "log_metrics", self._wrap_log)
-        patches.wrap(connector, "log_eval_end_metrics", self._wrap_validation_end)
-        patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_step)
-        patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_step)
+        wrap_steps(trainer, patches, EvaluatedBatches(trainer, self._write).wrap_step)
         for logger in trainer.loggers:
             patches.wrap(logger, "log_metrics", partial(self._wrap_logger, logger))
 
+    def _take_seams_of_training(self) -> None:
+        patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
+        if self._order is not None:
+            patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
+        patches.wrap(logger_connector(self._trainer), "on_batch_start", self._wrap_batch_start)
+        patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_step)
+        patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_step)
+
     def _autosaved(self, position: TrainerPosition, path: str) -> None:
         """Write a line for an autosave that is written and verified."""
-        self._write(kinds.AUTOSAVE, epoch=position.epoch, batch=position.batch, text=str(position), path=path)
+        is_inside = position.num_validated is not None or (position.is_of_evaluation and not position.is_finished)
+        number = {"validation_batch": position.validation_batch} if is_inside else {}
+        place = {"epoch": position.epoch, "batch": position.batch} if self._is_fit else {"epoch": 0, "batch": 0}
+        self._write(kinds.AUTOSAVE, **place, **number, text=str(position), path=path)
 
     def end(self) -> None:
-        """Write a line for the results of the fit."""
+        """Write a line for the results of the fit or the evaluation."""
         trainer = self._trainer
         metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
+        if self._is_fit:
+            results: dict[str, Any] = {
+                "weights": weights_digest(trainer),
+                "optimizers": optimizers_digest(trainer),
+            }
+        else:
+            results = {"returned": self._returned}
         self._write(
             kinds.END,
-            weights=weights_digest(trainer),
-            optimizers=optimizers_digest(trainer),
+            **results,
             metrics={name: exact(value) for name, value in sorted(metrics.items())},
             rng=digest(rng_state()),
         )
@@ -132,13 +159,14 @@ class FitLedger:
     def _begin(self) -> None:
         self._has_begun = True
         trainer = self._trainer
-        num_batches = trainer.num_training_batches
+        num_batches = trainer.num_training_batches if self._is_fit else sum(loop_of(trainer).max_batches)
         values = {
+            "function": function_of(trainer),
             "pid": os.getpid(),
             "rank": trainer.global_rank,
             "num_ranks": trainer.world_size,
             "num_batches": None if num_batches == float("inf") else int(num_batches),
-            "max_epochs": trainer.max_epochs,
+            "max_epochs": trainer.max_epochs if self._is_fit else 1,
             "surroundings": surroundings(trainer),
         }
         self._append(kinds.FIT, values)
@@ -148,9 +176,10 @@ class FitLedger:
         if report is None:
             return
         self._has_told_resume = True
+        epoch, batch = (report.epoch, report.batch) if self._is_fit else (0, 0)
         if not self._batch:
-            self._place = (report.epoch, report.batch)
-        place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
+            self._place = (epoch, batch)
+        place = {"epoch": epoch, "batch": batch, "text": report.position}
         place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
         self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
@@ -187,19 +216,9 @@ class FitLedger:
             if self._trainer.training:
                 self._batch = self._known_of(batch)
                 self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
-            elif self._trainer.validating:
-                self._note_validation_batch(batch)
             original(batch, *args, **kwargs)
 
         return on_batch_start
-
-    def _note_validation_batch(self, batch: Any) -> None:
-        """Add a batch to the digest of a validation run, which may continue in another process."""
-        run = None if self._session is None or self._session.run_state is None else self._session.run_state.validation
-        before = self._seen_in_validation if run is None else run.seen
-        self._seen_in_validation = digest([before, batch])
-        if run is not None:
-            run.seen = self._seen_in_validation
 
     def _known_of(self, batch: Any) -> dict[str, Any]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
@@ -234,7 +253,7 @@ class FitLedger:
             contents.feed(batch)
             orders.append(None if self._order is None else self._order.of_batch())
 
-        with fetches_seen(self._trainer, seen):
+        with fetches_seen(self._trainer.fit_loop, seen):
             outcome = original(*args, **kwargs)
         self._batch["content"] = contents.text()
         self._batch["order"] = None if None in orders else digest(orders)
@@ -245,15 +264,20 @@ class FitLedger:
             if not self._trainer.sanity_checking:
                 self._write(
                     kinds.VALIDATED,
-                    epoch=self._trainer.current_epoch,
-                    batch=num_completed(self._trainer),
-                    content=self._seen_in_validation,
+                    **training_place(self._trainer),
                     metrics={name: exact(value) for name, value in sorted(metrics.items())},
                 )
-                self._seen_in_validation = ""
             original(metrics)
 
         return log_eval_end_metrics
+
+    def _wrap_evaluation(self, original: Method) -> Method:
+        def run() -> Any:
+            results = original()
+            self._returned = returned_by(loop_of(self._trainer), results)
+            return results
+
+        return run
 
     def _wrap_log(self, original: Method) -> Method:
         def log_metrics(metrics: Any, step: int | None = None) -> None:
@@ -279,7 +303,7 @@ class FitLedger:
         return log_metrics
 
     def _log(self, step: Any, metrics: Any, *, closes_epoch: bool = False, logger: str | None = None) -> None:
-        validating = self._trainer.validating
+        validating = is_evaluating(self._trainer)
         if not self._has_told_resume:
             self._tell_resume()
         epoch, batch = self._place

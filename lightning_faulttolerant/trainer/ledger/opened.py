@@ -1,4 +1,4 @@
-"""The part of a ledger that belongs to one fit: opened when the fit is set up, closed when it is over."""
+"""The part of a ledger that belongs to one fit or evaluation: opened when it is set up, closed when it is over."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.trainer import compat, process
+from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
 from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
@@ -35,19 +36,19 @@ def path_of(options: Options) -> str | None:
 
 
 class OpenLedger:
-    """The ledger of one fit, if one is requested, and the fault that a drill requests in it.
+    """The ledger of one fit or evaluation, if one is requested, and the fault that a drill requests in it.
 
     Args:
-        trainer: The trainer of the fit.
+        trainer: The trainer that runs it.
         options: The options of the callback.
-        session: The session of the fit; ``None`` if the environment has switched it off.
+        session: Its session; ``None`` if the environment has switched it off.
 
     Raises:
         LedgerError: If the file can't be written.
         ValueError: If the environment requests a ledger or a fault, but names no valid file or place.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, session: Session | None) -> None:
+    def __init__(self, trainer: Trainer, options: Options, session: Session | EvaluationSession | None) -> None:
         self._trainer = trainer
         number = _next_number(options.script)
         fault = read_fault()
@@ -59,7 +60,7 @@ class OpenLedger:
             file = _opened(path_of_rank(path, trainer.global_rank))
             self._ledger = FitLedger(trainer, file, number=number, session=session, patches=self._patches)
             self._begin.append(self._ledger.take_seams)
-        if fault is not None and fault.fit == number:
+        if fault is not None and fault.batch[0] == number:
             self._begin.append(partial(Fault(trainer, fault).take_seams, self._patches))
         if session is not None and path is not None:
             self._begin.append(partial(StrikePlaces(trainer, session, number).take_seams, self._patches))
@@ -69,22 +70,22 @@ class OpenLedger:
     def _wrap_begin(self, original: Callable[[], None]) -> Callable[[], None]:
         def register_signal_handlers() -> None:
             original()
-            # The fit's real work begins here: what a finder has trained before, in on_fit_start, does not count.
+            # The real work begins here: what a finder has trained before, in on_fit_start, does not count.
             while self._begin:
                 self._begin.pop(0)()
 
         return register_signal_handlers
 
     def is_of(self, trainer: Trainer) -> bool:
-        """Return whether this is the ledger of a fit of `trainer`."""
+        """Return whether this is the ledger of a fit or an evaluation of `trainer`."""
         return self._trainer is trainer
 
     @contextlib.contextmanager
     def ended(self, *, finished: bool) -> Iterator[None]:
-        """Close the ledger after the block, which ends the fit.
+        """Close the ledger after the block, which ends the fit or the evaluation.
 
         Args:
-            finished: Whether the fit has finished.
+            finished: Whether it has finished.
         """
         self._patches.undo()  # they are on top of the session's
         try:
@@ -103,12 +104,12 @@ class OpenLedger:
 
 
 def begins_while_off(trainer: Trainer) -> bool:
-    """Return whether this fit's ledger is to be written although the environment switches fault tolerance off."""
+    """Return whether a ledger is to be written although the environment switches fault tolerance off."""
     return not (compat.is_nobodys_training(trainer) or under_way.is_inside_another(trainer))
 
 
 def _next_number(script: Script) -> int:
-    """Return the number of a fit in its script. A process that Lightning creates for it uses the script's count."""
+    """Return the number of a fit or an evaluation. A process that Lightning creates for it uses its script's count."""
     number = _num_fits[os.getpid()] = _num_fits.get(os.getpid(), 0) + 1
     return max(number, script.num_begun()) if script.is_elsewhere else number
 

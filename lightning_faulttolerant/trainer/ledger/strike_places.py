@@ -1,4 +1,4 @@
-"""Requests of a drill to a fit, so that its strikes can hit: autosaves at some places, and a place to wait at.
+"""Requests of a drill, so that its strikes can hit: autosaves at some places, and a place to wait at.
 
 A strike needs an autosave to continue from, and short scripts and big models have none in time. A fast script would be
 past the place of its strike before the drill sees it there.
@@ -14,10 +14,12 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, BatchPlace, places_in
-from lightning_faulttolerant.trainer.compat import num_completed
+from lightning_faulttolerant.trainer.any_session import AnySession
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.ledger.evaluated_batches import is_evaluating, training_place
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
-from lightning_faulttolerant.trainer.session import Session
 
 # A drill strikes within a few milliseconds. If the drill is gone, the training must still finish.
 _HOLD_SECONDS, _LOOK_EVERY_SECONDS = 30.0, 0.002
@@ -27,15 +29,15 @@ class StrikePlaces:
     """Saves and waits where a drill requests it.
 
     Args:
-        trainer: The trainer of the fit.
-        session: The session of the fit.
-        number: The number of the fit in its script, from 1.
+        trainer: The trainer that runs the fit or the evaluation.
+        session: Its session.
+        number: Its number in its script, from 1.
 
     Raises:
         ValueError: If the environment's request is not in the format of `places_in`.
     """
 
-    def __init__(self, trainer: Trainer, session: Session, number: int) -> None:
+    def __init__(self, trainer: Trainer, session: AnySession, number: int) -> None:
         self._trainer = trainer
         self._session = session
         self._number = number
@@ -44,21 +46,34 @@ class StrikePlaces:
 
     def take_seams(self, patches: Patches) -> None:
         """Begin to watch for the places."""
-        if self._saves or self._holds:
+        if not any(place[0] == self._number for place in (*self._saves, *self._holds)):
+            return
+        if function_of(self._trainer) == FIT:
             patches.wrap(self._trainer.fit_loop.epoch_loop, "advance", self._wrap_advance)
+        patches.wrap(loop_of(self._trainer), BEFORE_FETCH, self._wrap_before_fetch)
 
     def _wrap_advance(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def advance(*args: Any, **kwargs: Any) -> Any:
-            place = (self._number, self._trainer.current_epoch, num_completed(self._trainer))
-            autosaver = self._session.autosaver
-            if autosaver is not None and not autosaver.pace.is_first:
-                if place in self._saves:
-                    autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))
-                if place in self._holds:
-                    self._wait()
+            self._pass(self._session.save_before_batch)
             return original(*args, **kwargs)
 
         return advance
+
+    def _wrap_before_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def before_fetch() -> None:
+            if is_evaluating(self._trainer):
+                self._pass(self._session.save_before_evaluation_batch, num_evaluated(self._trainer))
+            original()
+
+        return before_fetch
+
+    def _pass(self, save: Callable[[], None], *evaluated: int) -> None:
+        """Save before this batch, and wait there, if that is requested."""
+        place = (self._number, *training_place(self._trainer).values(), *evaluated)
+        if place in self._saves:
+            save()
+        if place in self._holds:
+            self._wait()
 
     def _wait(self) -> None:
         """Wait until this process is killed or told to stop."""

@@ -24,11 +24,12 @@ def line(event: str, *, fit: int = 1, **values: Any) -> Line:
     return {"event": event, "fit": fit, "time": 0.0, **values}
 
 
-def begun(*, fit: int = 1, pid: int = 1, **surroundings: Any) -> Line:
-    """Return the line of a fit that begins."""
+def begun(*, fit: int = 1, pid: int = 1, function: str = "fit", **surroundings: Any) -> Line:
+    """Return the line of a fit or an evaluation that begins."""
     return line(
         ledger.FIT,
         fit=fit,
+        function=function,
         pid=pid,
         rank=0,
         num_ranks=1,
@@ -44,9 +45,9 @@ def resumed(epoch: int, batch: int, *, fit: int = 1, text: str | None = None, **
     return line(ledger.RESUMED, fit=fit, epoch=epoch, batch=batch, text=words, exact=True, path="a.ckpt", **values)
 
 
-def autosave_line(epoch: int, batch: int) -> Line:
+def autosave_line(epoch: int, batch: int, **values: Any) -> Line:
     """Return the line of an autosave."""
-    return line(ledger.AUTOSAVE, epoch=epoch, batch=batch, path="a.ckpt")
+    return line(ledger.AUTOSAVE, epoch=epoch, batch=batch, path="a.ckpt", **values)
 
 
 def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
@@ -60,6 +61,21 @@ def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
         "learning_rates": [[(0.1).hex()]],
     }
     return line(ledger.BATCH, fit=fit, epoch=epoch, batch=batch, **{**own, **values})
+
+
+def evaluated_line(number: int, *, epoch: int = 0, batch: int = 0, fit: int = 1, **values: Any) -> Line:
+    """Return the line of a batch of an evaluation: `number` batches of it have begun."""
+    name = f"{fit}-{epoch}-{batch}-{number}"
+    own = {"content": f"content {name}", "rng": f"rng {name}", "output": (1 / number).hex()}
+    place = {"epoch": epoch, "batch": batch, "validation_batch": number}
+    return line(ledger.EVALUATED, fit=fit, **place, **{**own, **values})
+
+
+def evaluation_lines(*, fit: int = 2, start: int = 0, **returned: Any) -> list[Line]:
+    """Return the lines of an evaluation of 4 batches from a batch to its end."""
+    lines = [evaluated_line(number, fit=fit) for number in range(start + 1, NUM_BATCHES + 1)]
+    values = {"returned": {"accuracy": (0.5).hex(), **returned}, "metrics": {}, "rng": "rng"}
+    return [*lines, line(ledger.END, fit=fit, **values)]
 
 
 def log_line(epoch: int, begun: int, *, fit: int = 1, validating: bool = False, **values: Any) -> Line:
@@ -146,11 +162,14 @@ def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
     return Strike(
         number=1,
         kind="KILL",
+        stage="train",
+        place="batch 3 of epoch 0",
         fit=1,
         epoch=0,
         batch=3,
         at=3,
         resumed_at=resumed_at,
+        resumed_batch=None,
         resumed_text="",
         num_twice=1,
         seconds_in_process=1.0,

@@ -1,6 +1,7 @@
 """A script that writes a ledger, saves, and resumes, without torch: a stand-in for a training in the drill.
 
-It imports nothing slow, since it is started often. Its training is a sum of random numbers. `--flaw` makes a part of
+It imports nothing slow, since it is started often. Its training is a sum of random numbers; so are its validation
+batches (`--validation`) and the evaluations that follow the fits (`--test`, `--predict`). `--flaw` makes a part of
 its state restart in each process. It continues when the drill has seen its last batch, so a strike hits at its place
 however busy the machine is.
 """
@@ -28,6 +29,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: arguments.stop.append(arguments.stops_with))
     for fit in range(1, arguments.fits + 1):
         Training(arguments, fit).run()
+    for number, function in enumerate(name for name in ("test", "predict") if getattr(arguments, name)):
+        Evaluation(arguments, arguments.fits + 1 + number, function).run()
     for path in sorted(_run_directory(arguments).glob("*")):
         path.unlink()
     print("done")
@@ -36,12 +39,15 @@ def main() -> None:
 class Training:
     """One fit."""
 
+    function = "fit"
+
     def __init__(self, arguments: argparse.Namespace, fit: int) -> None:
         self.arguments = arguments
         self.fit = fit
         self.path = _run_directory(arguments) / f"fit-{fit}.json"
         self.rng = random.Random(os.getpid() if "no seed" in arguments.flaw else fit)
         self.state: dict[str, Any] = {"epoch": 0, "batch": 0, "weight": 1.0, "rng": None, "finished": False}
+        self.state |= {"outputs": [], "validating": False}
         self.plain = 0
 
     def run(self) -> None:
@@ -52,6 +58,7 @@ class Training:
             surroundings["threads"] = 4
         self.write(
             "fit",
+            function=self.function,
             pid=os.getpid(),
             rank=0,
             num_ranks=1,
@@ -63,7 +70,8 @@ class Training:
         if not self.path.exists():
             self.save()
         while self.state["epoch"] < arguments.epochs and not self.state["finished"]:
-            self.batch()
+            if not self.state["validating"]:
+                self.batch()
             if self.state["batch"] == arguments.batches:
                 self.validate()
             self.boundary()
@@ -75,17 +83,31 @@ class Training:
         """Resume from the autosave, if one exists."""
         if not self.path.exists() or "begins again" in self.arguments.flaw:
             return
-        self.state = json.loads(self.path.read_text())
+        self.state |= json.loads(self.path.read_text())
         if "main RNG" not in self.arguments.flaw:
             version, numbers, gauss = self.state["rng"]
             self.rng.setstate((version, tuple(numbers), gauss))
         if "weights" in self.arguments.flaw:
             self.state["weight"] += 1e-9
         epoch, batch = self.state["epoch"], self.state["batch"]
-        text = "after the end of the fit" if self.state["finished"] else f"before batch {batch} of epoch {epoch}"
+        text = f"before batch {batch} of epoch {epoch}"
+        if self.state["finished"]:
+            text = f"after the end of the {self.function}"
+        place = {"epoch": epoch, "batch": batch, **self.evaluated}
+        if "position lost" in self.arguments.flaw:
+            self.state["outputs"] = []
+        if "metrics doubled" in self.arguments.flaw:
+            self.state["outputs"] = [2 * output for output in self.state["outputs"]]
+        if "prediction lost" in self.arguments.flaw:
+            self.state["lost"] = 1
         exact = "not exact" not in self.arguments.flaw
         why = [] if exact else ["the sampler draws from a generator that was not found"]
-        self.write("resumed", epoch=epoch, batch=batch, text=text, exact=exact, not_exact=why, path=str(self.path))
+        self.write("resumed", **place, text=text, exact=exact, not_exact=why, path=str(self.path))
+
+    @property
+    def evaluated(self) -> dict[str, int]:
+        """Return the place in an evaluation, if one is in progress."""
+        return {"validation_batch": len(self.state["outputs"])} if self.state["validating"] else {}
 
     def batch(self) -> None:
         """Train one batch."""
@@ -124,7 +146,7 @@ class Training:
 
     def boundary(self) -> None:
         """Save if it is time, and stop if requested."""
-        self.heed(":".join(map(str, (self.fit, self.state["epoch"], self.state["batch"]))))
+        self.heed(":".join(map(str, (self.fit, self.state["epoch"], self.state["batch"], *self.evaluated.values()))))
         num_done = self.state["epoch"] * self.arguments.batches + self.state["batch"]
         if self.arguments.stop or (self.arguments.every and num_done % self.arguments.every == 0):
             self.save()
@@ -157,9 +179,28 @@ class Training:
         """Run the validation at the end of an epoch."""
         metric = 0 if "metrics" not in self.arguments.flaw else min(self.plain, 20)
         place = {"epoch": self.state["epoch"], "batch": self.state["batch"]}
-        self.write("validated", **place, content=digest(place), metrics={"accuracy": metric})
+        self.evaluate(self.arguments.validation)
+        metrics = {"accuracy": metric, "sum": sum(self.state["outputs"]).hex() if self.state["outputs"] else None}
+        self.state |= {"validating": False, "outputs": []}
+        self.write("validated", **place, metrics=metrics)
         self.state["epoch"] += 1
         self.state["batch"] = 0
+
+    def evaluate(self, num_batches: int) -> None:
+        """Evaluate the batches that are left."""
+        self.state["validating"] = True
+        while len(self.state["outputs"]) < num_batches:
+            self.boundary()
+            number = len(self.state["outputs"])
+            place = f"{self.fit}:{self.state['epoch']}:{self.state['batch']}:{number}:"
+            if os.environ.get("PL_FAULT_TOLERANT_FAULT", "").startswith(place):
+                sys.exit(1)
+            before = digest(self.rng.getstate())
+            output = number + self.rng.random()
+            time.sleep(self.arguments.seconds)
+            self.state["outputs"].append(output)
+            place = {"epoch": self.state["epoch"], "batch": self.state["batch"], **self.evaluated}
+            self.write("evaluated", **place, content=digest(number), rng=before, output=output.hex())
 
     def save(self) -> None:
         """Write an autosave."""
@@ -168,7 +209,9 @@ class Training:
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps(self.state))
         temporary.replace(self.path)
-        self.write("autosave", epoch=self.state["epoch"], batch=self.state["batch"], path=str(self.path))
+        text = f"after the end of the {self.function}" if self.state["finished"] else "before a batch"
+        place = {"epoch": self.state["epoch"], "batch": self.state["batch"], **self.evaluated}
+        self.write("autosave", **place, text=text, path=str(self.path))
 
     def write(self, event: str, **values: Any) -> None:
         """Add a line to the ledger."""
@@ -178,6 +221,31 @@ class Training:
                 file.write(
                     json.dumps({"event": event, "fit": self.fit, "time": time.time(), **values}).encode() + b"\n"
                 )
+
+
+class Evaluation(Training):
+    """One evaluation after the fits."""
+
+    def __init__(self, arguments: argparse.Namespace, fit: int, function: str) -> None:
+        super().__init__(arguments, fit)
+        self.function = function
+        self.state["validating"] = True
+
+    def run(self) -> None:
+        """Run the evaluation from where it was left."""
+        self.write("fit", function=self.function, pid=os.getpid(), rank=0, num_ranks=1, surroundings={"threads": 2})
+        self.resume()
+        if not self.path.exists():
+            self.save()
+        if not self.state["finished"]:
+            self.evaluate(getattr(self.arguments, self.function))
+        self.state |= {"finished": True, "validating": False}
+        self.save()
+        returned = {"sum": sum(self.state["outputs"]).hex()}
+        if self.function == "predict":
+            number = len(self.state["outputs"]) - self.state.get("lost", 0)
+            returned = {"number of predictions": number, "predictions": digest(self.state["outputs"][:number])}
+        self.write("end", returned=returned, metrics={}, rng=digest(self.rng.getstate()))
 
 
 def digest(value: Any) -> str:
@@ -198,6 +266,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--validation", type=int, default=0)
+    parser.add_argument("--test", type=int, default=0)
+    parser.add_argument("--predict", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.001)
     parser.add_argument("--flaw", action="append", default=[])
     parser.add_argument("--heeds", action="store_true")

@@ -48,7 +48,6 @@ CAUSES: dict[str, tuple[str, list[Change]]] = {
     "loss": (causes.WEIGHTS, [since(0, 3, loss=OTHER)]),
     "loss and learning rate": (causes.WEIGHTS, [since(0, 3, loss=OTHER, learning_rates=[[OTHER]])]),
     "learning rate": (causes.LEARNING_RATES, [since(0, 3, learning_rates=[[OTHER]])]),
-    "validation data": (causes.AUGMENTATION, [at(0, 4, ledger.VALIDATED, content="x", metrics={})]),
     "validation result, then all is equal": (causes.METRICS, [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})]),
     "validation result at the end, weights equal": (
         causes.METRICS,

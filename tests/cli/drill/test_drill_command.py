@@ -12,10 +12,12 @@ import pytest
 
 from lightning_faulttolerant.cli.drill import command
 from lightning_faulttolerant.cli.drill.command import ended_by_signals
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
 from lightning_faulttolerant.cli.drill.moments import moments_of
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from tests.cli.checkpoints import call
 from tests.cli.drill.drills import environment, seen_progress_on, words
+from tests.cli.drill.made import batch_line, begun
 
 Capture = pytest.CaptureFixture[str]
 
@@ -196,14 +198,19 @@ def command_line(process: Path) -> str:
         return ""
 
 
+def numbers(num_batches: int) -> BatchNumbers:
+    """Return the numbers of the batches of one epoch."""
+    return BatchNumbers(join(0, [[begun(), *(batch_line(0, batch) for batch in range(num_batches))]]).steps)
+
+
 def test_moments_are_spread_over_the_run() -> None:
     """Each of equal parts of a run has one moment, never before the first batch is done; a seed gives the same ones."""
     for seed in range(20):
         settings = DrillSettings(command=("x",), num_strikes=5, seed=seed, directory=Path(), token="t")
-        found = moments_of(settings, 101)
+        found = moments_of(settings, numbers(101))
         assert [(moment.batch - 1) // 20 for moment in found] == [0, 1, 2, 3, 4]
-        assert found == moments_of(settings, 101)
+        assert found == moments_of(settings, numbers(101))
         assert all(0 <= moment.fraction < 1 for moment in found)
-    assert {moment.batch for moment in moments_of(settings, 1)} == {0}
+    assert moments_of(settings, numbers(1)) == []  # nothing can be saved before it
     at = DrillSettings(command=("x",), at=(9, 3, 9), directory=Path(), token="t")
-    assert [moment.batch for moment in moments_of(at, 101)] == [3, 9]
+    assert [moment.batch for moment in moments_of(at, numbers(101))] == [3, 9]

@@ -364,8 +364,10 @@ def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_
 def test_a_moment_does_not_wait_longer_than_its_batch() -> None:
     """If a batch took long in the uninterrupted run only, the strike still comes before the next one is done."""
     clock = running.Clock(StrikeMoment(batch=1, fraction=0.9, hook=""), [1000.0] * 4)
-    assert [clock.has_come(done) for done in (1, 1, 2)] == [False, False, True]
-    assert running.Clock(StrikeMoment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1)
+    assert [clock.has_come(done, is_saved=True) for done in (1, 1, 2)] == [False, False, True]
+    assert running.Clock(StrikeMoment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1, is_saved=True)
+    waiting = running.Clock(StrikeMoment(batch=1, fraction=0.0, hook=""), [1000.0] * 4)
+    assert [waiting.has_come(done, is_saved=done == 2) for done in (1, 2)] == [False, True]  # not before the autosave
 
 
 def command_lines() -> list[bytes]:

@@ -74,7 +74,7 @@ def test_a_fit_that_had_ended_keeps_all_but_its_end() -> None:
     expected = join(0, [whole])
     assert first_mismatch([expected], [found]) is None
     numbers = BatchNumbers(expected.batches)
-    assert [numbers.of(resumption) for resumption in found.resumed] == [8, 13]
+    assert [numbers.at(resumption.place) for resumption in found.resumed] == [8, 13]
 
 
 def test_a_process_that_dies_before_it_does_anything_takes_nothing_away() -> None:
@@ -105,7 +105,10 @@ def test_numbers_count_batches_over_epochs_and_fits() -> None:
     """A place in any fit has a number over the whole run, and back."""
     numbers = BatchNumbers(join(0, [[begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]]).batches)
     assert (len(numbers), numbers.num_fits) == (16, 2)
-    assert [numbers.at(place) for place in [(1, 0, 0), (1, 0, 4), (1, 1, 0), (1, 1, 2), (2, 0, 0), (2, 1, 4)]] == [
+    assert [
+        numbers.at(place)
+        for place in [(1, 0, 0, 0), (1, 0, 4, 0), (1, 1, 0, 0), (1, 1, 2, 0), (2, 0, 0, 0), (2, 1, 4, 0)]
+    ] == [
         0,
         4,
         4,
@@ -114,4 +117,4 @@ def test_numbers_count_batches_over_epochs_and_fits() -> None:
         16,
     ]
     assert [numbers.place_of(number) for number in (0, 5, 8, 15)] == [(1, 0, 0), (1, 1, 1), (2, 0, 0), (2, 1, 3)]
-    assert numbers.of(resumption_of(1, resumed(1, 4, text="after the end of the fit"))) == 8
+    assert numbers.at(resumption_of(1, resumed(1, 4, text="after the end of the fit")).place) == 8

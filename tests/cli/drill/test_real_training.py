@@ -49,3 +49,53 @@ def test_a_counter_that_changes_the_augmentation_is_found(tmp_path: Path) -> Non
     assert found.verdict.difference is not None
     assert found.verdict.difference.number == found.strikes[0].resumed_at
     assert "order of the samples" in found.verdict.difference.equal
+
+
+EVERYTHING = "--functions=fit,validate,test,predict"
+
+
+@pytest.mark.parametrize("kind", ["KILL", "TERM", "exception"])
+def test_a_real_script_is_struck_in_all_that_it_does(tmp_path: Path, kind: str) -> None:
+    """A script that fits, validates, tests, and predicts is exact, and continues inside each of them."""
+    found = drill(tmp_path, EVERYTHING, kind=kind, num_strikes=4)
+    assert found.verdict.word == result.EXACT, found.verdict
+    assert {strike.stage for strike in found.strikes} == {"train", "validation", "test", "predict"}
+    assert all(strike.resumed_batch is not None for strike in found.strikes if strike.stage != "train")
+    assert all(strike.num_twice <= 4 for strike in found.strikes)
+    assert found.interrupted is not None
+    assert found.interrupted.num_evaluated == 5 * 6
+    assert files_below(tmp_path / "fault_tolerance") == []
+
+
+def test_a_validation_run_of_a_real_fit_is_struck_before_named_batches(tmp_path: Path) -> None:
+    """With --in and --at, each strike hits exactly there, and nothing is done twice."""
+    found = drill(tmp_path, stages=("validation",), at=(2, 9))
+    assert found.verdict.word == result.EXACT, found.verdict
+    assert [(strike.epoch, strike.batch, strike.resumed_batch) for strike in found.strikes] == [(0, 2, 2), (1, 3, 3)]
+
+
+def test_real_evaluations_of_two_ranks_are_exact(tmp_path: Path) -> None:
+    """Without a fit, under torchrun, both ranks save before the same batch, and both are compared."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    found = drill(tmp_path, "--devices=2", "--functions=test,predict", launcher=launcher, num_strikes=2)
+    assert found.verdict.word == result.EXACT, found.verdict
+    assert [strike.stage for strike in found.strikes] == ["test", "predict"]
+    assert found.interrupted is not None
+    assert (found.interrupted.num_ranks, found.interrupted.num_evaluated) == (2, 6)
+
+
+BROKEN = {
+    "position": ("test", "batch 3 of test", "content of the batch"),
+    "metrics": ("test", "values logged at step 0 of test", "metric"),
+    "prediction": ("predict", "the end of predict", "returned number of predictions"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_resume_of_a_real_evaluation_is_found(tmp_path: Path, broken: str) -> None:
+    """Batches that are repeated, a metric that is doubled, and a prediction that is lost are named."""
+    function, place, name = BROKEN[broken]
+    found = drill(tmp_path, f"--functions={function}", f"--break={broken}", stages=(function,), at=(3,))
+    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.difference is not None
+    assert (found.verdict.difference.place, found.verdict.difference.values[0].name) == (place, name)

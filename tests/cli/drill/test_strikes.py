@@ -18,7 +18,7 @@ class StruckProcess(MadeProcess):
         self.number = 0
         self.began = 0.0
         self.seconds = 5.0
-        self.faults = tuple(FaultPlace(fit=1, epoch=0, batch=0, hook=hook) for hook in hooks)
+        self.faults = tuple(FaultPlace(batch=(1, 0, 0), hook=hook) for hook in hooks)
 
 
 def strikes(*processes: StruckProcess) -> list[tuple[int, int, int, str]]:

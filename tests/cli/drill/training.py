@@ -1,17 +1,26 @@
-"""A small training with shuffling, augmentation, and dropout, and a data set that may count its calls."""
+"""A small training with shuffling, augmentation, and dropout, and a data set that may count its calls.
+
+It may also validate, test, and predict, and break a part of the resume of an evaluation.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.evaluation import compat
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 
 
 class Noisy(Dataset[Tensor]):
@@ -38,6 +47,7 @@ class Net(LightningModule):
         super().__init__()
         self.seconds = seconds
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        self.metric = MeanMetric()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self.seconds)  # a strike has to find it at work
@@ -45,11 +55,51 @@ class Net(LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.layers(batch).mean(), sync_dist=True)
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        value = self.layers(batch).mean() + torch.rand(())
+        self.metric.update(value)
+        self.log("loss of a batch", value, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("metric", self.metric)
+        return value
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch) + torch.rand(())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def lose_position() -> None:
+    """Let the loaders of a resumed evaluation begin from their first batch."""
+    Loaders.resume_from = lambda self, state: None  # type: ignore[method-assign]
+
+
+def double_metrics() -> None:
+    """Let the sum of a resumed evaluation's metric be twice as large."""
+    load = EvaluationState.load_state_dict
+
+    def load_and_double(self: EvaluationState, state: Any) -> list[str]:
+        not_restored = load(self, state)
+        self._trainer.lightning_module.metric.mean_value *= 2
+        return not_restored
+
+    EvaluationState.load_state_dict = load_and_double  # type: ignore[method-assign]
+
+
+def lose_prediction() -> None:
+    """Let a resumed predict lose the last prediction before the resume."""
+    load = Predictions.load
+
+    def load_but_one(self: Predictions, state: Any) -> None:
+        load(self, state)
+        compat.predictions_of(self._trainer.predict_loop)[0].pop()
+
+    Predictions.load = load_but_one  # type: ignore[method-assign]
+
+
+BROKEN = {"position": lose_position, "metrics": double_metrics, "prediction": lose_prediction}
 
 
 def main() -> None:
@@ -59,7 +109,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--flaw", action="store_true")
     parser.add_argument("--run-id")
+    parser.add_argument("--functions", default="fit")
+    parser.add_argument("--break", dest="broken", choices=BROKEN)
     arguments = parser.parse_args()
+    if arguments.broken is not None:
+        BROKEN[arguments.broken]()
     torch.set_num_threads(1)
     seed_everything(1, workers=True)
     trainer = Trainer(
@@ -76,7 +130,10 @@ def main() -> None:
         log_every_n_steps=1,
     )
     train = DataLoader(Noisy(64, has_flaw=arguments.flaw), batch_size=4, shuffle=True)
-    trainer.fit(Net(seconds=0.05), train, DataLoader(Noisy(16), batch_size=8))
+    module = Net(seconds=0.05)
+    for function in arguments.functions.split(","):
+        loaders = [DataLoader(Noisy(24), batch_size=4)]
+        getattr(trainer, function)(module, *([train] if function == "fit" else []), *loaders)
 
 
 if __name__ == "__main__":

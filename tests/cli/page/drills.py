@@ -47,6 +47,9 @@ def strikes_at(places, *, lost=23, num_batches_of_epoch=100, kind="KILL"):
             Strike(
                 number=number,
                 kind=kind,
+                stage="train",
+                place=f"batch {at % num_batches_of_epoch} of epoch {at // num_batches_of_epoch}",
+                resumed_batch=None,
                 fit=1,
                 epoch=at // num_batches_of_epoch,
                 batch=at % num_batches_of_epoch,
@@ -71,6 +74,7 @@ def run(name, points, *, num_processes=1):
         num_ranks=1,
         num_fits=1,
         num_validations=len(points) // 100,
+        num_evaluated=0,
         num_logs=len(points) // 50,
         num_autosaves=3 * num_processes,
         seconds=61.3 * num_processes,

@@ -49,7 +49,7 @@ def test_the_page_of_an_exact_drill_says_what_was_done():
         "20261122",
         "/home/ada/drills/2026-11-22",
         *(strike.resumed_text for strike in drill.strikes),
-        *(f"epoch {strike.epoch}, batch {strike.batch}" for strike in drill.strikes),
+        *(f"batch {strike.batch} of epoch {strike.epoch}" for strike in drill.strikes),
         f"{sum(strike.num_twice for strike in drill.strikes):,}",
     ):
         assert text in parsed.text

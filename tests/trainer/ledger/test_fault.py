@@ -124,7 +124,7 @@ def test_a_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch
 
 def test_a_place_is_read_as_it_is_written() -> None:
     """The run reads exactly the place that the drill writes into the environment."""
-    place = FaultPlace(fit=2, epoch=3, batch=40, hook="end")
+    place = FaultPlace(batch=(2, 3, 40), hook="end")
     assert str(place) == "2:3:40:end"
     assert FaultPlace.parse(str(place)) == place
 
@@ -137,4 +137,4 @@ def test_each_start_by_a_launcher_has_a_place_of_its_own(
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:1:start,1:0:2:end")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", num_restarts)
     place = read_fault()
-    assert (None if place is None else place.batch) == batch
+    assert (None if place is None else place.batch[-1]) == batch

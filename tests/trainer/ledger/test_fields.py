@@ -123,12 +123,28 @@ def test_what_differs_tells_what_was_changed(change: str, usual: FitLines, tmp_p
     assert (ends[0]["metrics"] == ends[1]["metrics"]) == (change == "none")
 
 
-def test_validation_has_a_content_and_results(usual: FitLines, tmp_path: Path) -> None:
-    """Other validation samples change ``content`` and their results, but nothing that was trained."""
-    fit = ledger_of(tmp_path, validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
+class Returns(Net):
+    """Returns the value of each validation step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        torch.manual_seed(1)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        super().validation_step(batch, batch_idx)
+        return batch.mean()
+
+
+def test_validation_has_a_content_and_results(tmp_path: Path) -> None:
+    """Other validation samples change ``content``, ``output``, and their results, but nothing that was trained."""
+    fit = ledger_of(tmp_path, module=Returns(), validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
+    usual = ledger_of(tmp_path, module=Returns())
+    [one], [other] = usual.of("evaluated"), fit.of("evaluated")
+    assert (one["epoch"], one["batch"], one["validation_batch"]) == (0, 4, 1)
+    assert {name for name in ("content", "rng", "output") if one[name] != other[name]} == {"content", "output"}
     [one], [other] = usual.of("validated"), fit.of("validated")
     assert (one["epoch"], one["batch"]) == (0, 4)
-    assert one["content"] != other["content"]
     assert one["metrics"].keys() == {"val_loss"}
     assert one["metrics"] != other["metrics"]
     assert usual.end is not None
@@ -280,20 +296,22 @@ def test_content_is_that_of_before_the_step(usual: FitLines, tmp_path: Path) -> 
 
 
 def test_several_validation_loaders_are_all_in_the_content(tmp_path: Path) -> None:
-    """Their batches are one content, and their values one set of results."""
+    """Their batches are counted together, and their values one set of results."""
 
     class Several(Net):
         def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
             super().validation_step(batch, batch_idx)
 
-    def validated(shift: float) -> dict[str, Any]:
+    def validation(shift: float) -> FitLines:
         loaders = [DataLoader(Rows(4), batch_size=4), DataLoader(Rows(4, shift=shift), batch_size=4)]
-        [line] = ledger_of(tmp_path, module=Several(), validation=loaders).of("validated")
-        return line
+        return ledger_of(tmp_path, module=Several(), validation=loaders)
 
-    one, other = validated(0.0), validated(0.5)
-    assert one["content"] != other["content"]
-    assert one["metrics"].keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+    one, other = validation(0.0), validation(0.5)
+    contents = [[line["content"] for line in fit.of("evaluated")] for fit in (one, other)]
+    assert contents[0][0] == contents[1][0]
+    assert contents[0][1] != contents[1][1]
+    assert [line["validation_batch"] for line in one.of("evaluated")] == [1, 2]
+    assert one.of("validated")[0]["metrics"].keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
 
 
 def test_noise_of_workers_is_in_the_content_only(tmp_path: Path) -> None:

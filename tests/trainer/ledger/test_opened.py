@@ -315,6 +315,7 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
             "log",
             "batch",
             "log",
+            "evaluated",
             "validated",
             "log",
             "log",
