@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.goodput import Account
+from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, VALIDATION, RunHistory
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.records.shortening import shortened, text_of
@@ -21,7 +21,7 @@ def accounts_of(history: RunHistory) -> list[Account]:
     return [chapter_report(chapter).account for chapter in history.chapters]
 
 
-def again_in(history: RunHistory) -> list[tuple[object, ...]]:
+def again_in(history: RunHistory) -> list[tuple[ContinuedEvaluation, ...]]:
     """Return what is told of the evaluations that were continued."""
     return [chapter_report(chapter).continued for chapter in history.chapters]
 
@@ -140,3 +140,18 @@ def test_a_start_from_an_autosave_of_an_earlier_chapter_keeps_its_account() -> N
     lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
     assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
     assert accounts_of(history_of(lines))[-1].training == 1.0
+
+
+def test_a_run_that_was_continued_inside_keeps_its_own_line() -> None:
+    """What ran again in it can still be told when later runs of the process have become a sum."""
+    story = Story().begin().start().validate(10, 10, ends=False).autosave()
+    name = story.newest
+    story.validate(5, 5)
+    for _ in range(3):
+        story.train(1).validate(2, 2)
+    story.alive().begin().start(resumed=0.0, name=name, evaluated=10).validate(5, 5, first=10).end()
+    lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
+    assert len(lines) < len(story.lines)
+    [found] = again_in(history_of(lines))
+    assert [each.num_again for each in found] == [5 + 3 * 2]
+    assert found == again_in(history_of(story.lines))[0]
