@@ -38,7 +38,7 @@ def run(directory: Path) -> Path:
     """Train with faults, and return the page of the run."""
     environment = os.environ | {"PL_FAULT_TOLERANT_RUN_ID": "digits"}
     for lives, gone in (*LIVES, (None, 0)):
-        with subprocess.Popen([*TRAIN, "690", "1200"], cwd=directory, env=environment) as process:
+        with subprocess.Popen([*TRAIN, "520", "400", "--evaluate"], cwd=directory, env=environment) as process:
             try:
                 process.wait(lives)
             except subprocess.TimeoutExpired:

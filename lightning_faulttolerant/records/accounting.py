@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lightning_faulttolerant.records.goodput import (
     DOWN,
+    EVALUATION,
     KINDS,
     OUTSIDE,
     REDONE,
@@ -16,8 +17,10 @@ from lightning_faulttolerant.records.goodput import (
     SAVING,
     STARTING,
     TRAINING,
+    USEFUL,
     Account,
     ChapterReport,
+    ContinuedEvaluation,
     RunReport,
     Segment,
 )
@@ -28,6 +31,7 @@ from lightning_faulttolerant.records.history import (
     Process,
     RunHistory,
     RunPlace,
+    Validations,
     name_of,
 )
 
@@ -64,7 +68,13 @@ def chapter_report(chapter: Chapter, number: int = 1) -> ChapterReport:
         number: Its number in the history, from 1.
     """
     segments = segments_of(chapter)
-    return ChapterReport(number=number, chapter=chapter, account=account_of(segments), segments=tuple(segments))
+    return ChapterReport(
+        number=number,
+        chapter=chapter,
+        account=account_of(segments),
+        segments=tuple(segments),
+        continued=continued_of(chapter),
+    )
 
 
 def account_of(segments: Iterable[Segment]) -> Account:
@@ -129,7 +139,13 @@ def continues_from(fit: FitHistory, earlier: Sequence[Process]) -> float:
             if autosave.number == 1 and autosave.name == name:
                 return autosave.taken
     return max(
-        (time for other in same for time, place in marks(other) if _is_not_after(place, fit.place)), default=-math.inf
+        (
+            time
+            for other in same
+            for time, place in marks(other)
+            if fit.place is not None and place.order <= fit.place.order
+        ),
+        default=-math.inf,
     )
 
 
@@ -147,10 +163,6 @@ def marks(fit: FitHistory) -> Iterator[tuple[float, RunPlace]]:
             yield autosave.taken, autosave.place
 
 
-def _is_not_after(place: RunPlace, other: RunPlace | None) -> bool:
-    return other is not None and (place.epoch, place.batch) <= (other.epoch, other.batch)
-
-
 class _Cut:
     """The segments so far, and where they end."""
 
@@ -165,11 +177,11 @@ class _Cut:
             self.end = end
 
     def redo(self, fit: int, time: float) -> None:
-        """Note that a fit continues from the state of a time: what it trained since then is done again."""
+        """Note that a fit continues from the state of a time: what it did since then is done again."""
         index = len(self.segments) - 1
         while index >= 0 and self.segments[index].ended > time:
             segment = self.segments[index]
-            if segment.kind == TRAINING and segment.fit == fit:
+            if segment.kind in USEFUL and segment.fit == fit:
                 kept = [replace(segment, ended=time)] if segment.began < time else []
                 self.segments[index : index + 1] = [
                     *kept,
@@ -179,12 +191,110 @@ class _Cut:
 
 
 def _cut_fit(cut: _Cut, fit: FitHistory, process: int) -> None:
-    for began, ended in _waits(fit.autosaves):
-        cut.until(min(began, fit.last_seen), TRAINING, process, fit.number)
-        cut.until(min(ended, fit.last_seen), SAVING, process, fit.number)
-    cut.until(fit.last_seen, TRAINING, process, fit.number)
+    main = EVALUATION if fit.is_evaluation else TRAINING
+    for began, ended, kind in _stretches(fit):
+        cut.until(min(began, fit.last_seen), main, process, fit.number)
+        cut.until(min(ended, fit.last_seen), kind, process, fit.number)
+    cut.until(fit.last_seen, main, process, fit.number)
 
 
-def _waits(autosaves: Iterable[Autosave]) -> list[tuple[float, float]]:
+def _stretches(fit: FitHistory) -> list[tuple[float, float, str]]:
+    """Return when a fit waited for autosaves, and when it validated: the begin, the end, and the kind of each."""
+    waits = sorted(map(_wait, fit.autosaves))
+    made = [(began, ended, SAVING) for began, ended in waits]
+    at, number = -math.inf, 0
+    for run in fit.validations:
+        at, seconds = max(at, run.since), run.seconds
+        # If the waits of several autosaves are known as one, this comes around it, and ends later than the run did.
+        while seconds > 0:
+            while number < len(waits) and waits[number][1] <= at:
+                number += 1
+            following, resumes = waits[number] if number < len(waits) else (math.inf, math.inf)
+            if following <= at:
+                at = resumes
+                continue
+            end = min(following, at + seconds)
+            if end <= at:
+                break  # less than the clock tells apart
+            made.append((at, end, EVALUATION))
+            at, seconds = end, seconds - (end - at)
+    return sorted(made)
+
+
+def _wait(autosave: Autosave) -> tuple[float, float]:
     """Return when training waited. For several autosaves with only a known sum, return one wait of that length."""
-    return sorted((autosave.taken, autosave.taken + autosave.seconds) for autosave in autosaves)
+    if autosave.number > 1 or autosave.is_in_background:
+        return autosave.taken, autosave.taken + autosave.seconds
+    return autosave.time - autosave.seconds, autosave.time
+
+
+def continued_of(chapter: Chapter) -> tuple[ContinuedEvaluation, ...]:
+    """Return the evaluations and validation runs that a later process continued, or ran again.
+
+    Args:
+        chapter: A chapter with at least one process.
+    """
+    pieces: dict[int, list[Validations]] = {}
+    made = []
+    for index, process in enumerate(chapter.processes):
+        for fit in process.fits:
+            if fit.started is None or not fit.has_trained:
+                continue
+            before = [other for one in chapter.processes[:index] for other in one.fits if other.number == fit.number]
+            pieces[fit.number], num_again = _set_back(
+                pieces.get(fit.number, []), continues_from(fit, chapter.processes[:index]), fit.place
+            )
+            is_inside = fit.is_evaluation or (fit.place is not None and fit.place.num_validated is not None)
+            if num_again or (is_inside and any(other.has_trained for other in before)):
+                made.append(
+                    ContinuedEvaluation(
+                        process=index,
+                        fit=fit.number,
+                        place=fit.place,
+                        num_again=num_again,
+                        was_killed=bool(before) and before[-1].reason is None,
+                    )
+                )
+            pieces[fit.number] += [_whole_evaluation(fit)] if fit.is_evaluation else fit.validations
+    return tuple(made)
+
+
+def _whole_evaluation(fit: FitHistory) -> Validations:
+    first, last = ((place.num_validated or 0) if place is not None else 0 for place in (fit.place, fit.last_place))
+    return Validations(
+        since=fit.started or fit.began,
+        until=fit.last_seen,
+        place=None,
+        seconds=0.0,
+        num_batches=max(last - first, 0),
+        first=first,
+    )
+
+
+def _set_back(pieces: Sequence[Validations], time: float, place: RunPlace | None) -> tuple[list[Validations], int]:
+    """Return the parts of validation runs that still count, and how many batches do not, since a fit continues.
+
+    Args:
+        pieces: The parts that have counted so far.
+        time: When the state was taken that the fit continues from.
+        place: Where that was.
+    """
+    kept, num_again = [], 0
+    for piece in pieces:
+        if piece.since >= time:
+            num_again += piece.num_batches
+            continue
+        if piece.until > time and _is_inside(place, piece):
+            assert place is not None
+            num_batches = min(max((place.num_validated or 0) - piece.first, 0), piece.num_batches)
+            num_again += piece.num_batches - num_batches
+            piece = replace(piece, until=time, num_batches=num_batches)
+        kept.append(piece)
+    return kept, num_again
+
+
+def _is_inside(place: RunPlace | None, piece: Validations) -> bool:
+    """Return whether a place is in that validation run or evaluation. Of several runs, it is not known in which."""
+    if place is None or place.num_validated is None or piece.number > 1:
+        return False
+    return piece.place is None or (place.epoch, place.batch) == (piece.place.epoch, piece.place.batch)

@@ -17,9 +17,12 @@ from lightning_faulttolerant.records.history import (
     BEGIN,
     DONE,
     END,
+    EVALUATIONS,
+    FIT,
     SHORTENED,
     START,
     UNSAVED,
+    VALIDATION,
     Autosave,
     Chapter,
     FitHistory,
@@ -28,6 +31,7 @@ from lightning_faulttolerant.records.history import (
     RunHistory,
     RunPlace,
     Unsaved,
+    Validations,
 )
 from lightning_faulttolerant.records.lines import Line
 
@@ -62,7 +66,7 @@ def place_of(line: Any) -> RunPlace | None:
     epoch, batch, step = (_whole(line.get(name)) for name in ("epoch", "batch", "global_step"))
     if epoch is None or batch is None or step is None:
         return None
-    return RunPlace(epoch=epoch, batch=batch, global_step=step)
+    return RunPlace(epoch=epoch, batch=batch, global_step=step, num_validated=_whole(line.get("num_validated")))
 
 
 @dataclass(slots=True)
@@ -70,18 +74,24 @@ class _Fit:
     number: int
     began: float
     last_seen: float
+    function: str = FIT
     known: dict[str, Any] = field(default_factory=dict)
     autosaves: list[Autosave] = field(default_factory=list)
     unsaved: dict[float, Unsaved] = field(default_factory=dict)
+    validations: list[Validations] = field(default_factory=list)
+    unfinished: Validations | None = None
     alive: list[tuple[float, RunPlace]] = field(default_factory=list)
 
     def made(self) -> FitHistory:
+        unfinished = [] if self.unfinished is None else [self.unfinished]
         return FitHistory(
             number=self.number,
+            function=self.function,
             began=self.began,
             last_seen=self.last_seen,
             autosaves=tuple(self.autosaves),
             unsaved=tuple(self.unsaved.values()),
+            validations=(*self.validations, *unfinished),
             alive=tuple(self.alive),
             **self.known,
         )
@@ -127,7 +137,7 @@ class _Reader:
                 self.chapters[-1].done = self._now = max(time, self._now)
             return
         number = _whole(line.get("fit"))
-        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, UNSAVED, ALIVE, END):
+        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, ALIVE, END):
             return
         before, self._now = self._now, max(time, self._now)
         if event == BEGIN:
@@ -141,6 +151,9 @@ class _Reader:
         elif event == UNSAVED:
             unsaved = _unsaved(line, self._now, lowest=fit.began)
             fit.unsaved[unsaved.since] = unsaved
+        elif event == VALIDATION:
+            fit.validations.append(_validations(line, self._now, lowest=fit.began))
+        fit.unfinished = None if event == VALIDATION else _unfinished(line, fit, self._now)
         place = place_of(line)
         if place is not None:
             fit.known["last_place"] = place
@@ -167,7 +180,10 @@ class _Reader:
             told = _time(line.get("process_began"))
             began = min(self._now if told is None else max(told, before), self._now)
             self._add_process(_Process(token=token, began=began, pid=_whole(line.get("pid")), host=_text(line, "host")))
-        self._processes[-1].fits.append(_Fit(number=number, began=self._now, last_seen=self._now))
+        function = _text(line, "function")
+        fit = _Fit(number=number, began=self._now, last_seen=self._now)
+        fit.function = function if function in EVALUATIONS else FIT
+        self._processes[-1].fits.append(fit)
 
     def _fit(self, number: int) -> _Fit:
         """Return the fit that a line belongs to; if its first line was torn, its beginning is not known."""
@@ -180,7 +196,9 @@ class _Reader:
 
     def _start(self, fit: _Fit, line: Line) -> None:
         resumed = line.get("resumed")
-        continues = line.get("continues") is not False and isinstance(resumed, dict)
+        told = line.get("continues")
+        # An evaluation that can only be run from its start continues the script with nothing restored.
+        continues = told is True or (told is not False and isinstance(resumed, dict))
         if not continues and fit.number == 1 and len(self._processes[-1].fits) == 1:
             self._start_over()
         fit.known.update(started=self._now, num_ranks=_whole(line.get("num_ranks")), place=place_of(line))
@@ -223,6 +241,43 @@ def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
         name=_text(line, "name"),
         number=number,
         longest=most,
+    )
+
+
+def _validations(line: Line, now: float, *, lowest: float) -> Validations:
+    since, until = (_time(line.get(name)) for name in ("since", "until"))
+    until = min(max(now if until is None else until, lowest), now)
+    since = min(max(until if since is None else since, lowest), until)
+    return Validations(
+        since=since,
+        until=until,
+        place=place_of(line),
+        seconds=min(max(_number(line.get("seconds")) or 0.0, 0.0), until - since),
+        num_batches=_whole(line.get("num_batches")) or 0,
+        first=_whole(line.get("first")) or 0,
+        number=max(_whole(line.get("number")) or 1, 1),
+    )
+
+
+def _unfinished(line: Line, fit: _Fit, now: float) -> Validations | None:
+    """Return the validation run that a line comes from inside of; if the line does not say, the one known before."""
+    told, place = line.get("validation"), place_of(line)
+    since = _time(told.get("since")) if isinstance(told, dict) else None
+    if not isinstance(told, dict) or since is None or place is None or place.num_validated is None:
+        return fit.unfinished
+    since, first, before = min(max(since, fit.began), now), _whole(told.get("first")) or 0, fit.unfinished
+    num_batches = max(place.num_validated - first, 0)
+    if before is not None and before.since == since:  # an autosave may hold an earlier state than the line before
+        num_batches = max(num_batches, before.num_batches)
+    waited = max(_number(told.get("waited")) or 0.0, 0.0)
+    return Validations(
+        since=since,
+        until=now,
+        place=place,
+        seconds=max(now - since - waited, 0.0),
+        num_batches=num_batches,
+        first=first,
+        is_over=False,
     )
 
 

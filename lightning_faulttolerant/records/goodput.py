@@ -14,22 +14,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_faulttolerant.records.history import Chapter
+from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace
 
 STARTING = "starting"
 """From the start of the first process until its fit could fetch its first batch, except the time for restoring."""
 TRAINING = "training"
-"""From the first batch of a fit to its end, except saved or lost time in between: the time that counted. It includes
-validation runs, the user's own checkpoints, and everything else that the fit does.
+"""From the first batch of a fit to its end, except other kinds of time in between: the time that counted. It includes
+the user's own checkpoints and everything else that the fit does.
+"""
+EVALUATION = "evaluation"
+"""Validation runs inside a fit, and ``validate``, ``test``, and ``predict`` from their first batch to their end: this
+time counts, too. Histories of earlier versions don't tell validation runs from training.
 """
 SAVING = "saving"
 """Training waited for an autosave."""
 OUTSIDE = "outside"
-"""From the end of a fit of a script to the first batch of its next one, and from the last fit to its normal end."""
+"""From the end of a fit or evaluation of a script to the first batch of its next one, and from the last one to the
+script's normal end.
+"""
 RESTORING = "restoring"
 """From the choice of a checkpoint until the first batch could be fetched, with that checkpoint restored."""
 REDONE = "redone"
-"""Training that was done again: after the autosave that a later process resumed from."""
+"""Training and evaluation that was done again: after the autosave that a later process resumed from."""
 DOWN = "down"
 """No process: from the last sign of life of one process to the start of the next."""
 RESTARTING = "restarting"
@@ -37,7 +43,9 @@ RESTARTING = "restarting"
 includes all earlier work that was already done, such as restoring finished fits.
 """
 
-KINDS = (TRAINING, SAVING, OUTSIDE, STARTING, RESTORING, REDONE, DOWN, RESTARTING)
+KINDS = (TRAINING, EVALUATION, SAVING, OUTSIDE, STARTING, RESTORING, REDONE, DOWN, RESTARTING)
+USEFUL = (TRAINING, EVALUATION)
+"""The time that counted."""
 LOST = (REDONE, DOWN, RESTARTING)
 """The cost of faults, except restoring."""
 
@@ -72,16 +80,18 @@ class Account:
 
     Args:
         training: Training that counted.
-        saving: Training waited for autosaves.
-        outside: Between fits, and after the last.
+        evaluation: Evaluation that counted.
+        saving: Training or evaluation waited for autosaves.
+        outside: Between fits and evaluations, and after the last.
         starting: The first process, until its first batch.
         restoring: Checkpoints were restored.
-        redone: Training that was done again.
+        redone: Training and evaluation that was done again.
         down: No process.
         restarting: Later processes, until their first batch.
     """
 
     training: float = 0.0
+    evaluation: float = 0.0
     saving: float = 0.0
     outside: float = 0.0
     starting: float = 0.0
@@ -101,15 +111,39 @@ class Account:
         return math.fsum(getattr(self, kind) for kind in LOST)
 
     @property
+    def useful(self) -> float:
+        """The time that counted: training and evaluation that was not done again."""
+        return math.fsum(getattr(self, kind) for kind in USEFUL)
+
+    @property
     def goodput(self) -> float:
-        """The share of the wall time in which training made lasting progress, from 0 to 1."""
-        return self.training / self.total if self.total > 0 else 0.0
+        """The share of the wall time in which training or evaluation made lasting progress, from 0 to 1."""
+        return self.useful / self.total if self.total > 0 else 0.0
 
     @property
     def goodput_while_up(self) -> float:
         """The same share of the time in which a process existed: waiting for a machine is not the run's fault."""
         up = self.total - self.down
-        return self.training / up if up > 0 else 0.0
+        return self.useful / up if up > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContinuedEvaluation:
+    """An evaluation, or a validation run inside a fit, that an earlier process had begun.
+
+    Args:
+        process: The index of the process that continued it.
+        fit: The number of the evaluation, or of the fit.
+        place: Where it was continued; ``num_validated`` is ``None`` if the fit continued before a validation run.
+        num_again: How many batches of evaluation ran again because of this. If `was_killed`, maybe a few more.
+        was_killed: Whether the earlier process could not record how far it was.
+    """
+
+    process: int
+    fit: int
+    place: RunPlace | None
+    num_again: int
+    was_killed: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +155,19 @@ class ChapterReport:
         chapter: The chapter.
         account: How its time was spent.
         segments: The same in order of time, without gaps.
+        continued: The evaluations that a later process continued or ran again, in order of time.
     """
 
     number: int
     chapter: Chapter
     account: Account
     segments: tuple[Segment, ...]
+    continued: tuple[ContinuedEvaluation, ...] = ()
+
+    def fit_of(self, continued: ContinuedEvaluation) -> FitHistory:
+        """Return the evaluation, or the fit with the validation run, in the process that continued it."""
+        fits = self.chapter.processes[continued.process].fits
+        return next(fit for fit in fits if fit.number == continued.fit)
 
     @property
     def began(self) -> float:

@@ -2,11 +2,15 @@
 
 Rank 0 writes it to ``<dirpath>/<run_id>/history.jsonl``, here or in an object store. It stays there when the autosaves
 are removed. Each line is one JSON object. ``event`` is its kind, ``fit`` the number of the fit in its script (from 1),
-and ``time`` the time in seconds since 1970. Places are ``epoch`` (from 0), ``batch`` (finished batches of the epoch),
-and ``global_step``. The kinds, and their other keys:
+and ``time`` the time in seconds since 1970. Evaluations (``validate``, ``test``, ``predict``) are recorded like fits,
+and share their numbers. Places are ``epoch`` (from 0), ``batch`` (finished batches of the epoch), and ``global_step``;
+in an evaluation and in a validation run also ``num_validated`` (its finished batches). Lines from inside a validation
+run have ``validation``: ``since`` (when this process began or continued it), ``first`` (its first batch in this
+process), ``waited`` (seconds of waiting for autosaves since then). The kinds, and their other keys:
 
 - ``begin``: a fit begins, before anything is read or set up for it. ``process`` (a name for the process of the script,
-  which may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started).
+  which may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started),
+  ``function`` (``fit``, ``validate``, ``test``, or ``predict``; without it, ``fit``).
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
   restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
@@ -14,6 +18,9 @@ and ``global_step``. The kinds, and their other keys:
   taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background).
 - ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.
+- ``validation``: a validation run inside a fit is over, or several short ones are. The place of the last one,
+  ``number``, ``since``, ``until``, ``first``, ``num_batches`` (those that this process evaluated), ``seconds`` (without
+  waiting for autosaves). Short ones are written together, before the next line.
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
   only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
   ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).
@@ -31,6 +38,7 @@ A line belongs to the ``begin`` before it. ``chapters.py`` reads the lines, ``go
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -38,6 +46,7 @@ BEGIN = "begin"
 START = "start"
 AUTOSAVE = "autosave"
 AUTOSAVES = "autosaves"
+VALIDATION = "validation"
 UNSAVED = "unsaved"
 ALIVE = "alive"
 END = "end"
@@ -48,6 +57,8 @@ FINISHED = "finished"
 """The reason of a fit that has finished."""
 STOPPED = "stopped by "
 """The beginning of the reason of a fit that was stopped."""
+FIT = "fit"
+EVALUATIONS = ("validate", "test", "predict")
 
 FILE_NAME = "history.jsonl"
 DEFAULT_FOLDER = "fault_tolerance"
@@ -79,11 +90,19 @@ class RunPlace:
         epoch: The epoch, from 0.
         batch: The number of its finished batches.
         global_step: The number of finished optimizer steps.
+        num_validated: The number of finished batches of an evaluation, or of the validation run after that batch;
+            ``None`` elsewhere.
     """
 
     epoch: int
     batch: int
     global_step: int
+    num_validated: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """A value that is greater for later places. A validation run after a batch is over before the next batch."""
+        return self.epoch, self.batch, math.inf if self.num_validated is None else self.num_validated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +173,37 @@ class Unsaved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Validations:
+    """A validation run inside a fit, or the part of it that one process ran; or several of which only sums are known.
+
+    Args:
+        since: When the process began or continued it; for several, the first one.
+        until: When it ended, or its last known moment; for several, the last one.
+        place: After which batch it came; for several, the last one.
+        seconds: How long it took, without waiting for autosaves; for several, the sum.
+        num_batches: How many of its batches the process evaluated; for several, the sum.
+        first: Its first batch in this process: not 0 if an earlier one had begun it. For several, that of the first.
+        number: The number of validation runs that it stands for.
+        is_over: Whether it came to its end.
+    """
+
+    since: float
+    until: float
+    place: RunPlace | None
+    seconds: float
+    num_batches: int
+    first: int = 0
+    number: int = 1
+    is_over: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FitHistory:
-    """One fit in one process.
+    """One fit in one process, or one evaluation.
 
     Args:
         number: Its number in its script, from 1.
+        function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
         began: When it began.
         started: When it could fetch its first batch; ``None`` if it never got that far.
         num_ranks: How many ranks trained.
@@ -166,6 +211,7 @@ class FitHistory:
         resumed: What it was resumed from; ``None`` if it began at the beginning.
         autosaves: Its autosaves, in order of time.
         unsaved: The stretches in which nothing could be saved, in order of time.
+        validations: Its validation runs, in order of time.
         alive: Times and places at which it is known to have been alive; at least the last one.
         last_seen: Its last known moment, including its end.
         reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception. ``None`` if it could not write
@@ -176,6 +222,7 @@ class FitHistory:
     """
 
     number: int
+    function: str = FIT
     began: float
     started: float | None = None
     num_ranks: int | None = None
@@ -183,12 +230,23 @@ class FitHistory:
     resumed: Resumed | None = None
     autosaves: tuple[Autosave, ...] = ()
     unsaved: tuple[Unsaved, ...] = ()
+    validations: tuple[Validations, ...] = ()
     alive: tuple[tuple[float, RunPlace], ...] = ()
     last_seen: float
     reason: str | None = None
     text: str = ""
     last_place: RunPlace | None = None
     saved: RunPlace | None = None
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is a ``validate``, ``test``, or ``predict``."""
+        return self.function != FIT
+
+    @property
+    def name(self) -> str:
+        """Its name, which is that of the directory of its autosaves: ``fit-1``, ``test-2``."""
+        return f"{self.function}-{self.number}"
 
     @property
     def num_autosaves(self) -> int:
@@ -202,7 +260,7 @@ class FitHistory:
 
     @property
     def has_trained(self) -> bool:
-        """Whether it trained beyond its start; a finished fit that is only restored has not."""
+        """Whether it did any work beyond its start; a finished fit that is only restored has not."""
         if self.started is None:
             return False
         return not (self.is_finished and self.last_place == self.place and not self.autosaves)

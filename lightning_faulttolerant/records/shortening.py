@@ -1,8 +1,8 @@
 """Shortens a history that has become long; if possible, the rest gives the same account of the time.
 
-First, marks of life that are no longer needed are removed, and older autosaves are combined into sums: the account of a
-chapter stays the same. If that is not enough, as in a loop of crashes, the oldest processes are forgotten, and a line
-at the front says how many.
+First, marks of life that are no longer needed are removed, and older autosaves and validation runs are combined into
+sums: the account of a chapter stays the same. If that is not enough, as in a loop of crashes, the oldest processes are
+forgotten, and a line at the front says how many.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from lightning_faulttolerant.records.history import (
     BEGIN,
     SHORTENED,
     START,
+    VALIDATION,
     name_of,
 )
 from lightning_faulttolerant.records.lines import Line
 
-NUM_KEPT_AUTOSAVES = 200
+NUM_KEPT = 200
 _MARK_BYTES = 150
 _IN_SUM = ("epoch", "batch", "global_step", "seconds", "time")
 
@@ -38,22 +39,23 @@ def text_of(lines: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
 
 
-def shortened(lines: Sequence[Line], *, max_bytes: int, num_kept: int = NUM_KEPT_AUTOSAVES) -> list[Line]:
+def shortened(lines: Sequence[Line], *, max_bytes: int, num_kept: int = NUM_KEPT) -> list[Line]:
     """Return lines that say the same in less space.
 
     Args:
         lines: The lines of a whole file.
         max_bytes: If the result is longer than this, whole processes are removed, except the last one.
-        num_kept: How many of the newest autosaves are kept unchanged.
+        num_kept: How many of the newest autosaves, and of the newest validation runs, are kept unchanged.
     """
     kept = list(_summed(lines, _needed(lines, num_kept)))
     return _forgotten(kept, max_bytes) if len(text_of(kept)) > max_bytes else kept
 
 
 def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
-    """Return the indices of the marks and autosaves that are kept unchanged."""
-    autosaves = [index for index, line in enumerate(lines) if line.get("event") == AUTOSAVE]
-    needed = set(autosaves[-num_kept:]) if num_kept else set()
+    """Return the indices of the marks, autosaves, and validation runs that are kept unchanged."""
+    needed: set[int] = set()
+    for event in (AUTOSAVE, VALIDATION) if num_kept else ():
+        needed.update([index for index, line in enumerate(lines) if line.get("event") == event][-num_kept:])
     for index, line in enumerate(lines):  # the last line of each fit
         following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
         if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
@@ -71,20 +73,30 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
             saved = by_name.get((fit, name_of(str(resumed.get("path")))))
             known = marks[fit].last_before(line) if fit in marks else None
             needed.update(found for found in (saved, known) if found is not None)
-    return needed
+    # A fit may have continued inside the validation runs that these autosaves are from.
+    inside = {_run_of(lines[index]) for index in needed} - {None}
+    runs = (index for index, line in enumerate(lines) if line.get("event") == VALIDATION)
+    return needed.union(index for index in runs if (lines[index].get("fit"), lines[index].get("since")) in inside)
+
+
+def _run_of(line: Line) -> tuple[Any, Any] | None:
+    """Return the fit and the beginning of the validation run that an autosave was taken in, if it was."""
+    run = line.get("validation")
+    since = run.get("since") if isinstance(run, dict) and line.get("event") in (AUTOSAVE, AUTOSAVES) else None
+    return (line.get("fit"), since) if isinstance(since, (int, float)) else None
 
 
 class _Marks:
     """The times and places of a fit so far, except those that a later one has made useless by going back."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[float, tuple[int, int], int]] = []
+        self._marks: list[tuple[float, tuple[int, int, float], int]] = []
 
     def add(self, index: int, line: Line) -> None:
         place, time = place_of(line), _number(line, "taken") or _number(line, "time")
         if place is None:
             return
-        own = (place.epoch, place.batch)
+        own = place.order
         while self._marks and self._marks[-1][1] >= own and self._marks[-1][0] <= time:
             self._marks.pop()
         self._marks.append((time, own, index))
@@ -94,30 +106,37 @@ class _Marks:
         place = place_of(start)
         if place is None:
             return None
-        own = (place.epoch, place.batch)
+        own = place.order
         return max((mark for mark in self._marks if mark[1] <= own), key=_time_and_index, default=(0.0, own, None))[2]
 
 
-def _time_and_index(mark: tuple[float, tuple[int, int], int | None]) -> tuple[float, int]:
+def _time_and_index(mark: tuple[float, tuple[int, int, float], int | None]) -> tuple[float, int]:
     return mark[0], mark[2] or 0
 
 
 def _summed(lines: Sequence[Line], needed: set[int]) -> Iterator[Line]:
-    """Yield the lines that are needed, and the sums of adjacent autosaves that are not."""
-    together: Line | None = None
+    """Yield the lines that are needed, and the sums of adjacent autosaves and validation runs that are not."""
+    autosaves: Line | None = None
+    validations: Line | None = None
+    inside = {_run_of(lines[index]) for index in needed} - {None}
     for index, line in enumerate(lines):
         event = line.get("event")
         if index not in needed and event == ALIVE:
             continue
         if index not in needed and event in (AUTOSAVE, AUTOSAVES):
-            together = _sum(together, line)
+            run = _run_of(line)
+            if autosaves is not None and run != _run_of(autosaves) and not inside.isdisjoint((run, _run_of(autosaves))):
+                yield autosaves
+                autosaves = None
+            autosaves = _sum(autosaves, line)
             continue
-        if together is not None:
-            yield together
-            together = None
+        if index not in needed and event == VALIDATION:
+            validations = sum_of_validations(validations, line)
+            continue
+        yield from filter(None, (autosaves, validations))
+        autosaves = validations = None
         yield line
-    if together is not None:
-        yield together
+    yield from filter(None, (autosaves, validations))
 
 
 def _sum(one: Line | None, other: Line) -> Line:
@@ -127,11 +146,12 @@ def _sum(one: Line | None, other: Line) -> Line:
             "event": AUTOSAVES,
             "fit": other.get("fit"),
             "time": other.get("time"),
-            "since": other.get("taken", other.get("time")),
+            "since": _began(other),
             "number": 1,
             "seconds": _number(other, "seconds"),
             "bytes": _number(other, "bytes"),
             "longest": longest,
+            **({"validation": other["validation"]} if _run_of(other) is not None else {}),
         }
     if one is None:
         return other
@@ -141,7 +161,28 @@ def _sum(one: Line | None, other: Line) -> Line:
     return {**other, **sums, "since": one.get("since"), "longest": longest}
 
 
-def _number(line: Line, name: str) -> Any:
+def _began(autosave: Line) -> Any:
+    """Return when training began to wait for an autosave. A capture may have been taken long before."""
+    taken = autosave.get("taken", autosave.get("time"))
+    if autosave.get("behind") is True or not isinstance(taken, (int, float)):
+        return taken
+    return _number(autosave, "time") - _number(autosave, "seconds")
+
+
+def sum_of_validations(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> Line:
+    """Return one line for two about validation runs, of the same fit.
+
+    Args:
+        one: The earlier line, if there is one.
+        other: The later one.
+    """
+    if one is None:
+        return dict(other)
+    sums = {name: _number(one, name) + _number(other, name) for name in ("number", "seconds", "num_batches")}
+    return {**other, **sums, "since": one.get("since"), "first": one.get("first")}
+
+
+def _number(line: Mapping[str, Any], name: str) -> Any:
     found = line.get(name)
     return found if isinstance(found, (int, float)) else 0
 

@@ -65,6 +65,12 @@ class TrainerPosition:
         return self.validation_batch if self.where == IN_VALIDATION else None
 
     @property
+    def num_evaluated(self) -> int | None:
+        """How many batches of its validation run or evaluation are consumed, 0 at the start; ``None`` elsewhere."""
+        is_inside = self.where in (VALIDATION, IN_VALIDATION, *IN_EVALUATION)
+        return self.validation_batch if is_inside else None
+
+    @property
     def is_of_evaluation(self) -> bool:
         """Return whether it is a place in ``validate``, ``test``, or ``predict``."""
         return self.where in IN_EVALUATION or self.where in EVALUATED

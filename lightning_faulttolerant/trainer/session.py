@@ -218,7 +218,7 @@ class Session(AnySession):
         if self._resume is not None and is_pending:
             self._resume.restore(self._state())
             compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
-        self._beginning.history.start(self._beginning.choice, self.report)
+        self._note_start()
         if not is_pending:
             autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("after the end of the fit", autosaver.pace.unsaved)
@@ -279,11 +279,15 @@ class Session(AnySession):
 
         return on_advance_end
 
+    def _note_start(self) -> None:
+        position = None if self._resume is None else self._resume.position
+        self._beginning.history.start(self._beginning.choice, self.report, position)
+
     def _make_boundary(self) -> Boundary:
         assert self.autosaver is not None
         assert self._hook_saves is not None
         if self._boundary is None:
-            self._beginning.history.start(self._beginning.choice, self.report)
+            self._note_start()
             self._boundary = Boundary(
                 self._trainer,
                 loaders=self._loaders,
@@ -332,9 +336,14 @@ class Session(AnySession):
             if self._trainer.sanity_checking:
                 with self._ended_here():
                     return original()
-            if self.autosaver is not None:
-                self._make_boundary().before_validation()
-            return original()
+            if self.autosaver is None:
+                return original()
+            boundary, history = self._make_boundary(), self._beginning.history
+            history.begin_validation(continues=self._state().validation.is_continuing)
+            boundary.before_validation()
+            results = original()
+            history.end_validation()
+            return results
 
         return run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, BEGIN, DONE, END, START
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, BEGIN, DONE, END, START, VALIDATION
 from lightning_faulttolerant.records.lines import Line
 
 BATCHES_PER_EPOCH = 100
@@ -22,6 +22,11 @@ class Story:
         self.batch = 0
         self.num_autosaves = 0
         self.num_processes = 0
+        self.function = "fit"
+        self.evaluated = 0
+        self.inside: dict[str, Any] | None = None
+        self.waited = 0.0
+        self.seconds_evaluated = 0.0
 
     def wait(self, seconds: float) -> Story:
         """Let time pass."""
@@ -33,28 +38,62 @@ class Story:
         self.batch += batches
         return self.wait(seconds)
 
-    def begin(self, *, since: float = 0.0, same: bool = False, fit: int = 1) -> Story:
-        """Begin a fit, in a new process that was started `since` seconds ago, or in the same one."""
+    def begin(self, *, since: float = 0.0, same: bool = False, fit: int = 1, function: str = "fit") -> Story:
+        """Begin a fit or an evaluation, in a new process that was started `since` seconds ago, or in the same one."""
         self.num_processes += not same
-        self.fit = fit
+        self.fit, self.function, self.inside = fit, function, None
         token = f"process-{self.num_processes}"
         began = self.now - since
-        return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began)
+        more = {} if function == "fit" else {"function": function}
+        return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began, **more)
 
-    def start(self, *, resumed: float | None = None, name: str = "", batch: int = 0, continues: bool = True) -> Story:
-        """Let the fit start, at a batch, resumed from an autosave within a number of seconds."""
-        self.batch = batch
+    def start(
+        self,
+        *,
+        resumed: float | None = None,
+        name: str = "",
+        batch: int = 0,
+        continues: bool = True,
+        evaluated: int | None = None,
+    ) -> Story:
+        """Let the fit start, at a batch, resumed from an autosave within a number of seconds.
+
+        With `evaluated`, this many batches of the evaluation, or of the validation run after that batch, are done.
+        """
+        self.batch, self.evaluated = batch, evaluated or 0
         told = None
         if resumed is not None:
             path = f"/runs/run/fit-{self.fit}/{name}"
             told = {"path": path, "position": "somewhere", "seconds": resumed, "exact": ["weights"]}
             told = {**told, "not_exact": [], "notes": []}
-        return self._add(START, **self.place, num_ranks=1, continues=continues and told is not None, resumed=told)
+        place = self.place if evaluated is None else {**self.place, "num_validated": evaluated}
+        return self._add(START, **place, num_ranks=1, continues=continues and told is not None, resumed=told)
+
+    def validate(self, seconds: float, batches: int = 1, *, first: int = 0, ends: bool = True) -> Story:
+        """Let time pass in a validation run that begins or continues here, or in the evaluation itself."""
+        self.seconds_evaluated += seconds
+        if self.function != "fit":
+            self.evaluated += batches
+            return self.wait(seconds)
+        if self.inside is None:
+            self.evaluated, self.inside, self.waited = first, {"since": self.now, "first": first}, 0.0
+        self.evaluated += batches
+        self.wait(seconds)
+        if ends:
+            run, self.inside = self.inside, None
+            done = {"until": self.now, "number": 1, "num_batches": self.evaluated - run["first"]}
+            self._add(VALIDATION, **self.place, **run, **done, seconds=self.now - run["since"] - self.waited)
+        return self
 
     def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100) -> Story:
         """Let training wait for an autosave, or write it in the background for a number of seconds more."""
         taken, place = self.now, self.place
         self.wait(seconds + written_in)
+        if self.inside is not None:
+            self.waited += seconds
+            place = {**place, "validation": {**self.inside, "waited": self.waited}}
+        if self.inside is not None or self.function != "fit":
+            self.seconds_evaluated += written_in
         self.num_autosaves += 1
         waited = {"taken": taken, "seconds": seconds, "behind": written_in > 0, "bytes": num_bytes}
         return self._add(AUTOSAVE, **place, **waited, name=self.newest)
@@ -78,10 +117,15 @@ class Story:
         return f"autosave-{self.num_autosaves:08d}.ckpt"
 
     @property
-    def place(self) -> dict[str, int]:
+    def place(self) -> dict[str, Any]:
         """The current place of the fit."""
         epoch, batch = divmod(self.batch, BATCHES_PER_EPOCH)
-        return {"epoch": epoch, "batch": batch, "global_step": self.batch}
+        place: dict[str, Any] = {"epoch": epoch, "batch": batch, "global_step": self.batch}
+        if self.function != "fit":
+            place["num_validated"] = self.evaluated
+        elif self.inside is not None:
+            place |= {"num_validated": self.evaluated, "validation": {**self.inside, "waited": self.waited}}
+        return place
 
     def _add(self, event: str, **more: Any) -> Story:
         self.lines.append({"event": event, "fit": self.fit, "time": self.now, **more})
@@ -91,19 +135,24 @@ class Story:
 lengths = st.integers(0, 50).map(float)
 
 
+Saved = tuple[str, int, int | None]
+"""The name of an autosave, its batch, and its batch in a validation run or an evaluation."""
+
+
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
     """Return a run of several processes: killed, stopped, or finished, resumed from an autosave or begun again."""
     story = Story()
-    saved: dict[int, list[tuple[str, int]]] = {}
+    saved: dict[int, list[Saved]] = {}
     finished = 0
+    functions = {1: draw(st.sampled_from(["fit", "fit", "test"])), 2: draw(st.sampled_from(["fit", "predict"]))}
     for number in range(draw(st.integers(1, 4))):
         if number:
             story.wait(draw(lengths))
         since = draw(lengths)
         story.wait(since)
         for fit in range(1, draw(st.integers(1, 2)) + 1):
-            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit)
+            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=functions[fit])
             if draw(st.integers(0, 5)) == 0:
                 break  # killed before its first batch
             _start(draw, story, saved.get(fit, []))
@@ -117,8 +166,10 @@ def stories(draw: st.DrawFn) -> Story:
             if how != "finished":
                 break
             finished = fit
+            if story.inside is not None:
+                story.validate(draw(lengths) + 1)
             story.autosave(seconds=draw(lengths)).end()
-            saved[fit].append((story.newest, story.batch))
+            saved[fit].append((story.newest, story.batch, story.place.get("num_validated")))
             story.wait(draw(lengths))
         else:
             if draw(st.booleans()):
@@ -127,24 +178,31 @@ def stories(draw: st.DrawFn) -> Story:
     return story
 
 
-def _start(draw: st.DrawFn, story: Story, saved: list[tuple[str, int]]) -> None:
+def _start(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
     restored = draw(lengths)
     story.wait(draw(lengths) + restored)
     if not saved or draw(st.integers(0, 7)) == 0:
-        story.start()
+        story.start(evaluated=None if story.function == "fit" else 0)
         return
-    name, batch = saved[-1] if draw(st.booleans()) else draw(st.sampled_from(saved))
+    name, batch, evaluated = saved[-1] if draw(st.booleans()) else draw(st.sampled_from(saved))
     is_known = draw(st.integers(0, 5)) > 0
-    story.start(resumed=restored, name=name if is_known else "hpc_ckpt_1.ckpt", batch=batch)
+    name = name if is_known else "hpc_ckpt_1.ckpt"
+    story.start(resumed=restored, name=name, batch=batch, evaluated=evaluated)
+    if evaluated is not None and story.function == "fit":
+        story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), first=evaluated, ends=draw(st.booleans()))
 
 
-def _train(draw: st.DrawFn, story: Story, saved: list[tuple[str, int]]) -> None:
-    for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive"]), max_size=12)):
-        if step == "train":
+def _train(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
+    for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive", "validate"]), max_size=12)):
+        if step == "train" and story.function == "fit" and story.inside is None:
             story.train(draw(lengths), draw(st.integers(1, 120)))
+        elif step in ("train", "validate"):
+            story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), ends=draw(st.booleans()))
         elif step == "alive":
             story.alive()
         else:
+            saved.append(
+                (f"autosave-{story.num_autosaves + 1:08d}.ckpt", story.batch, story.place.get("num_validated"))
+            )
             written_in = draw(lengths) if step == "behind" else 0.0
             story.autosave(seconds=draw(lengths), written_in=written_in)
-            saved.append((story.newest, story.batch))

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.records.accounting import chapter_report, report_of
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, Account
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, BEGIN, DONE, END, SHORTENED, START
+from lightning_faulttolerant.records.history import (
+    ALIVE,
+    AUTOSAVE,
+    AUTOSAVES,
+    BEGIN,
+    DONE,
+    END,
+    SHORTENED,
+    START,
+    VALIDATION,
+)
 from tests.records.made import Story, stories
 
 
@@ -108,6 +118,135 @@ def test_place_tells_where_no_autosave_does() -> None:
     assert account_of(story) == {"training": 25, "redone": 10}
 
 
+# Evaluation.
+
+
+def again_in(story: Story) -> list[tuple[int, int, bool]]:
+    """Return for each continued evaluation its process, how many batches ran again, and whether more may have."""
+    [chapter] = history_of(story.lines).chapters
+    return [(each.process + 1, each.num_again, each.was_killed) for each in chapter_report(chapter).continued]
+
+
+def test_validation_is_time_of_its_own() -> None:
+    """A validation run counts, apart from training, without the autosaves that it waits for."""
+    story = Story().begin().start().train(100).validate(30, 9, ends=False).autosave(seconds=2).validate(10).train(50)
+    story.validate(5).end().done()
+    assert account_of(story) == {"training": 150, "evaluation": 45, "saving": 2}
+    [chapter] = history_of(story.lines).chapters
+    assert chapter_report(chapter).account.goodput == 195 / 197
+    assert [(run.num_batches, run.seconds, run.is_over) for run in chapter.fits[0].validations] == [
+        (10, 40, True),
+        (1, 5, True),
+    ]
+
+
+def test_killed_validation_does_its_batches_again_from_the_autosave() -> None:
+    """What was validated before the autosave counts, in both processes; what came after it is lost."""
+    story = Story().begin().start().train(100).validate(30, 9, ends=False).autosave().validate(8, 4, ends=False).alive()
+    story.wait(60).begin().start(resumed=0, name=story.newest, batch=1, evaluated=9)
+    story.validate(20, 6, first=9).train(7).end().done()
+    assert account_of(story) == {"training": 107, "evaluation": 50, "redone": 8, "down": 60}
+    assert again_in(story) == [(2, 4, True)]
+    runs = [run for fit in history_of(story.lines).chapters[0].fits for run in fit.validations]
+    assert [(run.first, run.num_batches, run.is_over) for run in runs] == [(0, 13, False), (9, 6, True)]
+
+
+def test_stopped_validation_loses_nothing() -> None:
+    """A stop that saves its place repeats no batch."""
+    story = Story().begin().start().train(100).validate(30, 9, ends=False).autosave().end("stopped by SIGTERM")
+    story.begin().start(resumed=0, name=story.newest, batch=1, evaluated=9).validate(20, 6, first=9).end().done()
+    assert account_of(story) == {"training": 100, "evaluation": 50}
+    assert again_in(story) == [(2, 0, False)]
+
+
+def test_repeated_validation_is_lost_whole() -> None:
+    """A stop that can only save the capture of the run's start repeats all of its batches.
+
+    The state counts from when it was captured, not from when it was written.
+    """
+    story = Story().begin().start().train(100).validate(30, 9, ends=False).autosave(seconds=1)
+    story.lines[-1] |= {"taken": story.now - 31, "num_validated": 0}
+    story.end("stopped by SIGTERM").begin().start(resumed=0, name=story.newest, batch=1, evaluated=0)
+    story.validate(50, 15).end().done()
+    assert account_of(story) == {"training": 100, "evaluation": 50, "saving": 1, "redone": 30}
+    assert again_in(story) == [(2, 9, False)]
+
+
+def test_whole_validation_after_the_autosave_is_lost() -> None:
+    """A run that was over, but came after the autosave, is run again; training before it, too."""
+    story = Story().begin().start().train(50).validate(10, 3).autosave().train(20).validate(10, 3).alive()
+    story.begin().start(resumed=0, name=story.newest, batch=1).train(20).validate(10, 3).end().done()
+    assert account_of(story) == {"training": 70, "evaluation": 20, "redone": 30}
+    assert again_in(story) == [(2, 3, True)]
+
+
+def test_batches_that_ran_three_times_are_counted_twice() -> None:
+    """Each process that goes back counts what the processes before it had done after that place."""
+    story = Story().begin().start().validate(5, 5, ends=False).autosave()
+    name = story.newest
+    story.validate(9, 9, ends=False).alive()
+    story.begin().start(resumed=0, name=name, evaluated=5).validate(4, 4, first=5, ends=False).alive()
+    story.begin().start(resumed=0, name=name, evaluated=5).validate(20, 20, first=5).end().done()
+    assert again_in(story) == [(2, 9, True), (3, 4, True)]
+    assert account_of(story) == {"evaluation": 25, "redone": 13}
+
+
+def test_evaluations_of_a_script_count_like_fits() -> None:
+    """A script that fits and tests: the killed test continues at its batch, and the restored fit costs a restart."""
+    story = Story().begin().start().train(100).autosave(seconds=1).end()
+    fit = story.newest
+    story.wait(2).begin(same=True, fit=2, function="test").wait(1).start(evaluated=0).autosave()
+    story.validate(40, 40).autosave(seconds=1).validate(7, 7).alive()
+    test = story.newest
+    story.wait(30).begin().wait(3).start(resumed=1, name=fit, batch=1).end()
+    story.begin(same=True, fit=2, function="test").wait(1).start(resumed=1, name=test, evaluated=40)
+    story.validate(60, 60).autosave(seconds=1).end().wait(4).done()
+    assert account_of(story) == {
+        "training": 100,
+        "evaluation": 100,
+        "saving": 3,
+        "outside": 3 + 4,
+        "redone": 7,
+        "down": 30,
+        "restoring": 2,
+        "restarting": 2,
+    }
+    assert again_in(story) == [(2, 7, True)]
+    [chapter] = history_of(story.lines).chapters
+    assert [fit.name for fit in chapter.fits] == ["fit-1", "test-2", "fit-1", "test-2"]
+
+
+def test_evaluation_that_runs_from_its_start_again_is_the_same_chapter() -> None:
+    """If only its start could be saved, all of it is lost, although autosaves exist and nothing is restored."""
+    story = Story().begin(function="test").start(evaluated=0).autosave().validate(40, 40).alive()
+    story.wait(1).begin(function="test").start(evaluated=0)
+    story.lines[-1]["continues"] = True
+    story.validate(100, 100).end().done()
+    assert account_of(story) == {"evaluation": 100, "redone": 40, "down": 1}
+    assert again_in(story) == [(2, 40, True)]
+
+
+def test_history_of_an_earlier_version_is_read() -> None:
+    """Its fits have no function and no validation runs: all of their time is training."""
+    story = Story().begin().start().train(100).alive().train(30).end().done()
+    assert not any({"function", "num_validated", "validation"} & line.keys() for line in story.lines)
+    [fit] = history_of(story.lines).chapters[0].fits
+    assert (fit.name, fit.is_evaluation, fit.validations) == ("fit-1", False, ())
+    assert account_of(story) == {"training": 130}
+
+
+@settings(max_examples=50)
+@given(story=stories())
+def test_validation_is_never_more_than_it_was(story: Story) -> None:
+    """What counts as evaluation is at most what was evaluated, and if no process went back, exactly that."""
+    told = [chapter_report(chapter) for chapter in history_of(story.lines).chapters]
+    assert math.fsum(chapter.account.evaluation for chapter in told) <= story.seconds_evaluated
+    if not any(chapter.account.redone for chapter in told) and not any(
+        fit.reason is None for chapter in told for fit in chapter.chapter.fits
+    ):
+        assert math.fsum(chapter.account.evaluation for chapter in told) == story.seconds_evaluated
+
+
 def test_clock_of_another_machine_is_behind() -> None:
     """If a clock goes back, no time passes, and nothing becomes negative."""
     story = Story().begin().start().train(10).autosave(seconds=1)
@@ -151,13 +290,16 @@ def test_waiting_is_never_lost_from_the_account(story: Story) -> None:
 
 _anything = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 2000), st.floats(), st.text(max_size=3), st.lists(st.integers()),
-    st.dictionaries(st.sampled_from(["epoch", "batch", "global_step", "seconds", "path"]), st.integers(-1, 50)),
+    st.dictionaries(
+        st.sampled_from(["epoch", "batch", "global_step", "seconds", "path", "since", "first"]), st.integers(-1, 50)
+    ),
 )  # fmt: skip
 _names = [
     "time", "fit", "process", "process_began", "pid", "host", "epoch", "batch", "global_step", "resumed", "continues",
     "seconds", "taken", "bytes", "number", "since", "longest", "reason", "text", "saved", "name", "num_ranks",
+    "function", "num_validated", "validation", "until", "first", "num_batches",
 ]  # fmt: skip
-_events = st.sampled_from([BEGIN, START, AUTOSAVE, AUTOSAVES, ALIVE, END, DONE, SHORTENED, "else", 3])
+_events = st.sampled_from([BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, ALIVE, END, DONE, SHORTENED, "else", 3])
 
 
 @settings(max_examples=50)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.goodput import Account
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, RunHistory
+from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, VALIDATION, RunHistory
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.records.shortening import shortened, text_of
 from tests.records.made import Story, stories
@@ -21,13 +21,19 @@ def accounts_of(history: RunHistory) -> list[Account]:
     return [chapter_report(chapter).account for chapter in history.chapters]
 
 
+def again_in(history: RunHistory) -> list[tuple[ContinuedEvaluation, ...]]:
+    """Return what is told of the evaluations that were continued."""
+    return [chapter_report(chapter).continued for chapter in history.chapters]
+
+
 def told_by(history: RunHistory) -> list[object]:
     """Return the report's facts about each fit."""
     return [
         (process.began, fit.number, fit.started, fit.last_seen, fit.reason, fit.place, fit.last_place, fit.resumed,
          fit.num_autosaves, math.fsum(autosave.seconds for autosave in fit.autosaves),
          sum(autosave.num_bytes or 0 for autosave in fit.autosaves),
-         max((autosave.longest for autosave in fit.autosaves), default=0.0))
+         max((autosave.longest for autosave in fit.autosaves), default=0.0),
+         fit.function, sum(run.num_batches for run in fit.validations), sum(run.number for run in fit.validations))
         for chapter in history.chapters for process in chapter.processes for fit in process.fits
     ]  # fmt: skip
 
@@ -39,6 +45,7 @@ def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
     once = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
     before, after = history_of(story.lines), history_of(once)
     assert (accounts_of(after), told_by(after)) == (accounts_of(before), told_by(before))
+    assert again_in(after) == again_in(before)
     assert shortened(once, max_bytes=10**9, num_kept=num_kept) == once
     assert len(once) <= len(story.lines)
 
@@ -70,6 +77,19 @@ def test_weeks_of_autosaves_become_short() -> None:
     assert [line["event"] for line in lines].count(ALIVE) == 0
     [sums] = [line for line in lines if line["event"] == AUTOSAVES]
     assert (sums["number"], sums["seconds"], sums["bytes"]) == (19_800, 19_800 * 0.25, 19_800_000)
+    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
+
+
+def test_thousands_of_validation_runs_become_short() -> None:
+    """Older validation runs become one line with their sums, and the account stays as it was."""
+    story = Story().begin().start()
+    for _ in range(5000):
+        story.train(10, 5).validate(3, 7)
+    lines = shortened(story.lines, max_bytes=10**6)
+    runs = [line for line in lines if line["event"] == VALIDATION]
+    assert len(runs) == 201
+    first = runs[0]
+    assert (first["number"], first["seconds"], first["num_batches"]) == (4800, 4800 * 3, 4800 * 7)
     assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
 
 
@@ -120,3 +140,18 @@ def test_a_start_from_an_autosave_of_an_earlier_chapter_keeps_its_account() -> N
     lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
     assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
     assert accounts_of(history_of(lines))[-1].training == 1.0
+
+
+def test_a_run_that_was_continued_inside_keeps_its_own_line() -> None:
+    """What ran again in it can still be told when later runs of the process have become a sum."""
+    story = Story().begin().start().validate(10, 10, ends=False).autosave()
+    name = story.newest
+    story.validate(5, 5)
+    for _ in range(3):
+        story.train(1).validate(2, 2)
+    story.alive().begin().start(resumed=0.0, name=name, evaluated=10).validate(5, 5, first=10).end()
+    lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
+    assert len(lines) < len(story.lines)
+    [found] = again_in(history_of(lines))
+    assert [each.num_again for each in found] == [5 + 3 * 2]
+    assert found == again_in(history_of(story.lines))[0]

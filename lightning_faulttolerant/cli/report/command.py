@@ -19,7 +19,9 @@ from lightning_faulttolerant.records.goodput import ChapterReport, RunReport
 
 DESCRIPTION = """\
 Report on a run: its processes, when each began, where it continued and why it ended; its autosaves; and where the time
-has gone: training that counted, waiting for autosaves, restoring, work that was done again, no process at all.
+has gone: training and evaluation that counted, waiting for autosaves, restoring, work that was done again, no process
+at all. Scripts with several fits, or with evaluations, have a line for each, and each validation run or evaluation that
+a later process continued is named, with the batches that ran again.
 
 DIR is a run's directory (<dirpath>/<run_id>), or a dirpath with several: the run that was alive last is reported, the
 others are listed. Also the default_root_dir above it, or a URL of one of them. What is read is the run's history.jsonl,
@@ -28,8 +30,8 @@ which stays when the run is over.
 EPILOG = """\
 A run that is started again when it was over begins a new chapter; the last is shown, --all shows all of them. When a
 process was killed is known to ten seconds (a minute below a URL): by its last autosave or sign of life. "may be
-running": the last one is not older than 90 seconds. Goodput is the share of the wall time in which training went
-forward for good.
+running": the last one is not older than 90 seconds. Goodput is the share of the wall time in which training or
+evaluation went forward for good.
 
 Exit status: 0 reported, 1 there is no history there, 2 something could not be read or written.
 """
@@ -106,6 +108,7 @@ def _chapter_json(report: ChapterReport) -> dict[str, Any]:
         **asdict(report.chapter),
         "account": {**asdict(account), **sums},
         "segments": [asdict(segment) for segment in report.segments],
+        "continued": [asdict(continued) for continued in report.continued],
     }
 
 

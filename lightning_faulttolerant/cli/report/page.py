@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -10,9 +11,15 @@ from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
 from lightning_faulttolerant.cli.page.table import pairs, stats, table
 from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bars, progress
-from lightning_faulttolerant.cli.report.words import RUNNING_SECONDS, unsaved_text
+from lightning_faulttolerant.cli.report.words import (
+    RUNNING_SECONDS,
+    again_text,
+    unsaved_text,
+    validation_text,
+    who_waited,
+)
 from lightning_faulttolerant.cli.text import moment_text, size_text
-from lightning_faulttolerant.records.goodput import Account, ChapterReport, RunReport
+from lightning_faulttolerant.records.goodput import EVALUATION, Account, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import FINISHED, Autosave, FitHistory, Process, RunPlace
 
 _NUM_NOTES = 40
@@ -43,7 +50,7 @@ def _head(report: RunReport, last: ChapterReport) -> Markup:
 
 
 def _headline(account: Account) -> Markup:
-    if not account.training > 0:
+    if not account.useful > 0:
         return tag("h1", "No training yet")
     number, _, unit = share_text(account.goodput).rpartition(" ")
     return tag("h1", number, tag("span", unit, class_="unit"), tag("span", " goodput", class_="beside"))
@@ -51,9 +58,11 @@ def _headline(account: Account) -> Markup:
 
 def _lead(chapter: ChapterReport) -> Markup:
     account = chapter.account
-    if not account.training > 0:
+    if not account.useful > 0:
         return tag("p", f"In {duration_text(account.total)}, no batch is known to have been trained.", class_="lead")
-    text = f"Of {duration_text(account.total)}, training went forward for good in {duration_text(account.training)}."
+    names = [name for name, seconds in (("training", account.training), ("evaluation", account.evaluation)) if seconds]
+    text = f"Of {duration_text(account.total)}, {' and '.join(names)} went forward for good in"
+    text += f" {duration_text(account.useful)}."
     if account.down > 0.001 * account.total:
         text += f" Without the time in which there was no process, that is {share_text(account.goodput_while_up)}."
     return tag("p", text, class_="lead")
@@ -62,14 +71,23 @@ def _lead(chapter: ChapterReport) -> Markup:
 def _stats(chapter: ChapterReport) -> Markup:
     processes = chapter.chapter.processes
     autosaves = _autosaves(chapter)
-    last = max((place.global_step for fit in chapter.chapter.fits if (place := fit.last_place)), default=0)
     return stats(
         ("process" if len(processes) == 1 else "processes", count_text(len(processes))),
         ("lost to faults", duration_text(chapter.account.lost)),
         ("spent on autosaves", duration_text(chapter.account.saving)),
         ("autosaves", count_text(sum(autosave.number for autosave in autosaves))),
-        ("steps done", count_text(last)),
+        _work_done(chapter.chapter.fits),
     )
+
+
+def _work_done(fits: Sequence[FitHistory]) -> tuple[str, str]:
+    places = [(fit, fit.last_place) for fit in fits if fit.last_place is not None]
+    if places and all(fit.is_evaluation for fit, _ in places):
+        most: dict[int, int] = {}
+        for fit, place in places:
+            most[fit.number] = max(most.get(fit.number, 0), place.num_validated or 0)
+        return "batches evaluated", count_text(sum(most.values()))
+    return "steps done", count_text(max((place.global_step for _, place in places), default=0))
 
 
 def _chapter(chapter: ChapterReport, report: RunReport) -> list[Child]:
@@ -77,6 +95,7 @@ def _chapter(chapter: ChapterReport, report: RunReport) -> list[Child]:
         tag("section", tag("h2", "Where the time went"), account_bar(chapter.account)),
         tag("section", tag("h2", "Progress"), progress(chapter)),
         tag("section", tag("h2", "Processes"), _processes(chapter, report)),
+        _evaluation_section(chapter),
         _autosave_section(chapter),
         _notes(chapter),
     ]
@@ -143,6 +162,7 @@ def _restored(chapter: ChapterReport) -> Child:
 
 
 def _steps(fits: Sequence[FitHistory]) -> Child:
+    fits = [fit for fit in fits if not fit.is_evaluation]
     places = [place for fit in fits for place in (fit.place, fit.last_place) if place is not None]
     if not places:
         return ""
@@ -158,6 +178,43 @@ def _end(process: Process) -> Child:
     return [_cut(reason), tag("small", _cut(text)) if text and text != reason and reason != FINISHED else None]
 
 
+def _evaluation_section(chapter: ChapterReport) -> Child:
+    runs = [run for fit in chapter.chapter.fits for run in fit.validations]
+    evaluations = {fit.number: fit for fit in chapter.chapter.fits if fit.is_evaluation and fit.has_trained}
+    if not runs and not evaluations:
+        return None
+    rows = [_evaluation_row(chapter, number) for number in sorted(evaluations)]
+    header = ("", "processes", "began", "batches", "autosaves", "took", "ended")
+    right = ("processes", "batches", "autosaves", "took")
+    again = [f"Process {each.process + 1} {again_text(each, chapter.fit_of(each))}" for each in chapter.continued]
+    if len(again) > _NUM_NOTES:
+        again = [*again[-_NUM_NOTES:], f"and {len(again) - _NUM_NOTES:,} more before these"]
+    return tag(
+        "section",
+        tag("h2", "Evaluation"),
+        table(header, rows, right=right, firm=("", "began"), nouns="evaluations") if rows else None,
+        tag("p", validation_text(runs, duration_text), class_="below" if rows else None) if runs else None,
+        tag("ul", (tag("li", text) for text in again), class_="below") if again else None,
+    )
+
+
+def _evaluation_row(chapter: ChapterReport, number: int) -> list[Child]:
+    processes = [one for one in chapter.chapter.processes if any(fit.number == number for fit in one.fits)]
+    fits = [fit for one in processes for fit in one.fits if fit.number == number and fit.has_trained]
+    seconds = [each.seconds for each in chapter.segments if each.fit == number and each.kind == EVALUATION]
+    places = [fit.last_place for fit in fits if fit.last_place is not None]
+    batches = max((place.num_validated or 0 for place in places), default=0)
+    return [
+        fits[-1].name,
+        count_text(len(fits)),
+        moment_text(fits[0].started or fits[0].began),
+        count_text(batches),
+        count_text(sum(fit.num_autosaves for fit in fits)),
+        duration_text(math.fsum(seconds)),
+        _cut(fits[-1].reason or "killed"),
+    ]
+
+
 def _autosave_section(chapter: ChapterReport) -> Child:
     autosaves = _autosaves(chapter)
     if not autosaves:
@@ -167,7 +224,7 @@ def _autosave_section(chapter: ChapterReport) -> Child:
     sizes = [autosave.num_bytes for autosave in autosaves if autosave.num_bytes is not None]
     longest = max(autosave.longest for autosave in autosaves)
     in_background = sum(autosave.number for autosave in autosaves if autosave.is_in_background)
-    text = f"Training waited {duration_text(seconds)} for {plural(number, 'autosave')}"
+    text = f"{who_waited(chapter.chapter.fits)} waited {duration_text(seconds)} for {plural(number, 'autosave')}"
     text += f": {duration_text(seconds / number)} each, {duration_text(longest)} at most." if number > 1 else "."
     if sizes:
         text += f" {size_text(sum(sizes))} were written."
@@ -202,13 +259,13 @@ def _notes(chapter: ChapterReport) -> Child:
 def _surroundings(report: RunReport, last: ChapterReport) -> Markup:
     hosts = list(dict.fromkeys(process.host for process in last.chapter.processes if process.host))
     ranks = list(dict.fromkeys(fit.num_ranks for fit in last.chapter.fits if fit.num_ranks is not None))
-    places = [fit.last_place for fit in last.chapter.fits if fit.last_place is not None]
+    places = [_place_text(fit, fit.last_place) for fit in last.chapter.fits if fit.last_place is not None]
     return tag(
         "section",
         tag("h2", "The run"),
         pairs(
             ("directory", tag("code", report.path)),
-            ("last known place", _place_text(places[-1]) if places else None),
+            ("last known place", places[-1] if places else None),
             ("ranks", ", then ".join(map(str, ranks)) or None),
             ("host" if len(hosts) == 1 else "hosts", _cut(", ".join(hosts)) or None),
             ("before this", _before(report)),
@@ -230,7 +287,9 @@ def _before(report: RunReport) -> str | None:
     return "; ".join(texts) or None
 
 
-def _place_text(place: RunPlace) -> str:
+def _place_text(fit: FitHistory, place: RunPlace) -> str:
+    if fit.is_evaluation:
+        return f"batch {place.num_validated or 0:,} of {fit.name}"
     return f"batch {place.batch:,} of epoch {place.epoch:,}, step {place.global_step:,}"
 
 
@@ -245,9 +304,9 @@ def _foot() -> Markup:
         "footer",
         tag(
             "p",
-            "Goodput is the share of the wall time in which training went forward for good. Starting, saving, "
-            "restoring, what was done again and the time without a process are not in it. A process that was killed is "
-            "taken to have ended at its last sign of life.",
+            "Goodput is the share of the wall time in which training or evaluation went forward for good. Starting, "
+            "saving, restoring, what was done again and the time without a process are not in it. A process that was "
+            "killed is taken to have ended at its last sign of life.",
         ),
     )
 

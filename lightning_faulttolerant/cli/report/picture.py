@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from lightning_faulttolerant.cli.report.words import KIND_NAMES
 from lightning_faulttolerant.records.accounting import marks
 from lightning_faulttolerant.records.goodput import (
     DOWN,
+    EVALUATION,
     OUTSIDE,
     REDONE,
     RESTARTING,
@@ -32,6 +33,7 @@ from lightning_faulttolerant.records.history import Autosave, FitHistory
 
 _KINDS = {
     TRAINING: "good",
+    EVALUATION: "evaluation",
     REDONE: "again",
     SAVING: "saving",
     RESTORING: "restoring",
@@ -145,6 +147,8 @@ def legs(chapter: ChapterReport) -> list[Leg]:
     made = []
     for index, process in enumerate(chapter.chapter.processes):
         for fit in process.fits:
+            if fit.is_evaluation or not fit.has_trained:
+                continue  # it makes no steps
             points = _points(fit, began=chapter.began, before=before[fit.number])
             if not points:
                 continue
@@ -159,6 +163,8 @@ def _steps_before(chapter: ChapterReport) -> dict[int, int]:
     """Return the number of steps before each fit of the script: each fit begins to count at 0."""
     most: dict[int, int] = {}
     for fit in chapter.chapter.fits:
+        if fit.is_evaluation:
+            continue
         steps = fit.last_place.global_step if fit.last_place is not None else 0
         most[fit.number] = max(most.get(fit.number, 0), steps)
     before, total = {}, 0
@@ -226,6 +232,7 @@ def _faults(chapter: ChapterReport, scale: Scale, foot: float) -> Child:
 
 def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
     segments = without_narrow(chapter.segments)
+    functions = {fit.number: fit.function if fit.is_evaluation else "validation" for fit in chapter.chapter.fits}
     if len(segments) > _NUM_SEGMENTS:
         return _columns(chapter, top)
     return [
@@ -235,10 +242,16 @@ def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
             y=top,
             height=_RIBBON,
             class_=_KINDS[segment.kind],
-            title=f"process {segment.process + 1}: {KIND_NAMES[segment.kind]}, {duration_text(segment.seconds)}",
+            title=f"process {segment.process + 1}: {_what(segment, functions)}, {duration_text(segment.seconds)}",
         )
         for segment in segments
     ]
+
+
+def _what(segment: Segment, functions: Mapping[int, str]) -> str:
+    if segment.kind == EVALUATION and segment.fit is not None:
+        return functions[segment.fit]
+    return KIND_NAMES[segment.kind]
 
 
 def _columns(chapter: ChapterReport, top: float) -> Markup:
@@ -315,7 +328,7 @@ def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Mark
     shown = highest(points, num_columns=_NUM_COLUMNS)
     line = "".join(f"M{plot.WIDTH * scale.place(x):.1f} {foot}V{area.down(seconds)}" for x, seconds in shown)
     drawn = plot.chart(
-        f"Seconds that training waited for each of {plural(len(points), 'autosave')}",
+        f"Seconds of waiting for each of {plural(len(points), 'autosave')}",
         plot.grid(area),
         plot.stretched(foot, tag("path", d=line, class_="curve stem saving")),
         plot.axis(scale, y=foot),
@@ -326,7 +339,7 @@ def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Mark
             for x, seconds in shown
         ],
     )
-    caption = "how long training waited for each"
+    caption = "how long each was waited for"
     return plot.figure(
         drawn, caption=caption if len(shown) == len(points) else f"{caption}; of many at once, the longest"
     )
@@ -338,6 +351,8 @@ def _legend(chapter: ChapterReport, found: Sequence[Leg]) -> Markup:
         entries.append(("line good", "steps that count"))
     if any(leg.again for leg in found):
         entries.append(("line again", "done again"))
+    if chapter.account.evaluation:
+        entries.append(("evaluation", "evaluation"))
     num_ended = len(chapter.chapter.processes) - 1
     if num_ended:
         entries.append(("tip fault" if num_ended <= _NUM_MARKS else "stem fault", "a process ended"))

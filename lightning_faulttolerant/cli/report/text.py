@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_faulttolerant.cli.report.words import (
     KIND_NAMES,
+    again_text,
     duration_text,
     end_text,
     from_text,
     place_text,
     unsaved_text,
+    validation_text,
+    who_waited,
 )
 from lightning_faulttolerant.cli.text import moment_text, safe, size_text, table
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
@@ -20,6 +23,8 @@ from lightning_faulttolerant.records.history import Autosave, Chapter, FitHistor
 _WIDTH = 80
 _BAR_WIDTH = 24
 _MAX_END = 19
+_MIN_END = 8
+_MAX_CONTINUED = 10
 _MAX_ROWS = 40
 _NUM_FIRST_ROWS = 5
 _RIGHT = ("#", "FIT", "LASTED", "FROM", "TO", "SAVES")
@@ -58,6 +63,7 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     yield from _account(report)
     yield ""
     yield from _autosaves(chapter)
+    yield from _evaluation(report)
     ranks = list(dict.fromkeys(fit.num_ranks for fit in chapter.fits if fit.num_ranks is not None))
     if ranks and ranks != [1]:
         yield f"Ranks: {', then '.join(map(str, ranks))}."
@@ -81,8 +87,10 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
         for number, process in enumerate(chapter.processes, start=1)
         for index, fit in enumerate(process.fits)
     ]
-    has_several = any(fit.number > 1 for _, _, fit in fits)
-    header = ["#", *(["FIT"] if has_several else []), "STARTED", "LASTED", "FROM", "TO", "SAVES", "ENDED"]
+    has_evaluations = any(fit.is_evaluation for _, _, fit in fits)
+    has_several = any(fit.number > 1 for _, _, fit in fits) or has_evaluations
+    column = "FUNCTION" if has_evaluations else "FIT"
+    header = ["#", *([column] if has_several else []), "STARTED", "LASTED", "FROM", "TO", "SAVES", "ENDED"]
     rows = []
     for number, index, fit in fits:
         began = chapter.processes[number - 1].began if index == 0 else fit.began
@@ -91,31 +99,52 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
         rows.append(
             [
                 str(number),
-                *([str(fit.number)] if has_several else []),
+                *([fit.name if has_evaluations else str(fit.number)] if has_several else []),
                 moment_text(began),
                 duration_text(fit.last_seen - began),
                 from_text(fit),
                 _to_text(fit),
                 str(fit.num_autosaves),
-                end if len(end) <= _MAX_END else f"{end[: _MAX_END - 3]}...",
+                end,
             ]
         )
+    rest = (max(len(row[column]) for row in (header, *rows)) + len("  ") for column in range(len(header) - 1))
+    room = min(max(_WIDTH - sum(rest), _MIN_END), _MAX_END)
+    rows = [[*row, end if len(end) <= room else f"{end[: room - 3]}..."] for *row, end in rows]
     lines = table(header, rows, right=_RIGHT)
     if len(rows) > _MAX_ROWS:
         left_out = len(rows) - _MAX_ROWS
         first = 1 + _NUM_FIRST_ROWS
         lines[first : first + left_out] = [f"... {left_out} more, --json tells all ..."]
     yield from lines
-    yield "FROM and TO are epoch:batch, both from 0."
+    yield from _wrapped(f"FROM and TO are epoch:batch, both from 0.{_more_about_places([fit for _, _, fit in fits])}")
+
+
+def _more_about_places(fits: Sequence[FitHistory]) -> str:
+    shown = [place for fit in fits if not fit.is_evaluation for place in (fit.place, fit.last_place)]
+    is_inside = any(place is not None and place.num_validated is not None for place in shown)
+    more = " A third number is the batch of a validation run." if is_inside else ""
+    return f"{more} In evaluations, they are batches." if any(fit.is_evaluation for fit in fits) else more
 
 
 def _to_text(fit: FitHistory) -> str:
-    return "end" if fit.is_finished else place_text(fit.last_place)
+    return "end" if fit.is_finished else place_text(fit.last_place, in_evaluation=fit.is_evaluation)
+
+
+def _evaluation(report: ChapterReport) -> Iterator[str]:
+    runs = [run for fit in report.chapter.fits for run in fit.validations]
+    if runs:
+        yield from _wrapped(validation_text(runs))
+    for each in report.continued[-_MAX_CONTINUED:]:
+        yield from _wrapped(f"Process {each.process + 1} {again_text(each, report.fit_of(each))}")
+    if len(report.continued) > _MAX_CONTINUED:
+        yield f"Evaluation was continued {_count(len(report.continued) - _MAX_CONTINUED, 'time')} before that."
 
 
 def _account(report: ChapterReport) -> Iterator[str]:
     account = report.account
-    shown = [kind for kind in KINDS if kind in (TRAINING, SAVING) or getattr(account, kind) > 0]
+    always = (SAVING,) if account.evaluation else (TRAINING, SAVING)
+    shown = [kind for kind in KINDS if kind in always or getattr(account, kind) > 0]
     width = max(len(KIND_NAMES[kind]) for kind in shown)
     yield f"Where {duration_text(account.total)} went"
     for kind in shown:
@@ -128,22 +157,29 @@ def _account(report: ChapterReport) -> Iterator[str]:
 
 
 def _autosaves(chapter: Chapter) -> Iterator[str]:
-    autosaves = [autosave for fit in chapter.fits for autosave in fit.autosaves]
+    found = [(fit, autosave) for fit in chapter.fits for autosave in fit.autosaves]
+    autosaves = [autosave for _, autosave in found]
     if not autosaves:
         yield "No autosave was written."
         return
-    slowest = max(autosaves, key=lambda autosave: autosave.longest)
+    slowest = max(found, key=lambda each: each[1].longest)
     num_bytes = sum(autosave.num_bytes or 0 for autosave in autosaves)
     number = sum(autosave.number for autosave in autosaves)
     yield from _wrapped(
-        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. Training waited longest for"
-        f" {_which(slowest)}: {duration_text(slowest.longest)}."
+        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. {who_waited(chapter.fits)} waited longest"
+        f" for {_which(*slowest)}: {duration_text(slowest[1].longest)}."
     )
 
 
-def _which(autosave: Autosave) -> str:
+def _which(fit: FitHistory, autosave: Autosave) -> str:
     place = autosave.place
-    which = "one whose place is not known" if place is None else f"the one of epoch {place.epoch}, batch {place.batch}"
+    if place is None:
+        which = "one whose place is not known"
+    elif fit.is_evaluation:
+        which = f"the one of {fit.name}, batch {place.num_validated or 0}"
+    else:
+        inside = "" if place.num_validated is None else f", validation batch {place.num_validated}"
+        which = f"the one of epoch {place.epoch}, batch {place.batch}{inside}"
     size = "" if autosave.num_bytes is None or autosave.number > 1 else f" ({size_text(autosave.num_bytes)})"
     return f"{which}{size}"
 

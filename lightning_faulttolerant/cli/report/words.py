@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from lightning_faulttolerant.records import goodput
-from lightning_faulttolerant.records.history import FitHistory, RunPlace, Unsaved
+from lightning_faulttolerant.records.goodput import ContinuedEvaluation
+from lightning_faulttolerant.records.history import FitHistory, RunPlace, Unsaved, Validations
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
 
 KIND_NAMES = {
     goodput.TRAINING: "training that counted",
+    goodput.EVALUATION: "evaluation that counted",
     goodput.SAVING: "waiting for autosaves",
-    goodput.OUTSIDE: "outside of fits",
+    goodput.OUTSIDE: "rest of the script",
     goodput.STARTING: "start of the first process",
     goodput.RESTORING: "restoring",
     goodput.REDONE: "work that was done again",
@@ -47,13 +51,19 @@ def duration_text(seconds: float) -> str:
     return f"{hours // 24}d {hours % 24:02d}h"
 
 
-def place_text(place: RunPlace | None) -> str:
-    """Return a place as ``epoch:batch``, or "-" if it is not known.
+def place_text(place: RunPlace | None, *, in_evaluation: bool = False) -> str:
+    """Return a place as ``epoch:batch``, in a validation run with its batch after that; or "-" if it is not known.
 
     Args:
         place: A place in a run.
+        in_evaluation: Whether it is a place in ``validate``, ``test``, or ``predict``: then only its batch counts.
     """
-    return "-" if place is None else f"{place.epoch}:{place.batch}"
+    if place is None:
+        return "-"
+    if in_evaluation:
+        return f"{place.num_validated or 0}"
+    inside = "" if place.num_validated is None else f":{place.num_validated}"
+    return f"{place.epoch}:{place.batch}{inside}"
 
 
 def from_text(fit: FitHistory) -> str:
@@ -64,7 +74,58 @@ def from_text(fit: FitHistory) -> str:
     """
     if fit.started is None:
         return "-"
-    return "start" if fit.resumed is None else place_text(fit.place)
+    return "start" if fit.resumed is None else place_text(fit.place, in_evaluation=fit.is_evaluation)
+
+
+def again_text(continued: ContinuedEvaluation, fit: FitHistory) -> str:
+    """Return where a process continued an evaluation, and how many of its batches ran again.
+
+    Args:
+        continued: What is known of that.
+        fit: The fit or evaluation in that process.
+    """
+    place, number = continued.place, continued.num_again
+    if fit.is_evaluation and fit.resumed is None:
+        where = f"ran {fit.name} from its start"
+    elif fit.is_evaluation:
+        where = f"continued {fit.name} before batch {place_text(place, in_evaluation=True)}"
+    elif place is None:
+        where = f"continued {fit.name}"
+    else:
+        run = "" if place.num_validated is None else f"batch {place.num_validated} of the validation run after "
+        where = f"continued before {run}batch {place.batch} of epoch {place.epoch}"
+    if number:
+        least = "at least " if continued.was_killed else ""
+        return f"{where}: {least}{number:,} {'batch' if number == 1 else 'batches'} of evaluation ran again."
+    return f"{where}: no batch of evaluation {'is known to have run' if continued.was_killed else 'ran'} again."
+
+
+def validation_text(runs: Sequence[Validations], duration: Callable[[float], str] = duration_text) -> str:
+    """Return how many validation runs there were inside fits, and how long they took.
+
+    Args:
+        runs: All of them, at least one.
+        duration: Returns the text for a number of seconds.
+    """
+    number, batches = sum(run.number for run in runs if run.is_over), sum(run.num_batches for run in runs)
+    seconds = sum(run.seconds if run.number > 1 else run.until - run.since for run in runs)
+    over = (
+        f"{number:,} validation {'run' if number == 1 else 'runs'} inside fits" if number else "No validation run ended"
+    )
+    return f"{over}: {batches:,} {'batch' if batches == 1 else 'batches'} in {duration(seconds)}."
+
+
+def who_waited(fits: Sequence[FitHistory]) -> str:
+    """Return the word for what waits for autosaves in these fits and evaluations.
+
+    Args:
+        fits: At least one.
+    """
+    names = [
+        name for name, is_evaluation in (("training", False), ("evaluation", True))
+        if any(fit.is_evaluation is is_evaluation for fit in fits)
+    ]  # fmt: skip
+    return " and ".join(names).capitalize()
 
 
 def unsaved_text(unsaved: Unsaved, fit: FitHistory) -> str:

@@ -48,6 +48,7 @@ class EvaluationResume:
         trust: Decides whether objects may be unpickled.
         predictions: The predictions of this rank.
         patches: Those of the session, undone when the evaluation ends.
+        num_before_kill: How many batches are known to have run before a kill; ``None`` without a kill.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EvaluationResume:
         trust: Trust,
         predictions: Predictions,
         patches: Patches,
+        num_before_kill: int | None = None,
     ) -> None:
         assert choice.checkpoint is not None
         assert choice.part is not None
@@ -79,6 +81,7 @@ class EvaluationResume:
         self._began = time.monotonic()
         self._comparison = Comparison(self._path, strict=True, is_elastic=False)
         self._patches = patches
+        self._num_before_kill = num_before_kill
         self.position = TrainerPosition(**self._part["position"])
         self._other_ranks: OtherRanks | None = None
         is_resized = self._part["world_size"] != trainer.world_size
@@ -215,6 +218,17 @@ class EvaluationResume:
         runs.print_results(loop, results)
         return results
 
+    def _told_again(self) -> tuple[str, ...]:
+        """Return a note about the batches that run a second time: writers of predictions and other hooks see them."""
+        first, known = self.position.validation_batch, self._num_before_kill
+        if known is None or self.is_finished:
+            return ()
+        function = function_of(self._trainer)
+        if known <= first:
+            return (f"the process before was killed: batches of {function} from {first} on may run a second time",)
+        batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
+        return (f"the process before was killed: {batches} of {function}, and maybe some more, run a second time",)
+
     def _load(self) -> None:
         state = self._trust.unpickled(self._state, self._path)
         self._not_exact = self._evaluation.load_state_dict(state)
@@ -238,7 +252,7 @@ class EvaluationResume:
             exact=still_exact(parts, not_exact, loaders=(), objects=objects),
             not_exact=not_exact,
             objects=objects,
-            notes=(*self._comparison.notes, *self._run_state.objects.notes),
+            notes=(*self._comparison.notes, *self._run_state.objects.notes, *self._told_again()),
             seconds=time.monotonic() - self._began,
         )
         self._state = {}

@@ -33,6 +33,7 @@ from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Method, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
@@ -66,6 +67,8 @@ class EvaluationSession(AnySession):
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
         self._is_off = False
         self._notes_fetches = False
+        self._continued: Choice | None = None
+        """The autosave of this very evaluation that it continues from, or whose start it repeats."""
 
     @property
     def report(self) -> ResumeReport | None:
@@ -153,12 +156,14 @@ class EvaluationSession(AnySession):
             trust=trust,
             predictions=predictions,
             patches=self._patches,
+            num_before_kill=beginning.num_before_kill,
         )
         beginning.forget_checkpoint()
         reason = resume.why_not(has_weights=not self._is_without_weights)
         if self._stopping.all_can(not reason):
             self._files.settle()
             self._resume = None if resume.starts_over else resume
+            self._continued = choice
             return
         self._start_over(reason)
 
@@ -223,6 +228,7 @@ class EvaluationSession(AnySession):
             self._saver.files_at_start = self._files.state_dict()
             if self._resume is not None and self._resume.is_finished:
                 results = self._resume.restore_finished()
+                self._note_start()
             else:
                 self._validation.begin()
                 self._validation.lost_before = self._run_state.not_carried()
@@ -233,6 +239,10 @@ class EvaluationSession(AnySession):
             return results
 
         return run
+
+    def _note_start(self) -> None:
+        position = None if self._resume is None else self._resume.position
+        self._beginning.history.start(self._continued, self.report, position)
 
     def _returned(self, results: Any) -> Any:
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
@@ -256,6 +266,7 @@ class EvaluationSession(AnySession):
                 original()
             else:
                 self._resume.restore()
+            self._note_start()
             if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
                 self._common = CommonPace(self._beginning.ranks)
                 self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
@@ -273,12 +284,16 @@ class EvaluationSession(AnySession):
     def _wrap_before_fetch(self, original: Method) -> Method:
         assert self._saver is not None
         saver, run, wants_stop = self._saver, self._validation, self._stopping.agreement.at_validation_batch
+        history = self._beginning.history
 
         def before_fetch() -> None:
             if wants_stop():
                 self._stop_here(saver)
-            if perf_counter() >= saver.due_at or self._common is not None:
+            now = perf_counter()
+            if now >= saver.due_at or self._common is not None:
                 self._save_if_due(saver)
+            if now >= history.due_at:
+                history.alive()
             if run.is_ahead:
                 run.note_fetch()
             original()

@@ -68,6 +68,8 @@ class Beginning:
         """The autosaves of this fit, on rank 0."""
         self.history = HistoryWriter(trainer)
         """The history of this fit, on rank 0."""
+        self.num_before_kill: int | None = None
+        """How many batches of an evaluation ran before its process was killed; ``None`` if none was. On rank 0."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
@@ -106,8 +108,8 @@ class Beginning:
         self._run, self.series, self._number = found.run, found.series, found.number
         if function != FIT:
             self._set_other_aside(found, fingerprint)
-            return
-        self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number)
+        self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number, function=function)
+        self.num_before_kill = None if function == FIT else self.history.num_before_kill()
         self.history.begin(options.script)
 
     def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -26,13 +26,18 @@ from lightning_faulttolerant.records.history import (
     ALIVE_EVERY_SHARE,
     AUTOSAVE,
     BEGIN,
+    DONE,
     END,
     FINISHED,
+    FIT,
     START,
     STOPPED,
     UNSAVED,
+    VALIDATION,
     name_of,
 )
+from lightning_faulttolerant.records.shortening import sum_of_validations
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
@@ -58,19 +63,33 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
+@dataclass(slots=True)
+class _Validation:
+    """The validation run in progress."""
+
+    since: float
+    first: int
+    waited: float = 0.0
+
+
 class HistoryWriter:
-    """Adds one fit to the history of its run, from `begin` to `end`.
+    """Adds one fit or evaluation to the history of its run, from `begin` to `end`.
 
     Args:
         trainer: The trainer that runs the fit.
         file: The history; ``None`` on ranks that write none.
         fit: The number of the fit in its script.
+        function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
     """
 
-    def __init__(self, trainer: Trainer, file: HistoryFile | None = None, *, fit: int = 0) -> None:
+    def __init__(self, trainer: Trainer, file: HistoryFile | None = None, *, fit: int = 0, function: str = FIT) -> None:
         self._trainer = trainer
         self.file = file
         self._fit = fit
+        self._function = function
+        self._validation: _Validation | None = None
+        self._validated: dict[str, Any] | None = None
+        """The line about the validation runs that are over and not yet written."""
         self._has_started = False
         self._has_ended = False
         self.saved: TrainerPosition | None = None
@@ -79,6 +98,28 @@ class HistoryWriter:
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
+
+    def num_before_kill(self) -> int | None:
+        """Return how many batches of this evaluation a process is known to have done before it was killed.
+
+        Returns:
+            The number, or ``None`` if the last process that ran it was not killed. Call it before `begin`.
+        """
+        if self.file is None:
+            return None
+        try:
+            lines = self.file.lines()
+        except Exception as error:  # noqa: BLE001 - no error of the history may end the evaluation
+            self.file.announce(error)
+            return None
+        known = None
+        for line in lines:
+            if line.get("event") == DONE:
+                known = None
+            elif line.get("fit") == self._fit:
+                found = line.get("num_validated")
+                known = None if line.get("event") in (BEGIN, END) else found if isinstance(found, int) else known
+        return known
 
     @_without_harm
     def begin(self, script: Script) -> None:
@@ -93,15 +134,19 @@ class HistoryWriter:
             pid=script.process_id,
             host=socket.gethostname(),
             process_began=process_began(script.process_id),
+            **({} if self._function == FIT else {"function": self._function}),
         )
 
     @_without_harm
-    def start(self, choice: Choice | None, report: ResumeReport | None) -> None:
+    def start(
+        self, choice: Choice | None, report: ResumeReport | None, position: TrainerPosition | None = None
+    ) -> None:
         """Note that the first batch can be fetched. Only the first call of a fit has an effect.
 
         Args:
             choice: The checkpoint that the fit continues from.
             report: The report of the resume, if anything was restored.
+            position: Where the checkpoint was taken.
         """
         if self._has_started:
             return
@@ -113,7 +158,7 @@ class HistoryWriter:
             resumed = {name: told[name] for name in names}
         self._add(
             START,
-            **self._place(),
+            **self._start_place(position),
             num_ranks=self._trainer.world_size,
             continues=choice is not None and choice.continues,
             resumed=resumed,
@@ -132,9 +177,12 @@ class HistoryWriter:
             taken: When its state was taken, by ``time.perf_counter``.
             is_in_background: Whether it was written in the background.
         """
+        if not is_in_background:
+            self._write_validated()
         self._add(
             AUTOSAVE,
-            **_place_of(position),
+            **self._place_of(position),
+            **self._inside(),
             name=name_of(path),
             taken=round(time.time() - (perf_counter() - taken), 3),
             seconds=round(seconds, 6),
@@ -142,6 +190,45 @@ class HistoryWriter:
             behind=is_in_background,
         )
         self.saved = position
+
+    def note_wait(self, seconds: float) -> None:
+        """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""
+        if self._validation is not None:
+            self._validation.waited += seconds
+
+    @_without_harm
+    def begin_validation(self, *, continues: bool) -> None:
+        """Note that a validation run inside the fit begins.
+
+        Args:
+            continues: Whether an earlier process has begun it.
+        """
+        first = num_evaluated(self._trainer) if continues else 0
+        self._validation = _Validation(since=round(time.time(), 3), first=first)
+
+    @_without_harm
+    def end_validation(self) -> None:
+        """Note that the validation run is over. It is written before the next line, or now if a line is due."""
+        run, self._validation = self._validation, None
+        assert run is not None
+        until = round(time.time(), 3)
+        line = {
+            **self._place(),
+            "since": run.since,
+            "until": until,
+            "seconds": round(max(until - run.since - run.waited, 0.0), 3),
+            "first": run.first,
+            "num_batches": num_evaluated(self._trainer) - run.first,
+            "number": 1,
+        }
+        self._validated = sum_of_validations(self._validated, line)
+        if perf_counter() >= self.due_at:
+            self._write_validated()
+
+    def _write_validated(self) -> None:
+        line, self._validated = self._validated, None
+        if line is not None:
+            self._add(VALIDATION, **line)
 
     @_without_harm
     def unsaved(self, *, since: float, until: float | None, tries: int, text: str) -> None:
@@ -161,7 +248,8 @@ class HistoryWriter:
     @_without_harm
     def alive(self) -> None:
         """Leave a sign of life."""
-        self._add(ALIVE, **self._place())
+        self._write_validated()
+        self._add(ALIVE, **self._here())
 
     @_without_harm
     def end(self, exception: BaseException | None) -> None:
@@ -176,7 +264,9 @@ class HistoryWriter:
         if self._untold:
             self._add(UNSAVED, **self._untold)
         reason, text = reason_of(exception)
-        self._add(END, **self._place(), reason=reason, text=text, saved=self.saved and _place_of(self.saved))
+        saved = self.saved and self._place_of(self.saved)
+        self._write_validated()
+        self._add(END, **self._here(), reason=reason, text=text, saved=saved)
         self.due_at = float("inf")
         assert self.file is not None
         self.file.flush()
@@ -188,8 +278,35 @@ class HistoryWriter:
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
 
+    def _here(self) -> dict[str, Any]:
+        """Return the current place, and whether it is in a validation run."""
+        is_evaluating = self._validation is not None or self._function != FIT
+        place = self._place()
+        return {**place, "num_validated": num_evaluated(self._trainer), **self._inside()} if is_evaluating else place
+
+    def _inside(self) -> dict[str, Any]:
+        """Return since when the validation run in progress runs, if there is one."""
+        run = self._validation
+        return (
+            {}
+            if run is None
+            else {"validation": {"since": run.since, "first": run.first, "waited": round(run.waited, 3)}}
+        )
+
     def _place(self) -> dict[str, int]:
-        return _place_of(position_of(self._trainer, BOUNDARY))
+        return self._place_of(position_of(self._trainer, BOUNDARY))
+
+    def _start_place(self, position: TrainerPosition | None) -> dict[str, int]:
+        if position is None:
+            return {**self._place(), **({} if self._function == FIT else {"num_validated": 0})}
+        number = self._place_of(position).get("num_validated")
+        return {**self._place(), **({} if number is None else {"num_validated": number})}
+
+    def _place_of(self, position: TrainerPosition) -> dict[str, int]:
+        place = {"epoch": position.epoch, "batch": position.batch, "global_step": position.global_step}
+        is_after = position.is_of_evaluation and position.is_finished  # how many batches it had depends on the rank
+        number = num_evaluated(self._trainer) if is_after else position.num_evaluated
+        return place if number is None else {**place, "num_validated": number}
 
 
 def reason_of(exception: BaseException | None) -> tuple[str, str]:
@@ -232,7 +349,3 @@ def process_began(process_id: int) -> float:
 def seconds_of_process() -> float:
     """Return how many seconds this process has run."""
     return max(time.time() - process_began(os.getpid()), 0.0)
-
-
-def _place_of(position: TrainerPosition) -> dict[str, int]:
-    return {"epoch": position.epoch, "batch": position.batch, "global_step": position.global_step}

@@ -261,7 +261,7 @@ class Autosaver:
     ) -> dict[str, Any] | None:
         """Return the whole checkpoint on rank 0, else ``None``; if the strategy shards, each rank's own part."""
         self._replicas.check()
-        self.pace.note_taken(position)
+        self.pace.note_taken(position, None if capture is None else capture.taken_at)
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
@@ -370,7 +370,7 @@ class Autosaver:
         seconds = self.pace.note_waited(position, began)
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
         if path is not None:
-            self._history.autosave(self._series, path, position, seconds=seconds, taken=began)
+            self._history.autosave(self._series, path, position, seconds=seconds, taken=self.pace.taken_at)
             self.pace.note_written()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.tensors import TensorMarks, buffers_state, extra_state, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors
@@ -35,6 +36,7 @@ class Capture:
     buffers: Mapping[str, Tensor]
     extra: Mapping[str, Any]
     marks: TensorMarks
+    taken_at: float
 
     def instead(self) -> dict[str, Any]:
         """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
@@ -64,6 +66,7 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
         buffers=buffers_state(trainer.lightning_module),
         extra=extra_state(trainer.lightning_module),
         marks=TensorMarks(moving_tensors(trainer)),
+        taken_at=perf_counter(),
     )
 
 

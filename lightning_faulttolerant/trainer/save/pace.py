@@ -48,6 +48,8 @@ class Pace:
 
         self.now = self.budget.now
         """Returns the time of the clock, for the arguments called `began`."""
+        self.taken_at = self.now()
+        """When the state of the last save was taken, by the same clock."""
 
     @property
     def is_first(self) -> bool:
@@ -80,15 +82,23 @@ class Pace:
         self.budget.begin_saved()
         self._set_due(position)
 
-    def note_taken(self, position: TrainerPosition) -> None:
-        """Note that a state is taken now, for a save."""
+    def note_taken(self, position: TrainerPosition, taken_at: float | None = None) -> None:
+        """Note that a state is taken, for a save.
+
+        Args:
+            position: The position of the state.
+            taken_at: When it was taken, if it is a capture. Default: now.
+        """
+        self.taken_at = self.now() if taken_at is None else taken_at
         self._num_begun = {self.saved: self._num_begun.get(self.saved, 0), position: num_begun_in_all(self._trainer)}
 
     def note_waited(self, position: TrainerPosition, began: float) -> float:
         """Note that training has waited for a save from `began` until now. Return the number of seconds."""
         self.failed = None
         self._set_due(position)
-        return self.budget.spend_on_save(began)
+        seconds = self.budget.spend_on_save(began)
+        self._history.note_wait(seconds)
+        return seconds
 
     def note_written(self) -> None:
         """Note that a save is written. The thread that writes in the background calls this, too."""

@@ -71,13 +71,56 @@ class ImaginedRun:
                 if part == 10.0:
                     self.add("alive", **self.place())
 
-    def _save(self):
+    def validate(self, num_batches, *, seconds, until=None, first=0, saves_at=None):
+        """Run the validation batches from `first` on, each of some seconds, to the end or to where it is killed."""
+        since = self.now
+        inside = {"validation": {"since": since, "first": first}}
+        for batch in range(first, num_batches if until is None else until):
+            if batch == saves_at:
+                self._save(num_validated=batch, **inside)
+            self.now += seconds
+            if batch % 10 == 9:
+                self.add("alive", num_validated=batch + 1, **inside, **self.place())
+        if until is None:
+            done = {"until": self.now, "num_batches": num_batches - first, "first": first, "number": 1}
+            self.add("validation", since=since, seconds=self.now - since, **done, **self.place())
+
+    def evaluate(self, function, num_batches, *, seconds, number, first=0, until=None, saves_at=None):
+        """Run an evaluation, from its begin line to its end or to where it is killed."""
+        begun = {"process": f"{self._host}:{4000 + 13 * self._num_processes}", "host": self._host}
+        self.add("begin", **begun, fit=number, function=function, process_began=self.now)
+        self.now += 2
+        path = {
+            "path": f"/runs/{function}-{number}/{function}{first}.ckpt",
+            "position": f"before batch {first} of {function}",
+        }
+        lists = {"seconds": 0.4, "exact": ["metrics"], "not_exact": [], "notes": []}
+        resumed = {**path, **lists} if first else None
+        self.add("start", fit=number, continues=bool(first), resumed=resumed, num_validated=first, **self.place())
+        for batch in range(first, num_batches if until is None else until):
+            if batch == saves_at:
+                more = {"name": f"{function}{batch}.ckpt", "taken": self.now, "seconds": 0.05, "bytes": 90_000}
+                self.add("autosave", fit=number, num_validated=batch, behind=False, **more, **self.place())
+            self.now += seconds
+            if batch % 10 == 9:
+                self.add("alive", fit=number, num_validated=batch + 1, **self.place())
+        if until is None:
+            self.add("end", fit=number, reason="finished", num_validated=num_batches, text="", **self.place())
+
+    def _save(self, **inside):
         taken, seconds = self.now, self._drawn.gauss(0.9, 0.15) + (self._drawn.random() < 0.04) * 3
         self.now += max(seconds, 0.1)
         name = f"{self.step}.ckpt"
         size = 48_300_000 + self.step
         self.add(
-            "autosave", name=name, taken=taken, seconds=max(seconds, 0.1), bytes=size, behind=False, **self.place()
+            "autosave",
+            name=name,
+            taken=taken,
+            seconds=max(seconds, 0.1),
+            bytes=size,
+            behind=False,
+            **inside,
+            **self.place(),
         )
         self.saved = self.step
 
@@ -106,6 +149,32 @@ def faulty(*, num_faults=4, hours=2.0, save_every=60.0, seed=1, down=180.0, run_
     return made_of(run.lines, run_id=run_id)
 
 
+def evaluated(*, step_seconds=0.5):
+    """Return the report of a run that validates, is killed in a validation run and in its test, and predicts."""
+    run = ImaginedRun(save_every=90.0, step_seconds=step_seconds)
+    run.begin()
+    for _ in range(3):
+        run.train(600)
+        run.validate(120, seconds=1.0)
+    run.train(600)
+    run.validate(120, seconds=1.0, saves_at=40, until=75)
+    run.wait(150)
+    run.begin()
+    run.lines[-1] |= {"num_validated": 40}
+    run.validate(120, seconds=1.0, first=40)
+    run.train(600)
+    run._save()
+    run.end()
+    run.evaluate("test", 600, seconds=1.0, number=2, saves_at=300, until=340)
+    run.wait(200)
+    run.begin()
+    run.end()
+    run.evaluate("test", 600, seconds=1.0, number=2, first=300)
+    run.evaluate("predict", 200, seconds=0.5, number=3)
+    run.add("done")
+    return made_of(run.lines, run_id="evaluated")
+
+
 def calm(*, hours=1.0):
     """Return the report of an undisturbed run."""
     run = ImaginedRun(save_every=120.0)
@@ -118,3 +187,15 @@ def calm(*, hours=1.0):
 def made_of(lines, *, run_id="run", is_whole=True, made=BEGAN + 1e6):
     """Return the report of lines."""
     return report_of(history_of(lines), run_id=run_id, path=f"/mnt/runs/{run_id}", made=made, is_whole=is_whole)
+
+
+def only_tested():
+    """Return the report of a script that tests, and is killed once."""
+    run = ImaginedRun()
+    run._num_processes = 1
+    run.now += 8
+    run.evaluate("test", 600, seconds=1.0, number=1, saves_at=300, until=340)
+    run.wait(60)
+    run._num_processes = 2
+    run.evaluate("test", 600, seconds=1.0, number=1, first=300)
+    return made_of(run.lines, run_id="only-tested")

@@ -11,7 +11,7 @@ from lightning_faulttolerant.cli.drill.page import page as page_of_drill
 from lightning_faulttolerant.cli.report.page import page as page_of_run
 from tests.cli.page.browser import PHONE, WIDE, Browser, missing
 from tests.cli.page.drills import differing_drill, exact_drill
-from tests.cli.page.histories import ImaginedRun, calm, faulty, made_of
+from tests.cli.page.histories import ImaginedRun, calm, evaluated, faulty, made_of, only_tested
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -106,6 +106,8 @@ PAGES = {
     "long names": lambda: page_of_drill(_with_long_names()),
     "run": lambda: page_of_run(faulty()),
     "calm": lambda: page_of_run(calm()),
+    "evaluated": lambda: page_of_run(evaluated()),
+    "only tested": lambda: page_of_run(only_tested()),
     "begun": lambda: page_of_run(_begun()),
     "long": lambda: page_of_run(_long()),
     "long texts": lambda: page_of_run(_with_long_texts()),

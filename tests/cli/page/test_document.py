@@ -10,7 +10,7 @@ from lightning_faulttolerant.cli.page.markup import tag
 from tests.cli.page.parsed import Parsed
 
 ASSETS = resources.files("lightning_faulttolerant.cli.page")
-KINDS = ("good", "again", "saving", "restoring", "restarting", "starting", "outside", "idle")
+KINDS = ("good", "evaluation", "again", "saving", "restoring", "restarting", "starting", "outside", "idle")
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_faulttolerant.cli.report.page import page
 from lightning_faulttolerant.cli.report.picture import legs, slices, without_narrow
-from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, Segment
-from tests.cli.page.histories import ImaginedRun, calm, faulty, made_of
+from lightning_faulttolerant.records.goodput import EVALUATION, KINDS, SAVING, TRAINING, Segment
+from tests.cli.page.histories import ImaginedRun, calm, evaluated, faulty, made_of, only_tested
 from tests.cli.page.parsed import Parsed
 
 NASTY = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)></style>\x00"
@@ -192,3 +192,43 @@ def test_what_a_run_calls_itself_is_never_markup():
     assert not parsed.named("img")
     assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
     assert "\x00" not in made
+
+
+def test_evaluation_has_its_own_color_legend_and_words():
+    """It is a part of the bar and of the ribbon, in the legends, and each evaluation has a row and its name."""
+    report = evaluated()
+    [chapter] = report.chapters
+    made = page(report)
+    parsed = Parsed(made)
+    bar = Parsed(re.search(r'<svg[^>]*account".*?</svg>', made, re.DOTALL).group())
+    [part] = [each for each in bar.named("rect") if each["class"] == "evaluation"]
+    assert float(part["width"][:-1]) == pytest.approx(
+        100 * chapter.account.evaluation / chapter.account.total, abs=0.05
+    )
+    segments = [segment for segment in chapter.segments if segment.kind == EVALUATION]
+    assert len(_ends_of_bars(parsed, "evaluation")) == len(segments) + 1
+    assert sum("key evaluation" in each.get("class", "") for each in parsed.named("i")) == 2
+    for title in ("process 1: validation, 2 min", "process 2: test, 5 min", "process 3: predict, 1 min 40 s"):
+        assert title in parsed.text
+    for text in ("training and evaluation went forward", "evaluation that counted", "4 validation runs inside fits"):
+        assert text in parsed.text
+    assert "Process 3 continued test-2 before batch 300: at least 40 batches of evaluation ran again." in parsed.text
+
+
+def test_an_evaluation_makes_no_steps():
+    """The curve of the steps ends with the fit: neither the evaluations after it nor restored fits are in it."""
+    report = evaluated()
+    [chapter] = report.chapters
+    found = legs(chapter)
+    assert [leg.process for leg in found] == [1, 2]
+    assert found[-1].counted[-1][1] == max(fit.last_place.global_step for fit in chapter.chapter.fits)
+
+
+def test_a_script_that_only_tests_has_a_page_without_training():
+    """Its goodput is that of the evaluation, and it counts batches, not steps."""
+    parsed = Parsed(page(only_tested()))
+    assert "No training yet" not in parsed.text
+    assert "batches evaluated 600" in parsed.text
+    assert "steps done" not in parsed.text
+    assert "training that counted" not in parsed.text
+    assert "Evaluation waited" in parsed.text

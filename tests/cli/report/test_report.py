@@ -100,7 +100,7 @@ def test_report_accounts_for_the_time() -> None:
     assert list(shares) == [
         "training that counted",
         "waiting for autosaves",
-        "outside of fits",
+        "rest of the script",
         "start of the first process",
         "restoring",
         "work that was done again",
@@ -278,3 +278,62 @@ def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
 def test_lengths_of_time_read_well(seconds: float, text: str) -> None:
     """A length has at most two units, is rounded, and never has sixty of a smaller one."""
     assert duration_text(seconds) == text
+
+
+def with_a_test() -> Story:
+    """Return a script that validates, is killed in a validation run and in its test, and ends."""
+    story = Story(1_700_000_000.0).begin().start().train(100, 10).validate(50, 50, ends=False).autosave().alive()
+    story.validate(7, 7, ends=False).alive()
+    story.begin().start(resumed=1, name=story.newest, batch=10, evaluated=50).validate(50, 50, first=50).autosave()
+    fit = story.end().newest
+    story.begin(same=True, fit=2, function="test").start(evaluated=0).validate(30, 30).autosave().validate(5, 5).alive()
+    test = story.newest
+    story.begin().start(resumed=1, name=fit, batch=10).end()
+    story.begin(same=True, fit=2, function="test").start(resumed=1, name=test, batch=10, evaluated=30)
+    return story.validate(70, 70).autosave(seconds=9).end().done()
+
+
+def test_evaluations_have_rows_and_words_of_their_own() -> None:
+    """Each function has a row with its batches, and what was continued is named."""
+    lines = lines_of(with_a_test())
+    header = next(number for number, line in enumerate(lines) if line.startswith("#"))
+    rows = [line.split() for line in lines[header + 1 : header + 6]]
+    assert [(row[0], row[1], row[-4], row[-3], row[-1]) for row in rows] == [
+        ("1", "fit-1", "start", "0:10:57", "killed"),
+        ("2", "fit-1", "0:10:50", "end", "finished"),
+        ("2", "test-2", "start", "35", "killed"),
+        ("3", "fit-1", "0:10", "end", "finished"),
+        ("3", "test-2", "30", "end", "finished"),
+    ]
+    text = " ".join(" ".join(lines).split())
+    for expected in (
+        "A third number is the batch of a validation run. In evaluations, they are batches.",
+        "1 validation run inside fits: 107 batches in 1m 47s.",
+        "Process 2 continued before batch 50 of the validation run after batch 10 of epoch 0: at least 7 batches of",
+        "Process 3 continued test-2 before batch 30: at least 5 batches of evaluation ran again.",
+        "Training and evaluation waited longest for the one of test-2, batch 100 (100 B): 9.0 s.",
+    ):
+        assert expected in text
+    assert max(map(len, lines)) <= 80
+
+
+def test_goodput_counts_evaluation_but_not_what_ran_again() -> None:
+    """Training and evaluation are useful; batches that ran again are lost to faults."""
+    text = " ".join(" ".join(lines_of(with_a_test())).split())
+    assert "training that counted 1m 40s" in text
+    assert "evaluation that counted 3m 20s" in text
+    assert "work that was done again 12.0 s" in text
+    assert f"Goodput {300 / 321:.1%}; lost to faults 12.0 s." in text
+
+
+def test_json_tells_evaluations(capsys: Capture, tmp_path: Path) -> None:
+    """``--json`` has the function and the validation runs of each fit, and what was continued."""
+    [chapter] = json.loads(call(capsys, "report", write(tmp_path / "run", with_a_test()), "--json").out)["chapters"]
+    fits = [fit for process in chapter["processes"] for fit in process["fits"]]
+    assert [fit["function"] for fit in fits] == ["fit", "fit", "test", "fit", "test"]
+    assert [run["is_over"] for fit in fits for run in fit["validations"]] == [False, True]
+    assert [(each["process"], each["fit"], each["num_again"]) for each in chapter["continued"]] == [
+        (1, 1, 7),
+        (2, 2, 5),
+    ]
+    assert chapter["account"]["evaluation"] == 200
