@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli.report.histories import find_runs
 from lightning_faulttolerant.records.accounting import chapter_report
-from lightning_faulttolerant.records.history import FILE_NAME, Chapter, FitHistory, RunHistory, RunPlace
-from lightning_faulttolerant.records.lines import read_lines
+from lightning_faulttolerant.records.history import FILE_NAME, FitHistory, RunPlace
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -26,30 +25,13 @@ from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run.directory import RUN_ID_VARIABLE
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory
 from tests.data_sets import NoisyDataset
+from tests.histories import chapter_of, ends, history_of, lines_of
 from tests.processes import run
 from tests.rank_runs import for_ranks
 from tests.runs import Net, RaiseAt, eight_batches, fit_net, make_trainer
 from tests.scripts import protected
 
 pytestmark = for_ranks
-
-
-def history_of(directory: Path | str) -> RunHistory:
-    """Return the history of the only run below a directory."""
-    [found] = find_runs(str(directory))
-    return found.history
-
-
-def chapter_of(directory: Path | str) -> Chapter:
-    """Return the only chapter of the only run."""
-    [chapter] = history_of(directory).chapters
-    return chapter
-
-
-def lines_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of the only run."""
-    [path] = directory.rglob(FILE_NAME)
-    return read_lines(path)
 
 
 def fit_one(directory: Path, *faults: Callback, **options: Any) -> Callable[[], Trainer]:
@@ -88,11 +70,6 @@ def test_run_with_a_history_is_the_run_without(how: str, monkeypatch: pytest.Mon
 
 
 # The history records what happened.
-
-
-def ends(chapter: Chapter) -> list[str | None]:
-    """Return why each process ended."""
-    return [process.reason for process in chapter.processes]
 
 
 def test_run_of_many_ends_is_told_whole(tmp_path: Path) -> None:

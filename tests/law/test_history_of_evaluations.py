@@ -21,7 +21,7 @@ from lightning_faulttolerant.records.history import FILE_NAME, FitHistory, RunPl
 from lightning_faulttolerant.trainer.run import history as history_module
 from tests.cli.checkpoints import call
 from tests.data_sets import NoisyDataset
-from tests.law.test_history import chapter_of, ends, history_of, lines_of
+from tests.histories import chapter_of, ends, history_of, lines_of
 from tests.processes import run
 from tests.runs import Net, make_trainer
 

@@ -157,6 +157,17 @@ class MadeProcess:
         return self._printed[-num_lines:]
 
 
+class StruckProcess(MadeProcess):
+    """A process with the lines that identify a strike."""
+
+    def __init__(self, lines: list[Line], *, exit_code: int = 1, hooks: tuple[str, ...] = ()) -> None:
+        super().__init__(lines, exit_code=exit_code)
+        self.number = 0
+        self.began = 0.0
+        self.seconds = 5.0
+        self.faults = tuple(FaultPlace(batch=(1, 0, 0), hook=hook) for hook in hooks)
+
+
 def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
     """Return a strike that counts."""
     return Strike(

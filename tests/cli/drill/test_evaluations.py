@@ -22,6 +22,7 @@ from tests.cli.drill.drills import drill
 from tests.cli.drill.made import (
     NUM_BATCHES,
     Change,
+    StruckProcess,
     autosave_line,
     batch_line,
     begun,
@@ -33,7 +34,6 @@ from tests.cli.drill.made import (
     log_line,
     resumed,
 )
-from tests.cli.drill.test_strikes import StruckProcess
 
 OTHER = (0.3).hex()
 TEST = begun(fit=2, function="test")

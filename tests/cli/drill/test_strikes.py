@@ -5,20 +5,7 @@ from typing import cast
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
-from lightning_faulttolerant.records.ledger import FaultPlace
-from lightning_faulttolerant.records.lines import Line
-from tests.cli.drill.made import MadeProcess, begun, fit_lines, resumed, whole
-
-
-class StruckProcess(MadeProcess):
-    """A process with the lines that identify a strike."""
-
-    def __init__(self, lines: list[Line], *, exit_code: int = 1, hooks: tuple[str, ...] = ()) -> None:
-        super().__init__(lines, exit_code=exit_code)
-        self.number = 0
-        self.began = 0.0
-        self.seconds = 5.0
-        self.faults = tuple(FaultPlace(batch=(1, 0, 0), hook=hook) for hook in hooks)
+from tests.cli.drill.made import StruckProcess, begun, fit_lines, resumed, whole
 
 
 def strikes(*processes: StruckProcess) -> list[tuple[int, int, int, str]]:

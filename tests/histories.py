@@ -1,0 +1,33 @@
+"""The history of the only run below a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.cli.report.histories import find_runs
+from lightning_faulttolerant.records.history import FILE_NAME, Chapter, RunHistory
+from lightning_faulttolerant.records.lines import read_lines
+
+
+def history_of(directory: Path | str) -> RunHistory:
+    """Return the history of the only run below a directory."""
+    [found] = find_runs(str(directory))
+    return found.history
+
+
+def chapter_of(directory: Path | str) -> Chapter:
+    """Return the only chapter of the only run."""
+    [chapter] = history_of(directory).chapters
+    return chapter
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of the only run."""
+    [path] = directory.rglob(FILE_NAME)
+    return read_lines(path)
+
+
+def ends(chapter: Chapter) -> list[str | None]:
+    """Return why each process ended."""
+    return [process.reason for process in chapter.processes]
