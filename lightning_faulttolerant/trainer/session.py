@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -76,27 +77,28 @@ class Session(AnySession):
         self._stopping.open()
         self._files.follow()
         write_atomically(self._trainer, self._patches)
-        trainer, wrap = self._trainer, self._patches.wrap
+        trainer, around, wrap = self._trainer, self._patches.around, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
-        wrap(connector, "resume_start", self._restoring.wrap_resume_start)
-        wrap(connector, "restore_training_state", self._restoring.wrap_restore_training_state)
-        wrap(connector, "restore_callbacks", self._restoring.wrap_restore_callbacks)
+        around(connector, "resume_start", self._restoring.around_resume_start)
+        around(connector, "restore_training_state", self._restoring.around_restore_training_state)
+        around(connector, "restore_callbacks", self._restoring.around_restore_callbacks)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
-        wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
-        wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
-        wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION))
-        wrap(fit_loop, "run", self._wrap_fit)
-        wrap(fit_loop, "on_run_start", self._wrap_fit_start)
-        wrap(fit_loop, "on_advance_start", self._wrap_before_epoch)
-        wrap(fit_loop, "on_advance_end", self._wrap_epoch_end)
-        wrap(epoch_loop, "reset", self._wrap_epoch_reset)
-        wrap(epoch_loop, "on_run_start", self._wrap_epoch_start)
+        around(trainer.strategy, "process_dataloader", self._around_process_dataloader)
+        around(fit_loop, "setup_data", partial(self._around_setup_data, TRAIN))
+        around(val_loop, "setup_data", partial(self._around_setup_data, VALIDATION))
+        around(fit_loop, "run", self._around_fit)
+        around(fit_loop, "on_run_start", self._around_fit_start)
+        around(fit_loop, "on_advance_start", self._around_before_epoch)
+        around(fit_loop, "on_advance_end", self._around_epoch_end)
+        around(epoch_loop, "reset", self._around_epoch_reset)
+        around(epoch_loop, "on_run_start", self._around_epoch_start)
+        # Called for each batch: a closure costs less than an advice.
         wrap(epoch_loop, "advance", self._wrap_advance)
         wrap(epoch_loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
         wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
-        wrap(val_loop, "reset", self._wrap_validation_reset)
-        wrap(val_loop, "run", self._wrap_validation)
+        around(val_loop, "reset", self._around_validation_reset)
+        around(val_loop, "run", self._around_validation)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_validation_fetch)
 
@@ -176,30 +178,24 @@ class Session(AnySession):
         assert self.run_state is not None
         return self.run_state
 
-    def _wrap_process_dataloader(self, original: Method) -> Method:
-        return lambda loader: self._loaders.process(self._reloads.follow(original(loader)))
+    def _around_process_dataloader(self, original: Method, loader: Any) -> Any:
+        return self._loaders.process(self._reloads.follow(original(loader)))
 
-    def _wrap_setup_data(self, original: Method, stage: str) -> Method:
-        def setup_data() -> None:
-            self._loaders.begin(stage)
-            loaders = self._loaders.iterated_by_trainer(stage=stage)
-            with loaders, self._reloads.begun(is_training=stage == TRAIN):
-                original()
-            if self.run_state is not None:
-                self.run_state.objects.look_again()
+    def _around_setup_data(self, stage: str, original: Method) -> None:
+        self._loaders.begin(stage)
+        loaders = self._loaders.iterated_by_trainer(stage=stage)
+        with loaders, self._reloads.begun(is_training=stage == TRAIN):
+            original()
+        if self.run_state is not None:
+            self.run_state.objects.look_again()
 
-        return setup_data
-
-    def _wrap_fit(self, original: Method) -> Method:
-        def run() -> None:
-            with self._ended_here():
-                if self.run_state is not None:  # a finder's own fit has none
-                    self.run_state.objects.after_sanity_check()
-                original()
-                if self.autosaver is not None:
-                    self._save_finished(self.autosaver)
-
-        return run
+    def _around_fit(self, original: Method) -> None:
+        with self._ended_here():
+            if self.run_state is not None:  # a finder's own fit has none
+                self.run_state.objects.after_sanity_check()
+            original()
+            if self.autosaver is not None:
+                self._save_finished(self.autosaver)
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
@@ -223,61 +219,46 @@ class Session(AnySession):
             autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("after the end of the fit", autosaver.pace.unsaved)
 
-    def _wrap_fit_start(self, original: Method) -> Method:
-        def on_run_start() -> None:
-            if self._resumed_epoch is None:
-                original()
-            else:
-                self._resumed_epoch.start_fit(original)
-            if self.run_state is not None:
-                self.run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
-                self.run_state.objects.begin()
-            if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
-                self._resume.continue_after_the_end()
-                self._resume.restore(self._state())
-                compat.set_not_restarting(self._trainer)
+    def _around_fit_start(self, original: Method) -> None:
+        if self._resumed_epoch is None:
+            original()
+        else:
+            self._resumed_epoch.start_fit(original)
+        if self.run_state is not None:
+            self.run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
+            self.run_state.objects.begin()
+        if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
+            self._resume.continue_after_the_end()
+            self._resume.restore(self._state())
+            compat.set_not_restarting(self._trainer)
 
-        return on_run_start
+    def _around_before_epoch(self, original: Method) -> None:
+        if self._resumed_epoch is not None:
+            self._resumed_epoch.put_limit_back()
+        original()
 
-    def _wrap_before_epoch(self, original: Method) -> Method:
-        def on_advance_start() -> None:
-            if self._resumed_epoch is not None:
-                self._resumed_epoch.put_limit_back()
+    def _around_epoch_reset(self, original: Method) -> None:
+        if self._resumed_epoch is not None:
+            self._resumed_epoch.reset(original)
+        else:
             original()
 
-        return on_advance_start
+    def _around_epoch_start(self, original: Method, data_fetcher: Any) -> None:
+        self._loaders.fetches_ahead = compat.fetches_ahead(self._trainer)
+        if self._resumed_epoch is not None:
+            self._resumed_epoch.start(original, data_fetcher, self._state())
+            return
+        with self._loaders.iterated_by_trainer():
+            original(data_fetcher)
+        if self._resume is not None and self.autosaver is not None:
+            self._resume.settle()
 
-    def _wrap_epoch_reset(self, original: Method) -> Method:
-        def reset() -> None:
-            if self._resumed_epoch is not None:
-                self._resumed_epoch.reset(original)
-            else:
-                original()
-
-        return reset
-
-    def _wrap_epoch_start(self, original: Method) -> Method:
-        def on_run_start(data_fetcher: Any) -> None:
-            self._loaders.fetches_ahead = compat.fetches_ahead(self._trainer)
-            if self._resumed_epoch is not None:
-                self._resumed_epoch.start(original, data_fetcher, self._state())
-                return
-            with self._loaders.iterated_by_trainer():
-                original(data_fetcher)
-            if self._resume is not None and self.autosaver is not None:
-                self._resume.settle()
-
-        return on_run_start
-
-    def _wrap_epoch_end(self, original: Method) -> Method:
-        def on_advance_end() -> None:
-            if self._resumed_epoch is None:
-                original()
-                return
-            resumed, self._resumed_epoch = self._resumed_epoch, None
-            resumed.end(original)
-
-        return on_advance_end
+    def _around_epoch_end(self, original: Method) -> None:
+        if self._resumed_epoch is None:
+            original()
+            return
+        resumed, self._resumed_epoch = self._resumed_epoch, None
+        resumed.end(original)
 
     def _note_start(self) -> None:
         position = None if self._resume is None else self._resume.position
@@ -331,31 +312,25 @@ class Session(AnySession):
 
         return after_fetch
 
-    def _wrap_validation(self, original: Method) -> Method:
-        def run() -> Any:
-            if self._trainer.sanity_checking:
-                with self._ended_here():
-                    return original()
-            if self.autosaver is None:
+    def _around_validation(self, original: Method) -> Any:
+        if self._trainer.sanity_checking:
+            with self._ended_here():
                 return original()
-            boundary, history = self._make_boundary(), self._beginning.history
-            history.begin_validation(continues=self._state().validation.is_continuing)
-            boundary.before_validation()
-            results = original()
-            history.end_validation()
-            return results
+        if self.autosaver is None:
+            return original()
+        boundary, history = self._make_boundary(), self._beginning.history
+        history.begin_validation(continues=self._state().validation.is_continuing)
+        boundary.before_validation()
+        results = original()
+        history.end_validation()
+        return results
 
-        return run
-
-    def _wrap_validation_reset(self, original: Method) -> Method:
-        def reset() -> None:
-            if self.run_state is not None:
-                self.run_state.validation.watch_first_fetch()
-            with self._loaders.iterated_by_trainer():
-                original()
-            self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
-
-        return reset
+    def _around_validation_reset(self, original: Method) -> None:
+        if self.run_state is not None:
+            self.run_state.validation.watch_first_fetch()
+        with self._loaders.iterated_by_trainer():
+            original()
+        self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
         def before_fetch() -> None:

@@ -102,14 +102,14 @@ class EvaluationSession(AnySession):
             return
         pass_over_idle_hooks(callback, self._patches)
         self._stopping.open()
-        trainer, loop, wrap = self._trainer, self._loop, self._patches.wrap
-        wrap(compat.checkpoint_connector(trainer), "resume_start", self._wrap_resume_start)
-        wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
-        wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
-        wrap(loop, "run", self._wrap_run)
-        wrap(loop, "setup_data", self._wrap_setup_data)
-        wrap(loop, "reset", self._wrap_reset)
-        wrap(loop, "on_run_start", self._wrap_run_start)
+        trainer, loop, around = self._trainer, self._loop, self._patches.around
+        around(compat.checkpoint_connector(trainer), "resume_start", self._around_resume_start)
+        self._patches.wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
+        around(trainer.strategy, "process_dataloader", self._around_process_dataloader)
+        around(loop, "run", self._around_run)
+        around(loop, "setup_data", self._around_setup_data)
+        around(loop, "reset", self._around_reset)
+        around(loop, "on_run_start", self._around_run_start)
         if runs.is_predicting(loop):
             runs.find_batch_indices(loop, self._patches, user_loader)
 
@@ -176,13 +176,10 @@ class EvaluationSession(AnySession):
 
     # What the seams do.
 
-    def _wrap_resume_start(self, original: Method) -> Method:
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
-                checkpoint_path, self._is_without_weights = None, True
-            original(checkpoint_path, *args, **kwargs)
-
-        return resume_start
+    def _around_resume_start(self, original: Method, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
+            checkpoint_path, self._is_without_weights = None, True
+        original(checkpoint_path, *args, **kwargs)
 
     def _is_finished_for_good(self) -> bool:
         """Return whether this evaluation is finished, and a later fit restores its own weights anyway."""
@@ -191,54 +188,48 @@ class EvaluationSession(AnySession):
         is_finished = part is not None and TrainerPosition(**part["position"]).is_finished
         return is_finished and self._beginning.has_later_autosaves()
 
-    def _wrap_process_dataloader(self, original: Method) -> Method:
-        return lambda loader: self._loaders.process(original(loader))
+    def _around_process_dataloader(self, original: Method, loader: Any) -> Any:
+        return self._loaders.process(original(loader))
 
-    def _wrap_setup_data(self, original: Method) -> Method:
-        def setup_data() -> None:
-            self._loaders.begin(self._function)
+    def _around_setup_data(self, original: Method) -> None:
+        self._loaders.begin(self._function)
+        if self._resume is not None:
+            self._resume.expect_loaders()
+        with self._loaders.iterated_by_trainer(stage=self._function):
+            original()
+        if self._dealing is not None:
+            self._dealing.look()
             if self._resume is not None:
-                self._resume.expect_loaders()
-            with self._loaders.iterated_by_trainer(stage=self._function):
-                original()
-            if self._dealing is not None:
-                self._dealing.look()
-                if self._resume is not None:
-                    reason = self._resume.why_not_dealt(self._dealing)
-                    if self._stopping.all_can(not reason):
-                        self._resume.deal(self._dealing)
-                    else:
-                        self._start_over(reason)
-                        self._loaders.resumed()
-                        setup_data()
-            if self._run_state is not None:
-                self._run_state.objects.look_again()
+                reason = self._resume.why_not_dealt(self._dealing)
+                if self._stopping.all_can(not reason):
+                    self._resume.deal(self._dealing)
+                else:
+                    self._start_over(reason)
+                    self._loaders.resumed()
+                    self._around_setup_data(original)
+        if self._run_state is not None:
+            self._run_state.objects.look_again()
 
-        return setup_data
-
-    def _wrap_run(self, original: Method) -> Method:
-        def run() -> Any:
-            if self._run_state is None or self._saver is None or self._state is None:
-                return original()
-            objects = self._run_state.objects
-            if self._resume is not None:
-                self._resume.put_back_drawn()
-            objects.begin()
-            self._files.flush()
-            self._saver.files_at_start = self._files.state_dict()
-            if self._resume is not None and self._resume.is_finished:
-                results = self._resume.restore_finished()
-                self._note_start()
-            else:
-                self._validation.begin()
-                self._validation.lost_before = self._run_state.not_carried()
-                results = original()
-                finished = self._position(is_finished=True)
-                self._saver.save(finished, self._state.state_dict(finished), self._returned(results))
-            self._stopping.stop_if_wanted(f"after the end of {self._function}")
-            return results
-
-        return run
+    def _around_run(self, original: Method) -> Any:
+        if self._run_state is None or self._saver is None or self._state is None:
+            return original()
+        objects = self._run_state.objects
+        if self._resume is not None:
+            self._resume.put_back_drawn()
+        objects.begin()
+        self._files.flush()
+        self._saver.files_at_start = self._files.state_dict()
+        if self._resume is not None and self._resume.is_finished:
+            results = self._resume.restore_finished()
+            self._note_start()
+        else:
+            self._validation.begin()
+            self._validation.lost_before = self._run_state.not_carried()
+            results = original()
+            finished = self._position(is_finished=True)
+            self._saver.save(finished, self._state.state_dict(finished), self._returned(results))
+        self._stopping.stop_if_wanted(f"after the end of {self._function}")
+        return results
 
     def _note_start(self) -> None:
         position = None if self._resume is None else self._resume.position
@@ -247,31 +238,25 @@ class EvaluationSession(AnySession):
     def _returned(self, results: Any) -> Any:
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
-    def _wrap_reset(self, original: Method) -> Method:
-        def reset() -> None:
-            with self._loaders.iterated_by_trainer():
-                if self._resume is not None and self._run_state is not None:
-                    self._validation.reset(self._resume.run, original)
-                else:
-                    if self._run_state is not None:
-                        self._validation.watch_first_fetch()
-                    original()
-            self._notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
-
-        return reset
-
-    def _wrap_run_start(self, original: Method) -> Method:
-        def on_run_start() -> None:
-            if self._resume is None:
-                original()
+    def _around_reset(self, original: Method) -> None:
+        with self._loaders.iterated_by_trainer():
+            if self._resume is not None and self._run_state is not None:
+                self._validation.reset(self._resume.run, original)
             else:
-                self._resume.restore()
-            self._note_start()
-            if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
-                self._common = CommonPace(self._beginning.ranks)
-                self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
+                if self._run_state is not None:
+                    self._validation.watch_first_fetch()
+                original()
+        self._notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
 
-        return on_run_start
+    def _around_run_start(self, original: Method) -> None:
+        if self._resume is None:
+            original()
+        else:
+            self._resume.restore()
+        self._note_start()
+        if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
+            self._common = CommonPace(self._beginning.ranks)
+            self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
 
     @property
     def _validation(self) -> ValidationRun:

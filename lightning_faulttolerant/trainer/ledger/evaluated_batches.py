@@ -14,9 +14,7 @@ from lightning_faulttolerant.trainer.evaluation.compat import is_predicting, num
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of, stage_of
 from lightning_faulttolerant.trainer.ledger.compat import fetches_seen, fetching_by_itself
 from lightning_faulttolerant.trainer.ledger.digests import Digest, digest, exact, exact_metrics
-from lightning_faulttolerant.trainer.patches import Patches
-
-Method = Callable[..., Any]
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 
 def is_evaluating(trainer: Trainer) -> bool:
@@ -31,14 +29,13 @@ def training_place(trainer: Trainer) -> dict[str, int]:
     return {"epoch": trainer.current_epoch, "batch": num_completed(trainer)}
 
 
-def wrap_steps(trainer: Trainer, patches: Patches, wrap: Callable[[Method], Method]) -> None:
-    """Wrap the steps of validation runs, or of the evaluation, except those of the sanity check."""
+def around_steps(trainer: Trainer, patches: Patches, advice: Method) -> None:
+    """Let `advice` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
-    def wrap_unless_sanity_checking(original: Method) -> Method:
-        wrapped = wrap(original)
-        return lambda *args, **kwargs: (original if trainer.sanity_checking else wrapped)(*args, **kwargs)
+    def unless_sanity_checking(step: Method, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs) if trainer.sanity_checking else advice(step, *args, **kwargs)
 
-    patches.wrap(trainer.strategy, f"{stage_of(trainer)}_step", wrap_unless_sanity_checking)
+    patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
 
 
 class EvaluatedBatches:
@@ -53,26 +50,22 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def wrap_step(self, original: Method) -> Method:
-        """Return a step that is followed by its line."""
+    def around_step(self, original: Method, batch: Any, *args: Any) -> Any:
+        """Run a step, and write its line."""
         trainer = self._trainer
-
-        def step(batch: Any, *args: Any) -> Any:
-            rng = digest(rng_state())
-            if fetching_by_itself(loop_of(trainer)):
-                contents = Digest()
-                with fetches_seen(loop_of(trainer), contents.feed):
-                    output = original(batch, *args)
-                content = contents.text()
-            else:
-                content = digest(batch)
+        rng = digest(rng_state())
+        if fetching_by_itself(loop_of(trainer)):
+            contents = Digest()
+            with fetches_seen(loop_of(trainer), contents.feed):
                 output = original(batch, *args)
-            number = {"validation_batch": num_evaluated(trainer)}
-            values = {"content": content, "rng": rng, "output": exact(output)}
-            self._write(EVALUATED, **training_place(trainer), **number, **values)
-            return output
-
-        return step
+            content = contents.text()
+        else:
+            content = digest(batch)
+            output = original(batch, *args)
+        number = {"validation_batch": num_evaluated(trainer)}
+        values = {"content": content, "rng": rng, "output": exact(output)}
+        self._write(EVALUATED, **training_place(trainer), **number, **values)
+        return output
 
 
 def returned_by(loop: Any, results: Any) -> dict[str, Any]:

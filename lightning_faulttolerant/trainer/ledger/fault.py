@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,10 +11,8 @@ from lightning_faulttolerant.errors import DrillFault
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.ledger.compat import logger_connector
-from lightning_faulttolerant.trainer.ledger.evaluated_batches import training_place, wrap_steps
-from lightning_faulttolerant.trainer.patches import Patches
-
-Method = Callable[..., Any]
+from lightning_faulttolerant.trainer.ledger.evaluated_batches import around_steps, training_place
+from lightning_faulttolerant.trainer.patches import Method, Patches
 
 # How often torchrun has restarted the ranks, as its documentation says.
 _RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -52,33 +49,27 @@ class Fault:
         trainer, hook = self._trainer, self._place.hook
         epoch_loop = trainer.fit_loop.epoch_loop
         if self._is_in_evaluation:
-            wrap_steps(trainer, patches, self._wrap_before)
+            around_steps(trainer, patches, self._around_before)
         elif hook == "start":
-            patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_before)
-            patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_before)
+            patches.around(epoch_loop.automatic_optimization, "run", self._around_before)
+            patches.around(epoch_loop.manual_optimization, "run", self._around_before)
         elif hook == "step":
-            patches.wrap(trainer.strategy, "backward", self._wrap_after)
+            patches.around(trainer.strategy, "backward", self._around_after)
         else:
-            patches.wrap(logger_connector(trainer), "on_batch_end", self._wrap_after)
+            patches.around(logger_connector(trainer), "on_batch_end", self._around_after)
 
     @property
     def _is_in_evaluation(self) -> bool:
         return len(self._place.batch) > len(("fit", "epoch", "batch"))
 
-    def _wrap_before(self, original: Method) -> Method:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            self._strike()
-            return original(*args, **kwargs)
+    def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self._strike()
+        return original(*args, **kwargs)
 
-        return method
-
-    def _wrap_after(self, original: Method) -> Method:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._strike()
-            return result
-
-        return method
+    def _around_after(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._strike()
+        return result
 
     def _strike(self) -> None:
         place: tuple[int, ...] = tuple(training_place(self._trainer).values())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,19 +37,17 @@ from lightning_faulttolerant.trainer.ledger.digests import (
 )
 from lightning_faulttolerant.trainer.ledger.evaluated_batches import (
     EvaluatedBatches,
+    around_steps,
     is_evaluating,
     returned_by,
     training_place,
-    wrap_steps,
 )
 from lightning_faulttolerant.trainer.ledger.order import LastBatchIndices
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.versions import surroundings
 from lightning_faulttolerant.trainer.session import Session
-
-Method = Callable[..., Any]
 
 
 class FitLedger:
@@ -91,25 +88,25 @@ class FitLedger:
         """Begin to write."""
         trainer, patches, connector = self._trainer, self._patches, logger_connector(self._trainer)
         loop = trainer.fit_loop if self._is_fit else loop_of(trainer)
-        patches.wrap(loop, "reset", self._wrap_reset)
-        patches.wrap(loop, "on_run_start", self._wrap_run_start)
+        patches.around(loop, "reset", self._around_reset)
+        patches.around(loop, "on_run_start", self._around_run_start)
         if self._is_fit:
             self._take_seams_of_training()
-            patches.wrap(connector, "log_eval_end_metrics", self._wrap_validation_end)
+            patches.around(connector, "log_eval_end_metrics", self._around_validation_end)
         else:
-            patches.wrap(loop, "run", self._wrap_evaluation)
-        patches.wrap(connector, "log_metrics", self._wrap_log)
-        wrap_steps(trainer, patches, EvaluatedBatches(trainer, self._write).wrap_step)
+            patches.around(loop, "run", self._around_evaluation)
+        patches.around(connector, "log_metrics", self._around_log)
+        around_steps(trainer, patches, EvaluatedBatches(trainer, self._write).around_step)
         for logger in trainer.loggers:
-            patches.wrap(logger, "log_metrics", partial(self._wrap_logger, logger))
+            patches.around(logger, "log_metrics", partial(self._around_logger, logger))
 
     def _take_seams_of_training(self) -> None:
         patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
         if self._order is not None:
             patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
-        patches.wrap(logger_connector(self._trainer), "on_batch_start", self._wrap_batch_start)
-        patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_step)
-        patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_step)
+        patches.around(logger_connector(self._trainer), "on_batch_start", self._around_batch_start)
+        patches.around(epoch_loop.automatic_optimization, "run", self._around_step)
+        patches.around(epoch_loop.manual_optimization, "run", self._around_step)
 
     def _autosaved(self, position: TrainerPosition, path: str) -> None:
         """Write a line for an autosave that is written and verified."""
@@ -186,20 +183,14 @@ class FitLedger:
 
     # The wrapped methods.
 
-    def _wrap_reset(self, original: Method) -> Method:
-        def reset() -> None:
-            original()
-            if not self._has_begun:
-                self._begin()
+    def _around_reset(self, original: Method) -> None:
+        original()
+        if not self._has_begun:
+            self._begin()
 
-        return reset
-
-    def _wrap_run_start(self, original: Method) -> Method:
-        def on_run_start(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self._is_listening = True  # values logged at the start of a fit are logged again at each start
-
-        return on_run_start
+    def _around_run_start(self, original: Method, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
     def _wrap_before_fetch(self, original: Method) -> Method:
         assert self._order is not None
@@ -211,14 +202,11 @@ class FitLedger:
 
         return before_fetch
 
-    def _wrap_batch_start(self, original: Method) -> Method:
-        def on_batch_start(batch: Any, *args: Any, **kwargs: Any) -> None:
-            if self._trainer.training:
-                self._batch = self._known_of(batch)
-                self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
-            original(batch, *args, **kwargs)
-
-        return on_batch_start
+    def _around_batch_start(self, original: Method, batch: Any, *args: Any, **kwargs: Any) -> None:
+        if self._trainer.training:
+            self._batch = self._known_of(batch)
+            self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
+        original(batch, *args, **kwargs)
 
     def _known_of(self, batch: Any) -> dict[str, Any]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
@@ -227,23 +215,20 @@ class FitLedger:
             known["order"] = None if self._order is None else self._order.of_batch()
         return known
 
-    def _wrap_step(self, original: Method) -> Method:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if step_fetches(self._trainer):
-                outcome = self._run_fetching(original, *args, **kwargs)
-            else:
-                outcome = original(*args, **kwargs)
-            self._write(
-                kinds.BATCH,
-                epoch=self._trainer.current_epoch,
-                batch=num_completed(self._trainer),
-                **self._batch,
-                loss=exact(outcome.get("loss")),
-                learning_rates=learning_rates(self._trainer),
-            )
-            return outcome
-
-        return run
+    def _around_step(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        if step_fetches(self._trainer):
+            outcome = self._run_fetching(original, *args, **kwargs)
+        else:
+            outcome = original(*args, **kwargs)
+        self._write(
+            kinds.BATCH,
+            epoch=self._trainer.current_epoch,
+            batch=num_completed(self._trainer),
+            **self._batch,
+            loss=exact(outcome.get("loss")),
+            learning_rates=learning_rates(self._trainer),
+        )
+        return outcome
 
     def _run_fetching(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Run a step that fetches its batches by itself, and note all of them."""
@@ -259,48 +244,36 @@ class FitLedger:
         self._batch["order"] = None if None in orders else digest(orders)
         return outcome
 
-    def _wrap_validation_end(self, original: Method) -> Method:
-        def log_eval_end_metrics(metrics: Any) -> None:
-            if not self._trainer.sanity_checking:
-                self._write(
-                    kinds.VALIDATED,
-                    **training_place(self._trainer),
-                    metrics={name: exact(value) for name, value in sorted(metrics.items())},
-                )
-            original(metrics)
+    def _around_validation_end(self, original: Method, metrics: Any) -> None:
+        if not self._trainer.sanity_checking:
+            self._write(
+                kinds.VALIDATED,
+                **training_place(self._trainer),
+                metrics={name: exact(value) for name, value in sorted(metrics.items())},
+            )
+        original(metrics)
 
-        return log_eval_end_metrics
+    def _around_evaluation(self, original: Method) -> Any:
+        results = original()
+        self._returned = returned_by(loop_of(self._trainer), results)
+        return results
 
-    def _wrap_evaluation(self, original: Method) -> Method:
-        def run() -> Any:
-            results = original()
-            self._returned = returned_by(loop_of(self._trainer), results)
-            return results
+    def _around_log(self, original: Method, metrics: Any, step: int | None = None) -> None:
+        trainer = self._trainer
+        if metrics and not trainer.sanity_checking:
+            self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
+        self._is_logging = True
+        try:
+            original(metrics, step=step)
+        finally:
+            self._is_logging = False
 
-        return run
-
-    def _wrap_log(self, original: Method) -> Method:
-        def log_metrics(metrics: Any, step: int | None = None) -> None:
-            trainer = self._trainer
-            if metrics and not trainer.sanity_checking:
-                self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
-            self._is_logging = True
-            try:
-                original(metrics, step=step)
-            finally:
-                self._is_logging = False
-
-        return log_metrics
-
-    def _wrap_logger(self, logger: Any, original: Method) -> Method:
-        def log_metrics(*args: Any, **kwargs: Any) -> Any:
-            if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
-                metrics = args[0] if args else kwargs.get("metrics")
-                step = args[1] if len(args) > 1 else kwargs.get("step")
-                self._log(exact(step), metrics, logger=type(logger).__name__)
-            return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
-
-        return log_metrics
+    def _around_logger(self, logger: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+        if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
+            metrics = args[0] if args else kwargs.get("metrics")
+            step = args[1] if len(args) > 1 else kwargs.get("step")
+            self._log(exact(step), metrics, logger=type(logger).__name__)
+        return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
     def _log(self, step: Any, metrics: Any, *, closes_epoch: bool = False, logger: str | None = None) -> None:
         validating = is_evaluating(self._trainer)

@@ -17,7 +17,7 @@ from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
 from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.session import Session
@@ -65,16 +65,13 @@ class OpenLedger:
         if session is not None and path is not None:
             self._begin.append(partial(StrikePlaces(trainer, session, number).take_seams, self._patches))
         if self._begin:
-            self._patches.wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_begin)
+            self._patches.around(compat.signal_connector(trainer), "register_signal_handlers", self._around_begin)
 
-    def _wrap_begin(self, original: Callable[[], None]) -> Callable[[], None]:
-        def register_signal_handlers() -> None:
-            original()
-            # The real work begins here: what a finder has trained before, in on_fit_start, does not count.
-            while self._begin:
-                self._begin.pop(0)()
-
-        return register_signal_handlers
+    def _around_begin(self, original: Method) -> None:
+        original()
+        # The real work begins here: what a finder has trained before, in on_fit_start, does not count.
+        while self._begin:
+            self._begin.pop(0)()
 
     def is_of(self, trainer: Trainer) -> bool:
         """Return whether this is the ledger of a fit or an evaluation of `trainer`."""

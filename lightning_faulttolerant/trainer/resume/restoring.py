@@ -89,26 +89,22 @@ class Restoring:
             GROWN: self._grown.state_dict(),
         }
 
-    def wrap_resume_start(self, original: Method) -> Method:
-        """Return a function that chooses the checkpoint and begins the resume from it."""
-
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
-                with own_file_restored(self._trainer):
-                    original(checkpoint_path, *args, **kwargs)
-                return
-            self._has_started = True
-            self._grown = GrownBuffers(self._trainer.lightning_module)
-            choice = self._choice = self._beginning.choose(checkpoint_path)
-            self._loaders.share_seeds(self._beginning.ranks)
-            load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
-            if choice.checkpoint is None:
-                load()
-                self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
-            if choice.path is not None:
-                self._begin(load if choice.checkpoint is not None else None)
-
-        return resume_start
+    def around_resume_start(self, original: Method, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Choose the checkpoint, and begin the resume from it."""
+        if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
+            with own_file_restored(self._trainer):
+                original(checkpoint_path, *args, **kwargs)
+            return
+        self._has_started = True
+        self._grown = GrownBuffers(self._trainer.lightning_module)
+        choice = self._choice = self._beginning.choose(checkpoint_path)
+        self._loaders.share_seeds(self._beginning.ranks)
+        load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
+        if choice.checkpoint is None:
+            load()
+            self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+        if choice.path is not None:
+            self._begin(load if choice.checkpoint is not None else None)
 
     def _begin(self, load: Callable[[], None] | None) -> None:
         assert self._choice is not None
@@ -135,36 +131,28 @@ class Restoring:
             captured = (part.get("instead") or {}).get("buffers", {})
             self._grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
 
-    def wrap_restore_training_state(self, original: Method) -> Method:
-        """Return a function that gives Lightning the parameter groups to load into, and the checkpoint if it is gone.
+    def around_restore_training_state(self, original: Method) -> None:
+        """Give Lightning the parameter groups to load into, and the checkpoint if it is gone.
 
         The checkpoint is gone if a finder has used it up.
         """
+        choice = self._choice
+        if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
+            compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
+        if self._param_groups is None:
+            self._param_groups, self._replaced = ParamGroups(self._trainer), Replaced(self._trainer)
+            if choice is not None and choice.part is not None:
+                if self.resume is not None:
+                    self.resume.admit(self._replaced.why_not_exact(choice.part.get(REPLACED)))
+                self._param_groups.load_state_dict(choice.part.get(GROUPS))
+        original()
+        if self.resume is not None:
+            self.resume.prune()
 
-        def restore_training_state() -> None:
-            choice = self._choice
-            if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
-                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
-            if self._param_groups is None:
-                self._param_groups, self._replaced = ParamGroups(self._trainer), Replaced(self._trainer)
-                if choice is not None and choice.part is not None:
-                    if self.resume is not None:
-                        self.resume.admit(self._replaced.why_not_exact(choice.part.get(REPLACED)))
-                    self._param_groups.load_state_dict(choice.part.get(GROUPS))
+    def around_restore_callbacks(self, original: Method) -> None:
+        """Let callbacks load their states, also those that fail to load by themselves."""
+        self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
+        with spikes_restored(self._trainer):
             original()
-            if self.resume is not None:
-                self.resume.prune()
-
-        return restore_training_state
-
-    def wrap_restore_callbacks(self, original: Method) -> Method:
-        """Return a function that lets callbacks load their states, also those that fail to load by themselves."""
-
-        def restore_callbacks() -> None:
-            self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
-            with spikes_restored(self._trainer):
-                original()
-            if self.resume is not None:
-                self.resume.note_loaded()
-
-        return restore_callbacks
+        if self.resume is not None:
+            self.resume.note_loaded()

@@ -122,12 +122,12 @@ class Stopping:
     def open(self) -> None:
         """Take over the seams that concern the end of a fit."""
         loop, around = compat.validation_loop(self._trainer), self._patches.around
-        around(self._trainer.fit_loop, "run", self._run)
-        around(loop, "run", self._run)
-        around(loop, "reset", self._reset_validation)
-        around(loop, "on_run_end", self._end_validation)
-        around(compat.signal_connector(self._trainer), "register_signal_handlers", self._register)
-        around(compat.signal_connector(self._trainer), "teardown", self._tear_down)
+        around(self._trainer.fit_loop, "run", self._around_run)
+        around(loop, "run", self._around_run)
+        around(loop, "reset", self._around_validation_reset)
+        around(loop, "on_run_end", self._around_validation_end)
+        around(compat.signal_connector(self._trainer), "register_signal_handlers", self._around_register)
+        around(compat.signal_connector(self._trainer), "teardown", self._around_teardown)
         self._is_open = True
 
     def begin(self, save_seconds: Callable[[], float]) -> None:
@@ -293,26 +293,26 @@ class Stopping:
 
     # What the seams do.
 
-    def _run(self, run: Method) -> Any:
+    def _around_run(self, run: Method) -> Any:
         try:
             return run()
         except BaseException as error:
             self.fail(error)  # before any callback's on_exception, which may wait for the other ranks
             raise
 
-    def _reset_validation(self, reset: Method) -> None:
+    def _around_validation_reset(self, reset: Method) -> None:
         self.agreement.begin_run()
         reset()
 
-    def _end_validation(self, on_run_end: Method) -> Any:
+    def _around_validation_end(self, on_run_end: Method) -> Any:
         self.agreement.end_batches()
         return on_run_end()
 
-    def _register(self, register_signal_handlers: Method) -> None:
+    def _around_register(self, register_signal_handlers: Method) -> None:
         self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
         register_signal_handlers()
 
-    def _tear_down(self, teardown: Method) -> None:
+    def _around_teardown(self, teardown: Method) -> None:
         teardown()
         if self._is_interrupted:
             self._end()
