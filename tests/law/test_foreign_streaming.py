@@ -99,6 +99,11 @@ def litdata_loader(data: str, num_workers: int) -> DataLoader[Any]:
     return litdata.StreamingDataLoader(Rows(data, shuffle=True), batch_size=4, num_workers=num_workers)
 
 
+def litdata_in_torchs_loader(data: str, num_workers: int) -> DataLoader[Any]:
+    """Return torch's own loader over the same data set, which then counts the epochs itself."""
+    return DataLoader(litdata_loader(data, num_workers).dataset, batch_size=4, num_workers=num_workers)
+
+
 def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
     """Check that a fit obeys the law, killed in the first epoch and in the second."""
 
@@ -121,6 +126,12 @@ def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
 def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
     """The same holds for LitData."""
     assert_goes_on(litdata_loader, litdata_data, num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_litdata_in_torchs_loader_goes_on(litdata_data: str, num_workers: int) -> None:
+    """And for LitData's data set in a loader of torch."""
+    assert_goes_on(litdata_in_torchs_loader, litdata_data, num_workers)
 
 
 class Jittered:

@@ -80,6 +80,42 @@ def test_numbers_on_a_torch_loader(
     assert_goes_on(cut, train=train, module=module, users=users, max_epochs=3)
 
 
+class CountedSamples(NoisyDataset):
+    """Counts the samples that it gives, and makes each larger than the one before."""
+
+    num_given = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_given += 1
+        return super().__getitem__(index) * (1 + 0.01 * self.num_given)
+
+
+class HoldsLoader:
+    """Yields the batches of a torch loader that it holds."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch + torch.randn(()) for batch in self.loader)
+
+
+@each_cut
+@pytest.mark.parametrize("kind", [HoldsLoader, None])
+def test_data_set_that_counts(kind: Any, cut: Cut) -> None:
+    """The count of a data set inside of a replayed loader is that of the start of the epoch, before it is replayed."""
+
+    def train() -> Any:
+        if kind is None:
+            return SeededByEpoch(CountedSamples(), batch_size=4, shuffle=True)
+        return kind(DataLoader(CountedSamples(), batch_size=4, shuffle=True))
+
+    assert_goes_on(cut, train=train, max_epochs=3)
+
+
 seed = 0
 
 

@@ -33,8 +33,8 @@ def call_off_observers() -> None:
     Every 5 seconds the observer checks whether a process that it started ended with an error, and 143 counts as one.
     """
     for thread in threading.enumerate():
-        observer: Any = thread
-        if thread.name == OBSERVER_THREAD and hasattr(observer, "_child_processes"):
+        if thread.name == OBSERVER_THREAD:
+            observer: Any = thread
             observer._child_processes = []
 
 

@@ -267,6 +267,19 @@ def test_views() -> None:
     assert fresh.alone.tolist() == changed.alone.tolist() == [1.0, 2.0, 3.0]
 
 
+def test_view_of_what_is_too_large() -> None:
+    """A few elements of a tensor that is too large are carried, as those of no other tensor."""
+    root = SimpleNamespace()
+    state = ObjectState({"root": root}, Rules())
+    root.all = torch.arange(1000.0)
+    root.few = root.all[:3]
+    saved = state.state_dict(max_bytes=2_000)
+    assert saved[LOST].keys() == {"root.all"}
+    fresh = SimpleNamespace()
+    assert ObjectState({"root": fresh}, Rules()).load_state_dict(through_a_file(saved)) == []
+    assert fresh.few.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_gradient_of_a_tensor() -> None:
     """The gradient of a user's tensor is back; a removed one stays removed."""
 

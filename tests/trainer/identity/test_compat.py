@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.trainer.identity import compat
 from tests.contract import missing, private_names
-from tests.runs import make_trainer
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, make_trainer
 
 
 @pytest.mark.parametrize("path", compat.SEAMS)
@@ -38,3 +41,22 @@ def test_loaders_by_place() -> None:
     """All loaders that were passed are found, however they are nested."""
     found = dict(compat._loaders({"a": [1, CombinedLoader({"b": 2})], "c": None}, "train"))
     assert found == {"train.a.0": 1, "train.a.1.b": 2}
+
+
+class Asks(Callback):
+    """Asks for the loaders in a validation run."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ask."""
+        self.found = compat.given_loaders(trainer)
+
+
+def test_loaders_of_an_evaluation(tmp_path: Path) -> None:
+    """In an evaluation they are those that it was given, and not those of a fit before it."""
+    asks = Asks()
+    trainer = make_trainer([asks], tmp_path, max_epochs=1)
+    of_fit, other = (DataLoader(NoisyDataset(4), batch_size=4) for _ in range(2))
+    trainer.fit(Net(), of_fit, other)
+    assert asks.found == {"train": of_fit}
+    trainer.validate(Net(), other)
+    assert asks.found == {"validate": other}
