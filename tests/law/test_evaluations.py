@@ -441,6 +441,33 @@ class Rows:
         yield from torch.arange(20.0).reshape(5, 1, 4)
 
 
+@pytest.mark.parametrize("is_finished", [False, True], ids=["interrupted", "finished"])
+def test_other_data_start_over(is_finished: bool, tmp_path: Path) -> None:
+    """A test of other batches is another one. It is not refused, whether it was interrupted or finished."""
+
+    def main(batch_size: int) -> Main:
+        def of_size(callbacks: list[Callback], directory: Path) -> object:
+            results = make_trainer(callbacks, directory).test(
+                Judge(), DataLoader(NoisyDataset(20), batch_size=batch_size)
+            )
+            if is_finished and batch_size == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return results
+
+        return of_size
+
+    options = {**ALWAYS, "dirpath": tmp_path / "autosaves", "run_id": "run"}
+    first, expected = ([], -9) if is_finished else ([Strike("test", 2)], 143)
+    assert ended(main(4), tmp_path, lambda: [FaultTolerance(**options), *first])[0] == expected
+    code, output = ended(main(2), tmp_path, lambda: [FaultTolerance(**options)])
+    assert code == 0, output
+    assert "This test starts over: " in output
+    assert "test/0.batch_size: 4 when it was saved, 2 now" in output
+    result = torch.load(tmp_path / "result.pt")
+    assert ended(main(2), tmp_path / "alone")[0] == 0
+    assert result == torch.load(tmp_path / "alone" / "result.pt")
+
+
 def test_a_loader_that_cannot_be_followed(tmp_path: Path) -> None:
     """Such a loader is not refused, as in a fit. The evaluation runs as it is, and from its start."""
     outputs = assert_continues(evaluation("predict", loaders=Rows), tmp_path, Strike("predict", 2), resumes=False)

@@ -217,7 +217,7 @@ def test_report_names_the_batches_that_run_again(
             [protection] = [one for one in trainer.callbacks if isinstance(one, FaultTolerance)]
             report = protection.resume_report
             assert report is not None
-            told = [text.removeprefix("the process before was killed: ") for text in report.notes]
+            told = [text.removeprefix("the process before ended without a save: ") for text in report.notes]
             assert told == note, told
 
     ended = run(lambda: main(Looks()))

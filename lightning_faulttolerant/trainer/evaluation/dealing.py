@@ -84,8 +84,8 @@ class Dealing:
                 self._reason = f"loader predict/{number} has another order than Lightning's own sampler of predict"
                 self._dealt = []
                 return
-            rest = Rest(length=length)
-            self._dealt.append(_Dealt(loader=loader, rest=rest, first=0, num_own=len(rest.of_rank(rank, num_ranks))))
+            num_own = len(range(rank, length, num_ranks))
+            self._dealt.append(_Dealt(loader=loader, rest=Rest(length=length), first=0, num_own=num_own))
 
     def state_dict(self, *, is_finished: bool) -> dict[str, Any]:
         """Return what is left at this place, and why another number of ranks can't continue here, if so."""

@@ -32,6 +32,8 @@ from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RU
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
+_UNSAVED = "the process before ended without a save"
+
 
 class EvaluationResume:
     """Restores one evaluation from an autosave.
@@ -79,7 +81,7 @@ class EvaluationResume:
         self._trust = trust
         self._predictions = predictions
         self._began = time.monotonic()
-        self._comparison = Comparison(self._path, strict=True, is_elastic=False)
+        self._comparison = Comparison(self._path, strict=False, is_elastic=False, warns=False)
         self._patches = patches
         self._num_before_kill = num_before_kill
         self.position = TrainerPosition(**self._part["position"])
@@ -144,18 +146,13 @@ class EvaluationResume:
         return found
 
     def put_back_drawn(self) -> None:
-        """Restore what the script drew before the first start.
-
-        Raises:
-            FingerprintMismatchError: If that fails.
-        """
+        """Restore what the script drew before the first start. `why_other_data` says if that fails."""
         if self._loaders.drawn is not None:
             self._comparison.put_back_drawn(self._loaders.drawn, self._drawn)
 
     def expect_loaders(self) -> None:
-        """Compare the loaders that are set up next with those of the evaluation that saved, and let them continue."""
+        """Compare the loaders that are set up next with those of the evaluation that saved."""
         self._loaders.expect(self._compare_loader)
-        self._loaders.resume_from(self._state["loaders"])
 
     @property
     def _dealt(self) -> list[Mapping[str, Any]]:
@@ -163,13 +160,22 @@ class EvaluationResume:
         states: list[Mapping[str, Any]] = list(self._state.get(DEALT, {}).get("loaders", ()))
         return states if any(state["consumed"] for state in states) and not self.is_finished else []
 
-    def why_not_dealt(self, dealing: Dealing) -> str:
-        """Return why what is left can't be dealt to these ranks, or an empty string. The loaders must be set up."""
-        return dealing.why_not_dealt(self._dealt) if self._dealt else ""
+    def why_other_data(self, dealing: Dealing | None) -> str:
+        """Return why these are not the data of the evaluation that saved, or why they can't be dealt to these ranks.
 
-    def deal(self, dealing: Dealing) -> None:
-        """Deal what is left of the samples to these ranks, if another number of ranks began."""
-        if not self._dealt:
+        Args:
+            dealing: Deals the samples of ``predict``.
+
+        Returns:
+            An empty string if the evaluation can continue. The loaders must be set up.
+        """
+        reason = "; ".join(self._comparison.not_exact)
+        return reason or (dealing.why_not_dealt(self._dealt) if self._dealt and dealing is not None else "")
+
+    def continue_loaders(self, dealing: Dealing | None) -> None:
+        """Let the loaders continue; deal what is left of the samples to these ranks if another number began."""
+        self._loaders.resume_from(self._state["loaders"])
+        if not self._dealt or dealing is None:
             return
         dealing.deal(self._dealt, self._patches)
         if self._other_ranks is not None:
@@ -204,9 +210,8 @@ class EvaluationResume:
         self._settle()
 
     def restore_finished(self) -> Any:
-        """Restore the end of a finished evaluation. Return what it returned."""
+        """Restore the end of a finished evaluation. Return what it returned. The loaders must be set up."""
         loop = loop_of(self._trainer)
-        loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if runs.is_predicting(loop):
             runs.make_room_for_predictions(loop)
         results = self._state[RETURNED]
@@ -218,16 +223,16 @@ class EvaluationResume:
         runs.print_results(loop, results)
         return results
 
-    def _told_again(self) -> tuple[str, ...]:
+    def _note_about_repeated(self) -> tuple[str, ...]:
         """Return a note about the batches that run a second time: writers of predictions and other hooks see them."""
         first, known = self.position.validation_batch, self._num_before_kill
         if known is None or self.is_finished:
             return ()
         function = function_of(self._trainer)
         if known <= first:
-            return (f"the process before was killed: batches of {function} from {first} on may run a second time",)
+            return (f"{_UNSAVED}: batches of {function} from {first} on may run a second time",)
         batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
-        return (f"the process before was killed: {batches} of {function}, and maybe some more, run a second time",)
+        return (f"{_UNSAVED}: {batches} of {function}, and maybe some more, run a second time",)
 
     def _load(self) -> None:
         state = self._trust.unpickled(self._state, self._path)
@@ -252,9 +257,9 @@ class EvaluationResume:
             exact=still_exact(parts, not_exact, loaders=(), objects=objects),
             not_exact=not_exact,
             objects=objects,
-            notes=(*self._comparison.notes, *self._run_state.objects.notes, *self._told_again()),
+            notes=(*self._comparison.notes, *self._run_state.objects.notes, *self._note_about_repeated()),
             seconds=time.monotonic() - self._began,
         )
-        self._state = {}
+        self._state, self._other_ranks = {}, None
         with above_the_bar():
             tell(f"{self.report}")

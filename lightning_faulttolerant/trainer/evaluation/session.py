@@ -163,12 +163,12 @@ class EvaluationSession(AnySession):
         if self._stopping.all_can(not reason):
             self._files.settle()
             self._resume = None if resume.starts_over else resume
-            self._continued = choice
+            self._continued = choice.with_checkpoint(None)
             return
         self._start_over(reason)
 
     def _start_over(self, reason: str) -> None:
-        self._resume, series = None, self._beginning.series
+        self._resume, self._continued, series = None, None, self._beginning.series
         if self._beginning.ranks.rank == 0 and series is not None:
             aside = series.set_aside("another-evaluation")
             reason = reason or "another rank differs"
@@ -199,14 +199,13 @@ class EvaluationSession(AnySession):
             original()
         if self._dealing is not None:
             self._dealing.look()
-            if self._resume is not None:
-                reason = self._resume.why_not_dealt(self._dealing)
-                if self._stopping.all_can(not reason):
-                    self._resume.deal(self._dealing)
-                else:
-                    self._start_over(reason)
-                    self._loaders.resumed()
-                    self._around_setup_data(original)
+        if self._resume is not None:
+            reason = self._resume.why_other_data(self._dealing)
+            if self._stopping.all_can(not reason):
+                self._resume.continue_loaders(self._dealing)
+            else:
+                self._loaders.resumed()
+                self._start_over(reason)
         if self._run_state is not None:
             self._run_state.objects.look_again()
 
@@ -219,6 +218,8 @@ class EvaluationSession(AnySession):
         objects.begin()
         self._files.flush()
         self._saver.files_at_start = self._files.state_dict()
+        if self._resume is not None and self._resume.is_finished:
+            self._loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if self._resume is not None and self._resume.is_finished:
             results = self._resume.restore_finished()
             self._note_start()

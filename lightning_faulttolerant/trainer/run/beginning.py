@@ -40,6 +40,7 @@ class _FirstRankMessage:
     mark: str = ""
     continues: bool = False
     moved_roots: Mapping[str, str] = field(default_factory=dict)
+    num_before_kill: int | None = None
     error: Exception | None = None
 
 
@@ -69,7 +70,7 @@ class Beginning:
         self.history = HistoryWriter(trainer)
         """The history of this fit, on rank 0."""
         self.num_before_kill: int | None = None
-        """How many batches of an evaluation ran before its process was killed; ``None`` if none was. On rank 0."""
+        """How many batches of an evaluation ran before its process was killed; ``None`` if none was."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
@@ -160,6 +161,7 @@ class Beginning:
             mark=self._files.mark,
             continues=self._files.continues,
             moved_roots=self._files.moved_roots,
+            num_before_kill=self.num_before_kill,
             error=self._error and _picklable(self._error),
         )
         told: _FirstRankMessage = self.ranks.from_first("what the fit continues from", own)
@@ -168,7 +170,7 @@ class Beginning:
         if self.ranks.rank > 0:
             self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
-            self.choice = told.choice
+            self.choice, self.num_before_kill = told.choice, told.num_before_kill
         self._read_on_others()
 
     def _read_on_others(self) -> None:

@@ -23,12 +23,14 @@ class Comparison:
         path: The checkpoint.
         strict: Whether a difference is an error.
         is_elastic: Whether a different number of workers is not an error.
+        warns: Whether a difference that is not an error is a warning.
     """
 
-    def __init__(self, path: str, *, strict: bool, is_elastic: bool) -> None:
+    def __init__(self, path: str, *, strict: bool, is_elastic: bool, warns: bool = True) -> None:
         self._path = path
         self._strict = strict
         self._is_elastic = is_elastic
+        self._warns = warns
         self.not_exact: list[str] = []
         """The differences that are not an error."""
         self.notes: list[str] = []
@@ -105,6 +107,7 @@ class Comparison:
     def _take(self, lines: list[str], remedy: str = "") -> None:
         if lines and self._strict:
             raise mismatch(lines, path=self._path, remedy=remedy)
-        for line in lines:
-            _log.warning("%s differs: %s", self._path, line)
+        if self._warns:
+            for line in lines:
+                _log.warning("%s differs: %s", self._path, line)
         self.not_exact += lines

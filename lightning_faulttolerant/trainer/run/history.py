@@ -100,10 +100,10 @@ class HistoryWriter:
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
 
     def num_before_kill(self) -> int | None:
-        """Return how many batches of this evaluation a process is known to have done before it was killed.
+        """Return how many batches of this evaluation are known to be done, if the last process did not save its end.
 
         Returns:
-            The number, or ``None`` if the last process that ran it was not killed. Call it before `begin`.
+            The number, or ``None`` if the last process saved where it ended. Call it before `begin`.
         """
         if self.file is None:
             return None
@@ -117,8 +117,10 @@ class HistoryWriter:
             if line.get("event") == DONE:
                 known = None
             elif line.get("fit") == self._fit:
-                found = line.get("num_validated")
-                known = None if line.get("event") in (BEGIN, END) else found if isinstance(found, int) else known
+                found, saved = line.get("num_validated"), line.get("saved") or {}
+                known = max(known or 0, found) if isinstance(found, int) else known
+                if line.get("event") == END and saved.get("num_validated") == found:
+                    known = None
         return known
 
     @_without_harm
