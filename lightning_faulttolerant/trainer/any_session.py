@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.patches import Patches, then
+from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.settings.environment import is_manual
@@ -20,7 +24,7 @@ from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
 
-class AnySession:
+class AnySession(ABC):
     """Everything that this package keeps for the length of one function of the Trainer.
 
     Args:
@@ -43,9 +47,16 @@ class AnySession:
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._beginning = Beginning(trainer, options, self._files, function=function_of(trainer))
+        self._notes_fetches = False
+        """Whether the fetches of the evaluation in progress are noted."""
         self.is_open = False
         self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
+
+    @property
+    @abstractmethod
+    def report(self) -> ResumeReport | None:
+        """The report of what was restored, if this run resumed."""
 
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
@@ -60,6 +71,14 @@ class AnySession:
     def connect(self) -> None:
         """Connect the ranks, and send the choice to all of them; a collective."""
         self._stopping.connect(self._beginning.connect())
+
+    @abstractmethod
+    def open(self, callback: Callback) -> None:
+        """Take over the seams. `callback` is the callback that opens this session."""
+
+    @abstractmethod
+    def put_part(self, checkpoint: dict[str, Any]) -> None:
+        """Put our part into a checkpoint that other code is saving."""
 
     def finish(self) -> None:
         """End a run that finished."""
@@ -77,12 +96,13 @@ class AnySession:
             compat.end_fetching(self._trainer)
             self._tell_end(exception)
 
-    def save_before_batch(self) -> None:
+    def save_before_batch(self) -> None:  # noqa: B027 - not every session can
         """Save before the next training batch, where a drill requests it; a collective."""
 
-    def save_before_evaluation_batch(self) -> None:
+    def save_before_evaluation_batch(self) -> None:  # noqa: B027 - not every session can
         """Save before the next batch of an evaluation, where a drill requests it, if the run can continue there."""
 
+    @abstractmethod
     def _save_interrupted(self, exception: BaseException) -> None:
         """Save what can still be saved, and report where the run continues."""
 
@@ -103,5 +123,20 @@ class AnySession:
         self._close_own()
         self._beginning.close()
 
+    def _begin_fetch(self) -> None:
+        """Note that the evaluation in progress fetches a batch."""
+        self._stopping.signals.fetch_began = time.monotonic()
+        self._loaders.begin_fetch()
+
+    def _wrap_after_evaluation_fetch(self, original: Method) -> Method:
+        def after_fetch() -> None:
+            if self._notes_fetches:
+                self._loaders.end_fetch()
+                self._stopping.signals.fetch_began = None
+            original()
+
+        return after_fetch
+
+    @abstractmethod
     def _close_own(self) -> None:
         """Give back what only this kind of session has."""

@@ -23,8 +23,8 @@ from lightning_faulttolerant.trainer.settings.options_variable import option_nam
 from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
 
 if TYPE_CHECKING:
+    from lightning_faulttolerant.trainer.any_session import AnySession
     from lightning_faulttolerant.trainer.ledger.opened import OpenLedger
-    from lightning_faulttolerant.trainer.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class FaultTolerance(AnyCallback):
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
         self._log: Any = None
-        self._session: Session | None = None
+        self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
         self._registered: dict[str, Registered] = {}
@@ -242,9 +242,8 @@ class FaultTolerance(AnyCallback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
-        session = None if self._is_of_another(trainer) or trainer.state.fn != "fit" else self._session
-        if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
-            session.put_part(checkpoint)
+        if self._session is not None and not self._is_of_another(trainer):
+            self._session.put_part(checkpoint)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save what can be saved, and undo our changes to the trainer."""
@@ -260,7 +259,7 @@ class FaultTolerance(AnyCallback):
             if session is not None:
                 session.finish()
 
-    def _ended(self, trainer: Any) -> Session | None:
+    def _ended(self, trainer: Any) -> AnySession | None:
         """Return the session of a fit that ends, or ``None`` if there is none, and forget it."""
         if self._session is None or self._is_of_another(trainer):
             return None
@@ -280,7 +279,7 @@ class FaultTolerance(AnyCallback):
             self._ledger.close()
             self._ledger = None
 
-    def _keep_report(self, session: Session) -> None:
+    def _keep_report(self, session: AnySession) -> None:
         report = self._last_report = session.report
         if self._options.script.is_elsewhere and session.trainer.is_global_zero:
             self._options.script.tell_report(self._number, None if report is None else asdict(report))

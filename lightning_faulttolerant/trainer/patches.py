@@ -23,9 +23,9 @@ class Patches:
         is_copied = isinstance(owner, Callback)
         self.replace(owner, name, _ReplacedMethod(owner, name, replacement) if is_copied else replacement)
 
-    def around(self, owner: Any, name: str, advice: Method) -> None:
-        """Let `advice` run instead of the method `name` of `owner`. It takes that method, and then its arguments."""
-        self.wrap(owner, name, lambda original: lambda *args, **kwargs: advice(original, *args, **kwargs))
+    def around(self, owner: Any, name: str, wrapper: Method) -> None:
+        """Let `wrapper` run instead of the method `name` of `owner`. It takes that method, and then its arguments."""
+        self.wrap(owner, name, lambda original: lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace the attribute `name` of `owner` by `value`."""

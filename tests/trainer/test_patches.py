@@ -56,8 +56,8 @@ def test_undo_twice_is_harmless() -> None:
     assert owner.act() == "since"
 
 
-def test_advice_takes_the_original_and_its_arguments() -> None:
-    """The advice gets the method that was there, whether ours or the object's own, and what it is called with."""
+def test_wrapper_takes_the_original_and_its_arguments() -> None:
+    """The wrapper gets the method that was there, whether ours or the object's own, and what it is called with."""
     owner, patches = Owner(), Patches()
     owner.add = lambda first, second=0: first + second  # type: ignore[attr-defined]
     patches.around(owner, "add", lambda add, first, **kwargs: 10 * add(first, **kwargs))

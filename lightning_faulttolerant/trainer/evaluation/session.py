@@ -6,7 +6,6 @@ An evaluation that can't be resumed is run from its start. It is never refused: 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,7 +65,6 @@ class EvaluationSession(AnySession):
         self._is_without_weights = False
         """Whether the checkpoint of a finished evaluation is gone: ModelCheckpoint keeps the best file only."""
         self._is_off = False
-        self._notes_fetches = False
         self._continued: Choice | None = None
         """The autosave of this very evaluation that it continues from, or whose start it repeats."""
 
@@ -113,6 +111,9 @@ class EvaluationSession(AnySession):
         if runs.is_predicting(loop):
             runs.find_batch_indices(loop, self._patches, user_loader)
 
+    def put_part(self, checkpoint: dict[str, Any]) -> None:
+        """Leave the checkpoint as it is: it is not one of a fit."""
+
     def _begin(self) -> None:
         """Begin the evaluation itself: its weights are loaded."""
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
@@ -140,7 +141,7 @@ class EvaluationSession(AnySession):
             on_saved=self.on_saved,
         )
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
-        self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_fetch)
+        self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
         choice = beginning.choice
         if choice is None or choice.checkpoint is None:
             return
@@ -284,8 +285,7 @@ class EvaluationSession(AnySession):
                 run.note_fetch()
             original()
             if self._notes_fetches:
-                self._stopping.signals.fetch_began = time.monotonic()
-                self._loaders.begin_fetch()
+                self._begin_fetch()
 
         return before_fetch
 
@@ -354,15 +354,6 @@ class EvaluationSession(AnySession):
         if not run.lost_before.issuperset(self._run_state.not_carried(state)):
             run.repeat("it has made or changed what a checkpoint can't carry")
         return state if run.can_be_resumed else None
-
-    def _wrap_after_fetch(self, original: Method) -> Method:
-        def after_fetch() -> None:
-            if self._notes_fetches:
-                self._loaders.end_fetch()
-                self._stopping.signals.fetch_began = None
-            original()
-
-        return after_fetch
 
     # The end.
 

@@ -29,11 +29,11 @@ def training_place(trainer: Trainer) -> dict[str, int]:
     return {"epoch": trainer.current_epoch, "batch": num_completed(trainer)}
 
 
-def around_steps(trainer: Trainer, patches: Patches, advice: Method) -> None:
-    """Let `advice` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
+def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
+    """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
     def unless_sanity_checking(step: Method, *args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs) if trainer.sanity_checking else advice(step, *args, **kwargs)
+        return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
 
     patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
 
