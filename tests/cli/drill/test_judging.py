@@ -61,10 +61,10 @@ def test_equal_runs_are_exact() -> None:
     """The verdict says what was compared."""
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)])
     assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
-    assert "8 batches, 2 validation runs, 12 logged values and the final weights" in verdict.text
+    assert "8 batches, 2 validation runs, 12 logged values, and the final weights" in verdict.text
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], ignored=("l*",))
-    assert "2 validation runs, 2 logged values and the final weights" in verdict.text
-    assert verdict.notes == ("Not compared, as --ignore says: l*.",)
+    assert "2 validation runs, 2 logged values, and the final weights" in verdict.text
+    assert verdict.notes == ("Not compared (--ignore): l*.",)
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
@@ -194,7 +194,7 @@ def test_other_surroundings_are_the_likely_cause() -> None:
     assert any("weights" in note for note in verdict.notes)
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(threads=4), exit_code=0)])
     assert verdict.word == result.EXACT
-    assert "threads 2 and 4" in verdict.notes[0]
+    assert "threads 2 and then 4" in verdict.notes[0]
 
 
 @pytest.mark.parametrize(("is_checked", "num_notes"), [(True, 0), (False, 1)])
