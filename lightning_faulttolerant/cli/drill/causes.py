@@ -265,8 +265,6 @@ TOO_FEW_BEFORE_EXCEPTION = replace(
     TOO_FEW_AUTOSAVES,
     text="A strike counts only if an autosave with progress came before it and the run ended by itself.",
 )
-
-
 NO_AUTOSAVES = Cause(
     part="no autosaves",
     text="No autosave was written, so there was nothing to continue from.",

@@ -90,6 +90,13 @@ def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> Non
     assert "indices" in diagnosis.cause_of(mismatch).text
 
 
+@pytest.mark.parametrize("rng", ["x", None])
+def test_generators_that_differ_with_the_contents_are_named_too(rng: str | None) -> None:
+    """With ``num_workers=0`` the data draw from the main process, so one of the two may have caused the other."""
+    values = {"content": "x"} if rng is None else {"content": "x", "rng": rng}
+    assert ("num_workers=0" in diagnosis.cause_of(mismatch_of(since(0, 3, **values))).text) == (rng is not None)
+
+
 def test_a_difference_names_values_and_what_is_equal() -> None:
     """The values are shown in decimals to their last digit, with the equal values beside and before them."""
     difference = difference_of(mismatch_of(since(0, 3, loss=(0.125).hex(), learning_rates=[[(0.2).hex()]])))
