@@ -1,342 +1,319 @@
-"""The likely cause of a difference and the advice for it, from the first part of a step that differs."""
+"""All likely causes of a drill's verdict, each with its advice."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from lightning_faulttolerant.cli.drill.comparison import Mismatch, different_fields
-from lightning_faulttolerant.cli.drill.ledgers import STEPS
-from lightning_faulttolerant.cli.drill.result import Cause, Value
-from lightning_faulttolerant.records import ledger
-
-DATA_ORDER = "data order"
-AUGMENTATION = "augmentation"
-MAIN_RNG = "main RNG"
-WEIGHTS = "weights"
-OPTIMIZERS = "optimizers"
-LEARNING_RATES = "learning rates"
-METRICS = "metrics"
-RETURNED = "returned results"
-LOGGED_VALUES = "logged values"
-SURROUNDINGS = "surroundings"
-_MAX_NAMES = 5
-_MONITORED = re.compile(r"(\w+)\.on_\w+[./]")
-"""A column of DeviceStatsMonitor: its class, the hook that measures, and the measured quantity."""
-
-COURSE = "course of the run"
-NOT_RESUMED = "not resumed"
-NOT_EXACT = "not restored exactly"
+from lightning_faulttolerant.cli.drill.ledgers import STAGES
+from lightning_faulttolerant.cli.drill.result import Cause
 
 _SAVE = (
-    "give that object state_dict and load_state_dict, or pass two functions that save and restore it to"
+    "give its object state_dict and load_state_dict, or pass two functions that save and restore it to"
     " FaultTolerance.register"
 )
-_FOUND_AGAIN = (
-    "The second run finds what the first has left: weights or a cache that the script loads where they are there."
+_GENERATOR = (
+    "A generator must be one of torch's, NumPy's, or Python's, and the sampler, the data set, the transform, or one of"
+    " your modules must hold it. Those of other libraries are not restored."
+)
+_RUN = (
+    "{run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
+)
+_FIRST_RUN_LEFT = (
+    "The second run may find what the first one left, such as weights or a cache that the script loads."
     " {run} in the command keeps the two apart."
 )
-_ORDER = Cause(
-    part=DATA_ORDER,
-    text="The batch was made of other samples.",
+
+# What differs after a restart.
+
+DATA_ORDER = Cause(
+    part="data order",
+    text="The batch has other samples.",
     advice=(
-        "A generator that a sampler draws from must be one of torch's, NumPy's or Python's, which the sampler, the data"
-        " set, or one of your modules holds: one of another library is not restored.",
-        f"What the order depends on and Python does not hold (a counter in a library of C, a file): {_SAVE}.",
-        "A list of files: sort it. os.listdir, glob and sets may give another order in each process.",
+        _GENERATOR,
+        f"If the order depends on state outside Python (a counter in a C library, a file), {_SAVE}.",
+        "Sort lists of files: os.listdir, glob, and sets may give another order in each process.",
     ),
 )
-_AUGMENTATION = Cause(
-    part=AUGMENTATION,
-    text="The batch was made of the same samples, but other things were made of them: an augmentation differs, or what"
-    " the data set keeps between samples.",
+AUGMENTATION = Cause(
+    part="augmentation",
+    text="The batch has the same samples, but other contents: an augmentation or the data set's state differs.",
     advice=(
-        "What a data set or a transform keeps outside of Python (in a library of C, in a file) begins again in each"
-        " process: make it a function of the sample's index and of the epoch.",
-        "A generator that an augmentation draws from must be one of torch's, NumPy's or Python's, which the data set,"
-        " the transform, or one of your modules holds: one of another library is not restored.",
-        'FaultTolerance(worker_rng="per_sample") seeds each sample by itself, so that only what the data set counts'
-        " or caches can still differ.",
+        "State of a data set or a transform outside Python (a C library, a file) starts again in each process. Make it"
+        " a function of the sample's index and the epoch.",
+        _GENERATOR,
+        'FaultTolerance(worker_rng="per_sample") seeds each sample by itself. Then only what the data set counts or'
+        " caches can differ.",
     ),
 )
-_DATA = Cause(
-    part=AUGMENTATION,
-    text="The batch has another content. It was not made of indices that could be compared, so either other samples"
-    " were read, or other things were made of them.",
+ITERABLE_DATA = Cause(
+    part="augmentation",
+    text="The batch has other contents. It has no indices to compare: its samples differ, or what was made of them.",
     advice=(
-        "An iterable data set continues exactly where it has state_dict and load_state_dict, or where reading it again"
-        " gives the same samples: look for files in another order, and for a shared source that moves on.",
-        *_AUGMENTATION.advice[:2],
+        "An iterable data set continues exactly if it has state_dict and load_state_dict, or if reading it again gives"
+        " the same samples. Look for files in another order, and for a shared source that advances.",
+        *AUGMENTATION.advice[:2],
     ),
 )
-_EVALUATION_DATA = Cause(
-    part=AUGMENTATION,
-    text="The data of the evaluation differ: in their order, or in what was made of them.",
-    advice=(*_ORDER.advice[:1], *_AUGMENTATION.advice[:2]),
+EVALUATION_DATA = Cause(
+    part="augmentation",
+    text="The data of the evaluation differ, in their order or in their contents.",
+    advice=AUGMENTATION.advice[:2],
 )
-_MAIN_RNG = Cause(
-    part=MAIN_RNG,
-    text="Samples and batch are equal, but before the step the random generators of the main process stood elsewhere:"
-    " something drew from them in one run and not in the other.",
+MAIN_RNG = Cause(
+    part="main RNG",
+    text="Samples and batch are equal, but before the step the main process's random generators were in another state:"
+    " something drew from them in only one run.",
     advice=(
-        "Look for draws that depend on a file, or on the process: a cache that is filled once, a condition on the first"
+        "Look for draws that depend on a file or on the process: a cache that is filled once, a condition on the first"
         " batch of a process. Give them their own generator.",
-        "Hooks of the start of an epoch are not called again for an epoch that is resumed in its middle.",
+        "Epoch-start hooks are not called again for an epoch that resumes in the middle.",
     ),
 )
-_WEIGHTS = Cause(
-    part=WEIGHTS,
-    text="The batch and the random generators are equal, but not what the step made of them: the module computed with"
-    " other weights, or with other values beside them, or a kernel is not deterministic.",
+WEIGHTS = Cause(
+    part="weights",
+    text="The batch and the random generators are equal, but the result of the step is not: the module has other"
+    " weights or other state, or a kernel is not deterministic.",
     advice=(
-        f"What the module keeps where Python does not see it (a library of C, an iterator, a file): {_SAVE}.",
-        "Kernels that are not deterministic differ in two uninterrupted runs too: --check tells.",
+        f"If the module has state that Python can't read (a C library, an iterator, a file), {_SAVE}.",
+        "Nondeterministic kernels make two uninterrupted runs differ, too: --check shows it.",
     ),
 )
-_OPTIMIZERS = Cause(
-    part=OPTIMIZERS,
-    text="The weights are equal, but not the state of the optimizers.",
+FINAL_WEIGHTS = replace(
+    WEIGHTS, text="All batches and losses are equal, but final weights that no loss depends on differ."
+)
+OPTIMIZERS = Cause(
+    part="optimizers",
+    text="The weights are equal, but the optimizers' states differ.",
     advice=(
-        "An optimizer that is not returned by configure_optimizers is not saved: return it, or save its state_dict in"
+        "An optimizer that configure_optimizers does not return is not saved. Return it, or save its state_dict in"
         " on_save_checkpoint.",
     ),
 )
-_LEARNING_RATES = Cause(
-    part=LEARNING_RATES,
-    text="All that a step depends on is equal but the learning rate: its scheduler stands elsewhere.",
+LEARNING_RATES = Cause(
+    part="learning rates",
+    text="Only the learning rate of the step differs: its scheduler is in another state.",
     advice=(
-        "A scheduler that is stepped by hand and not returned by configure_optimizers is not saved: return it, or save"
+        "A scheduler that you step by hand and configure_optimizers does not return is not saved. Return it, or save"
         " its state_dict in on_save_checkpoint.",
-        f"A schedule that counts where Python does not see it: {_SAVE}.",
+        f"If a schedule counts outside Python, {_SAVE}.",
     ),
 )
-_METRICS = Cause(
-    part=METRICS,
-    text="Training continues equal, but a metric does not: its sum was not the same.",
+METRICS = Cause(
+    part="metrics",
+    text="Training continues equal, but a metric differs: its sum is not the same.",
     advice=(
-        "A torchmetrics.Metric continues if it is held by the module, in a list or a dict too: one in a callback needs"
-        " a state_dict of that callback.",
-        f"A sum that Python does not hold: {_SAVE}.",
+        "A torchmetrics.Metric continues if the module holds it, also in a list or a dict. One in a callback needs a"
+        " state_dict of that callback.",
+        f"If a sum is kept outside Python, {_SAVE}.",
     ),
 )
-_RETURNED = Cause(
-    part=RETURNED,
-    text="Every batch of the evaluation is equal, but not what the evaluation returned of them.",
-    advice=_METRICS.advice,
+RETURNED = Cause(
+    part="returned results",
+    text="Every batch of the evaluation is equal, but what the evaluation returned is not.",
+    advice=METRICS.advice,
 )
-_LOGGED = Cause(
-    part=LOGGED_VALUES,
-    text="Training is equal, but not what was logged.",
+LOGGED_VALUES = Cause(
+    part="logged values",
+    text="Training is equal; logged values differ.",
     advice=(
-        "What is measured by the clock or on the device (times, rates, memory) is never equal: --ignore NAME passes"
-        " over it.",
-        f"What is logged from a file, or from a library of C: {_SAVE}.",
+        "Values from the clock or the device (times, rates, memory) are never equal. --ignore NAME ignores them.",
+        f"If a value comes from a file or a C library, {_SAVE}.",
     ),
 )
-_COURSE = Cause(
-    part=COURSE,
-    text="The two runs did not do the same things one after the other.",
+COURSE = Cause(
+    part="course of the run",
+    text="The two runs did not do the same things in the same order.",
     advice=(
-        "What decides when to stop, to validate or to log must be saved: a condition on the clock (max_time) or on"
-        " files of an earlier process is not.",
-        "A script that writes its outputs in one place finds those of its earlier processes: see that it does not take"
-        " them for a reason to do something else. {run} in the command keeps the drill's two runs apart.",
+        "What decides when to stop, validate, or log must be saved. A condition on the clock (max_time) or on an"
+        " earlier process's files is not.",
+        "A script that writes its outputs in one place finds those of its earlier processes. They must not change what"
+        " it does. {run} in the command keeps the drill's two runs apart.",
     ),
 )
 
 
-def cause_of(mismatch: Mismatch) -> Cause:
-    """Return the likely cause of a mismatch, judged by the events alone.
-
-    Args:
-        mismatch: The first event that differs.
-    """
-    if not mismatch.fields:
-        return _COURSE
-    if mismatch.kind == ledger.BATCH:
-        return _of_batch(mismatch)
-    if mismatch.kind == ledger.EVALUATED:
-        return {"content": _EVALUATION_DATA, "rng": _MAIN_RNG}.get(mismatch.fields[0], _WEIGHTS)
-    if mismatch.kind == ledger.VALIDATED:
-        return _METRICS if _continues_equal(mismatch) else _WEIGHTS
-    if mismatch.kind == ledger.LOG:
-        source = _source_of(mismatch)
-        if source is not None:
-            return cause_of(source)
-        return _LOGGED if _continues_equal(mismatch) else _WEIGHTS
-    return _of_end(mismatch)
-
-
-def _of_batch(mismatch: Mismatch) -> Cause:
-    assert mismatch.expected is not None
-    first = mismatch.fields[0]
-    if first == "content":
-        cause = _DATA if mismatch.expected.values.get("order") is None else _AUGMENTATION
-        if "rng" not in mismatch.fields:
-            return cause
-        both = (
-            " The random generators of the main process stood elsewhere too: with num_workers=0 the data draws from"
-            " them, so one of the two made the other differ."
-        )
-        return Cause(part=cause.part, text=cause.text + both, advice=(*cause.advice, *_MAIN_RNG.advice))
-    causes = {"order": _ORDER, "rng": _MAIN_RNG, "learning_rates": _LEARNING_RATES}
-    return causes.get(first, _WEIGHTS)
-
-
-def _of_end(mismatch: Mismatch) -> Cause:
-    if "weights" in mismatch.fields:
-        return Cause(
-            part=WEIGHTS,
-            text="All batches and losses are equal, but not the final weights: some that no loss depends on differ.",
-            advice=_WEIGHTS.advice[:2],
-        )
-    causes = {"optimizers": _OPTIMIZERS, "returned": _RETURNED, "metrics": _METRICS, "rng": _MAIN_RNG}
-    return causes.get(mismatch.fields[0], _COURSE)
-
-
-def _continues_equal(mismatch: Mismatch) -> bool:
-    """Return whether the weights are the same in everything that follows the mismatch."""
-    if any(event.kind in STEPS for event in mismatch.expected_next):
-        return mismatch.num_batches_equal_behind > 0
-    ends = [
-        next((event for event in events if event.kind == ledger.END), None)
-        for events in (mismatch.expected_next, mismatch.found_next)
-    ]
-    weights = [end.values.get("weights", "not of an evaluation") if end is not None else None for end in ends]
-    return weights[0] is not None and weights[0] == weights[1]
-
-
-def _source_of(log: Mismatch) -> Mismatch | None:
-    """Return the mismatch of the batch, validation run, or evaluation that logged the values, if it differs too.
-
-    The values that a step, or the end of an evaluation, logs are written before its own line.
-    """
-    rests = (list(log.expected_next), list(log.found_next))
-    places = [next((i for i, event in enumerate(rest) if event.kind != ledger.LOG), None) for rest in rests]
-    if None in places:
-        return None
-    (one, one_next), (other, other_next) = (
-        (rest[place], rest[place + 1 :]) for rest, place in zip(rests, places, strict=True) if place is not None
+def and_main_rng(cause: Cause) -> Cause:
+    """Add to a cause in the data that the main process's random generators differ, too."""
+    both = (
+        " The main process's random generators were in another state, too: with num_workers=0 the data draw from them,"
+        " so one of the two made the other differ."
     )
-    fields = different_fields(one, other)
-    if not fields or (one.kind == ledger.END and "returned" not in fields):
-        return None
-    return Mismatch(
-        rank=log.rank,
-        expected=one,
-        found=other,
-        fields=fields,
-        number=log.number,
-        num_evaluated=log.num_evaluated,
-        expected_next=one_next,
-        found_next=other_next,
-    )
+    return replace(cause, text=cause.text + both, advice=(*cause.advice, *MAIN_RNG.advice))
 
 
-def not_exact(reasons: Sequence[str], output: str) -> Cause:
-    """Return the cause of a difference in a run that reported itself that it does not continue exactly.
-
-    Args:
-        reasons: The reasons that the run reported.
-        output: The file with the rest of its report.
-    """
-    said = "; ".join(reasons) or f"its output says more: {output}"
+def surroundings(values: str) -> Cause:
+    """Return the cause for processes that ran with other threads, versions, or devices."""
     return Cause(
-        part=NOT_EXACT,
-        text=f"A restart said itself that it could not restore everything: {said}.",
-        advice=("strict=False lets a run continue like that. Do what the message says, or do without strict=False.",),
-    )
-
-
-def surroundings_differ(values: Sequence[Value]) -> Cause:
-    """Return the cause of a difference between runs that computed in different surroundings.
-
-    Args:
-        values: The surroundings that differ.
-    """
-    told = ", ".join(f"{value.name} {value.expected} and then {value.found}" for value in values)
-    return Cause(
-        part=SURROUNDINGS,
-        text=f"The processes did not compute in the same surroundings: {told}. The last bits of sums depend on that.",
+        part="surroundings",
+        text=f"The processes ran in different surroundings: {values}. The last bits of sums depend on them.",
         advice=(
-            "Fix it for the drill, and for the runs that are to be exact: OMP_NUM_THREADS or torch.set_num_threads for"
-            " threads, one kind of machine, one environment of packages.",
+            "Fix them for the drill and for runs that must be exact: OMP_NUM_THREADS or torch.set_num_threads for"
+            " threads, one kind of machine, one set of packages.",
         ),
     )
 
 
-def different_surroundings(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[Value]:
-    """Return the differences between the surroundings of two processes.
-
-    Args:
-        expected: Surroundings of the uninterrupted run, as in the ledger.
-        found: Surroundings of a process of the other run.
-    """
-    return [
-        Value(name=name.replace("_", " "), expected=str(expected.get(name)), found=str(found.get(name)))
-        for name in {**expected, **found}
-        if expected.get(name) != found.get(name)
-    ]
+def not_exact(reasons: Sequence[str], output: str) -> Cause:
+    """Return the cause for a run that reported that it does not continue exactly."""
+    return Cause(
+        part="not restored exactly",
+        text=f"A restart reported that it could not restore everything: {'; '.join(reasons) or f'see {output}'}.",
+        advice=("strict=False lets a run continue like that. Do what the message says, or leave strict=False out.",),
+    )
 
 
-def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
-    """Return the reason why a script differs from run to run without any interruption.
+# What differs without a restart.
 
-    Args:
-        mismatch: The first event that differs.
-        difference_place: The place of that event, in words.
-    """
-    first = mismatch.fields[0] if mismatch.fields else ""
-    if mismatch.kind == ledger.BATCH and mismatch.number == 0 and {"rng", "order"} & set(mismatch.fields):
-        return Cause(
-            part="no seed",
-            text="The runs begin with different random numbers: nothing seeds the generators, or another number each"
-            " time, or one run has drawn from them where the other found its work done.",
-            advice=("Call seed_everything(1, workers=True) before model and data are built.", _FOUND_AGAIN),
-        )
-    if mismatch.kind == ledger.BATCH and first in ("order", "content"):
-        return Cause(
-            part=DATA_ORDER if first == "order" else AUGMENTATION,
-            text="The data differ from run to run.",
-            advice=(
-                "Seed every generator that the data come from: seed_everything(1, workers=True) seeds those of Python,"
-                " NumPy and torch, in the workers too, but no np.random.default_rng() and no library with its own.",
-                "Take nothing from the clock, from os.listdir, glob or a set without sorting it (sets of texts change"
-                " with PYTHONHASHSEED). DataLoader(in_order=False) gives the batches as they come.",
-                _FOUND_AGAIN,
-            ),
-        )
-    if mismatch.kind == ledger.BATCH and first == "loss":
-        return Cause(
-            part=WEIGHTS if mismatch.number == 0 else "kernels",
-            text="Equal batches give different losses: the weights are not initialised alike, or a kernel is not"
-            " deterministic.",
-            advice=(
-                "Call seed_everything(1, workers=True) before the model is built.",
-                _FOUND_AGAIN,
-                "On a GPU: Trainer(deterministic=True, benchmark=False). On a CPU: a fixed number of threads.",
-            ),
-        )
-    if mismatch.kind == ledger.LOG:
-        return Cause(
-            part=LOGGED_VALUES,
-            text="What is logged differs from run to run, as times and rates do.",
-            advice=tuple(f"--ignore {name!r} passes over it." for name in _patterns(_logged_names(mismatch))),
-        )
-    cause = cause_of(mismatch)
-    return Cause(part=cause.part, text=f"The runs differ at {difference_place}.", advice=cause.advice)
+NO_SEED = Cause(
+    part="no seed",
+    text="The runs start with different random numbers: nothing seeds the generators, the seed changes, or one run"
+    " draws less because it finds its work done.",
+    advice=("Call seed_everything(1, workers=True) before you build model and data.", _FIRST_RUN_LEFT),
+)
+CHANGING_CONTENTS = Cause(
+    part="augmentation",
+    text="The data differ from run to run.",
+    advice=(
+        "Seed every generator that the data use. seed_everything(1, workers=True) seeds those of Python, NumPy, and"
+        " torch, also in workers, but not np.random.default_rng() or libraries with their own.",
+        "Take nothing from the clock. Sort what os.listdir, glob, and sets give (sets of strings change with"
+        " PYTHONHASHSEED). DataLoader(in_order=False) gives the batches as they come.",
+        _FIRST_RUN_LEFT,
+    ),
+)
+CHANGING_ORDER = replace(CHANGING_CONTENTS, part="data order")
+KERNELS = Cause(
+    part="kernels",
+    text="Equal batches give different losses: the initial weights differ, or a kernel is not deterministic.",
+    advice=(
+        "Call seed_everything(1, workers=True) before you build the model.",
+        _FIRST_RUN_LEFT,
+        "On a GPU: Trainer(deterministic=True, benchmark=False). On a CPU: a fixed number of threads.",
+    ),
+)
+INITIAL_WEIGHTS = replace(KERNELS, part="weights")
 
 
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Return patterns that match `names`: a single one for all columns that a monitor prefixes with its own name."""
-    monitors = (_MONITORED.match(name) for name in names)
-    found = [name if monitor is None else f"{monitor[1]}.*" for name, monitor in zip(names, monitors, strict=True)]
-    return list(dict.fromkeys(found))[:_MAX_NAMES]
+def changing_values(patterns: Sequence[str]) -> Cause:
+    """Return the cause for logged values, matched by the patterns, that differ in each run."""
+    return Cause(
+        part="logged values",
+        text="Logged values differ from run to run, as times and rates do.",
+        advice=tuple(f"--ignore {pattern!r} ignores it." for pattern in patterns),
+    )
 
 
-def _logged_names(mismatch: Mismatch) -> list[str]:
-    if mismatch.expected is None or mismatch.found is None:
-        return []
-    one, other = (event.values.get("metrics") or {} for event in (mismatch.expected, mismatch.found))
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+def differs_at(place: str, cause: Cause) -> Cause:
+    """Return a cause of a difference after a restart as one of a difference without a restart."""
+    return replace(cause, text=f"The runs differ at {place}.")
+
+
+# Why a drill can't be judged, or a restart fails.
+
+NO_LEDGER = Cause(
+    part="no ledger",
+    text="The script finished, but no Lightning training or evaluation reported a batch.",
+    advice=(
+        "The drill follows fit, validate, test, and predict of lightning.pytorch's and pytorch_lightning's Trainer"
+        " (>= 2.5.6). A script with its own loop can't be drilled.",
+        "FaultTolerance(ledger=...) replaces the ledger of the drill. Leave it out.",
+        "PL_FAULT_TOLERANT_TRAINING=0, fast_dev_run, and barebones turn the callback off.",
+    ),
+)
+EXISTING_RUN = Cause(
+    part="existing run",
+    text="A run that should start from the beginning continued from a checkpoint. The drill ended it.",
+    advice=(f'fit(ckpt_path="last"), or a ckpt_path that the script finds, continues an earlier run. {_RUN}',),
+)
+SEVERAL_TRAININGS = Cause(
+    part="several trainings",
+    text="Several processes of the script write one ledger, or its launcher restarted them without an interruption.",
+    advice=(
+        "Drill what one of these processes does: a command that trains one fold, one model.",
+        "If a launcher restarts its ranks, the output of the script says why.",
+    ),
+)
+NOT_RESUMED = Cause(
+    part="not resumed",
+    text="A restart of the same command started from the beginning, although an autosave existed.",
+    advice=(
+        "Autosaves are in default_root_dir, or where FaultTolerance(dirpath=...) says. It must be one place for all"
+        " processes of a run, without the time or a process id in it (as in Hydra's output directories).",
+        "FaultTolerance(run_id=...) must be the same in each process, and auto_resume must not be False.",
+    ),
+)
+CAUGHT = Cause(
+    part="caught exception",
+    text="The script caught the exception and trained on in the same process. It skipped a batch or started again,"
+    " unlike the uninterrupted run. A run continues when the same command is run again.",
+    advice=(
+        "Let the exception end the script, and run the same command again, as the drill does.",
+        "--signal KILL leaves the script nothing to catch.",
+    ),
+)
+TOO_FEW_AUTOSAVES = Cause(
+    part="too few autosaves",
+    text="The drill strikes only after a verified autosave with progress. It asks each process to write one.",
+    advice=(
+        "A run of one batch can't be struck. Make it longer.",
+        "An evaluation that can't continue at its batch is run from its start. The output of the script says why.",
+    ),
+)
+TOO_FEW_BEFORE_EXCEPTION = replace(
+    TOO_FEW_AUTOSAVES,
+    text="A strike counts only if an autosave with progress came before it and the run ended by itself.",
+)
+NO_AUTOSAVES = Cause(
+    part="no autosaves",
+    text="No autosave was written, so there was nothing to continue from.",
+    advice=("PL_FAULT_TOLERANT_TRAINING=0, in the environment or set by the script, turns them off. Unset it.",),
+)
+SCRIPT = Cause(part="script", text="The script fails by itself.")
+SECOND_RUN = Cause(
+    part="second run",
+    text="The same command finished before. Run again from the beginning, it fails.",
+    advice=(f"What the first run left (an output directory, a file) may be in its way. {_RUN}",),
+)
+RESTART = Cause(
+    part="restart",
+    text="The same command, run again after a strike, does not finish.",
+    advice=("The script must be able to run again: with an output that exists, a port or a lock that is still held.",),
+)
+TIMEOUT = Cause(part="timeout", text="The run took longer than --timeout allows.")
+NO_STOP = Cause(
+    part="stop",
+    text="After SIGTERM, the run continues to its next boundary, saves, and ends.",
+    advice=("A batch or a save that takes longer, or a launcher that does not pass the signal on, prevents that.",),
+)
+
+
+def refusal(message: str, *, is_restart: bool) -> Cause:
+    """Return the cause for a process that an error of this package ended."""
+    first, again = "There is no training to resume.", "Training did not differ: the restart trained no batch."
+    return Cause(part="refusal", text=message, advice=(again if is_restart else first,))
+
+
+def with_output(cause: Cause, output: Path) -> Cause:
+    """Add the file with the output of the process."""
+    return replace(cause, advice=(f"See its output: {output}", *cause.advice))
+
+
+def stage_never_reached(stages: Sequence[str]) -> Cause:
+    """Return the cause for an ``--in`` that names none of the script's stages."""
+    return Cause(
+        part="usage",
+        text=f"--in names what to strike: {', '.join(STAGES)}. trainer.validate counts as validation. The sanity check"
+        " does not count.",
+        advice=(f"--in {','.join(stages)} strikes everything that the script does.",),
+    )
+
+
+def batch_never_reached(num_batches: int) -> Cause:
+    """Return the cause for an ``--at`` after the last of the batches that it counts."""
+    return Cause(
+        part="usage",
+        text="--at counts batches of the whole run, from 0: those of training, or of what --in names.",
+        advice=(f"Give numbers from 1 to {num_batches - 1}." if num_batches > 1 else "Leave --at out.",),
+    )

@@ -6,79 +6,22 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_faulttolerant.cli.drill import causes, result, running
-from lightning_faulttolerant.cli.drill.causes import different_surroundings
+from lightning_faulttolerant.cli.drill import causes, diagnosis, result, running
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.refusal import refusal_in
-from lightning_faulttolerant.cli.drill.result import Cause, DrillVerdict, Strike, Value
+from lightning_faulttolerant.cli.drill.result import Cause, DrillVerdict, Strike
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, DrillSettings
 from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.records import ledger
 
 _NUM_LINES = 60
-_CHECK = "--check runs the script uninterrupted twice first, and tells whether it is deterministic by itself."
-_NO_LEDGER = Cause(
-    part="no ledger",
-    text="The script ended well, but no Lightning training or evaluation reported what it did.",
-    advice=(
-        "The drill follows fit, validate, test, and predict of lightning.pytorch's and pytorch_lightning's Trainer"
-        " (>= 2.5.6): a script that has a loop of its own can't be drilled.",
-        "FaultTolerance(ledger=...) takes the place of the ledger that the drill asks for: leave it out.",
-        "PL_FAULT_TOLERANT_TRAINING=0 switches the callback off. fast_dev_run and barebones do too.",
-    ),
-)
-_OWN_RUN = Cause(
-    part="existing run",
-    text="A run that should have started from the beginning continued from a checkpoint. It was ended.",
-    advice=(
-        'fit(ckpt_path="last") and a ckpt_path that is found by the script make it continue from an earlier run.'
-        " {run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart:"
-        " --output out/{run}.",
-    ),
-)
-_SEVERAL = Cause(
-    part="several trainings",
-    text="The script trains in several processes of its own that write one ledger, or its launcher has started them"
-    " again though no one had interrupted it.",
-    advice=(
-        "Drill what one of these processes does: a command that trains one fold, one model.",
-        "A launcher that starts its ranks again tells why in the output of the script.",
-    ),
-)
-_NOT_RESUMED = Cause(
-    part=causes.NOT_RESUMED,
-    text="A restart of the same command began from the beginning, though an autosave had been written.",
-    advice=(
-        "The autosaves lie below default_root_dir, or where FaultTolerance(dirpath=...) says: that must be one place"
-        " for all processes of a run, without the time or a process id in it (as Hydra's output directories have).",
-        "FaultTolerance(run_id=...) must be the same in each process, and auto_resume must not be False.",
-    ),
-)
-
-_APART = (
-    "What the first run has left (an output directory, a file) may be in its way: {run} in the command becomes"
-    " uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
-)
-_NO_AUTOSAVE = Cause(
-    part="no autosaves",
-    text="No autosave was written at all, so that there was nothing to continue from.",
-    advice=("PL_FAULT_TOLERANT_TRAINING=0, in the environment or set by the script, switches them off: unset it.",),
-)
+_CHECK = "--check first runs the script uninterrupted twice and shows whether it is deterministic by itself."
 _NOT_HANDED_ON = (
-    "SIGTERM ended the command at once, and the training in it was killed unsaved: a shell keeps the signal for itself."
-    " `exec python train.py` as the last line of its script lets the training have it, here and on your machines."
-)
-_CAUGHT = Cause(
-    part="caught exception",
-    text="It caught the exception and trained on in the same process: what it left out, or began again from the"
-    " beginning, is not what the uninterrupted run did. A run continues where the same command is run again.",
-    advice=(
-        "Let the exception end the script, and the same command be run again: that is what the drill does.",
-        "--signal KILL leaves the script nothing to catch.",
-    ),
+    "SIGTERM ended the command at once, and its training was killed unsaved: a shell does not pass the signal on."
+    " `exec python train.py` as its script's last line gives the signal to the training, here and on your machines."
 )
 
 
@@ -91,46 +34,20 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> DrillVerdict
         is_restart: Whether the run was struck before. If so, the script can run, but it can't continue.
     """
     code = process.exit_code
-    refusal = refusal_in(process.tail(_NUM_LINES))
-    if refusal is not None:
-        return _refused(refusal, process, is_restart=is_restart)
+    message = refusal_in(process.tail(_NUM_LINES))
     how = f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by signal {-code}"
-    if is_restart:
-        return DrillVerdict(
-            word=result.DIFFERS,
-            text=f"A restart {how}; the uninterrupted run finished.",
-            cause=Cause(
-                part="restart",
-                text="The same command, run again after a strike, does not come to its end.",
-                advice=(
-                    f"Its output says why: {process.output}",
-                    "A script must bear being run again: an output that exists already, a port or a lock that is still"
-                    " held.",
-                ),
-            ),
-        )
-    if run != result.UNINTERRUPTED:
-        cause = Cause(
-            part="second run",
-            text="The same command finished before. Run once more from the beginning, it does not.",
-            advice=(f"Its output says why: {process.output}", _APART),
-        )
-        return _not_judged(f"The {run} run {how} before anybody had interrupted it.", cause)
-    return _not_judged(
-        f"The script {how}.",
-        Cause(part="script", text="The script fails by itself.", advice=(f"Its output says why: {process.output}",)),
-    )
-
-
-def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> DrillVerdict:
-    """Judge a run that this package refused to train, with the reason."""
-    output = f"The whole output: {process.output}"
-    if not is_restart:
-        cause = Cause(part="refusal", text=refusal, advice=("Nothing was trained that could be resumed.", output))
-        return _not_judged("lightning_faulttolerant refuses this script.", cause)
-    advice = ("Nothing was trained that differs: the restart was ended before its first batch.", output)
-    cause = Cause(part="refusal", text=refusal, advice=advice)
-    return DrillVerdict(word=result.DIFFERS, text="lightning_faulttolerant refused to resume the run.", cause=cause)
+    if message is not None:
+        cause = causes.refusal(message, is_restart=is_restart)
+        text = "lightning_faulttolerant refuses this script."
+        text = "lightning_faulttolerant refused to resume the run." if is_restart else text
+    elif is_restart:
+        cause, text = causes.RESTART, f"A restart {how}; the uninterrupted run finished."
+    elif run != result.UNINTERRUPTED:
+        cause, text = causes.SECOND_RUN, f"The {run} run {how} before any interruption."
+    else:
+        cause, text = causes.SCRIPT, f"The script {how}."
+    word = result.DIFFERS if is_restart else result.NOT_JUDGED
+    return DrillVerdict(word=word, text=text, cause=causes.with_output(cause, process.output))
 
 
 def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> DrillVerdict | None:
@@ -148,36 +65,24 @@ def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> DrillVerdict | Non
     if ran.outcome == running.DIFFERENT:
         return None
     if not ranks or not ranks[0].begun:
-        return _not_judged("The training left no ledger.", _NO_LEDGER)
+        return _not_judged("The run wrote no ledger.", causes.NO_LEDGER)
     if not ranks[0].steps:
-        return _not_judged("The script trained and evaluated no batch.", _NO_LEDGER)
+        return _not_judged("The script trained and evaluated no batch.", causes.NO_LEDGER)
     if ranks[0].is_restarted:
-        return _not_judged("More than one process was rank 0 of the same training.", _SEVERAL)
+        return _not_judged("More than one process was rank 0 of the same training.", causes.SEVERAL_TRAININGS)
     return None
 
 
 def _of_outcome(ran: Ran) -> DrillVerdict | None:
     if ran.outcome == running.RESUMED:
-        return _not_judged(f"The {ran.name} run did not begin from the beginning.", _OWN_RUN)
+        return _not_judged(f"The {ran.name} run did not start from the beginning.", causes.EXISTING_RUN)
     if ran.outcome == running.TIMED_OUT:
-        cause = Cause(
-            part="timeout",
-            text="The run took longer than --timeout allows.",
-            advice=(f"Its output: {ran.processes[-1].output}",),
-        )
-        return _not_judged(f"The {ran.name} run did not come to its end in time.", cause)
-    if ran.outcome == running.NOT_STOPPED:
-        cause = Cause(
-            part="stop",
-            text="After a SIGTERM the run continues to its next boundary, saves and ends.",
-            advice=(
-                "A batch or a save that takes longer, or a launcher that keeps the signal for itself, keeps it from"
-                " that.",
-                f"Its output: {ran.processes[-1].output}",
-            ),
-        )
-        return _not_judged("The run did not end within 90 seconds of SIGTERM.", cause)
-    return None
+        cause, text = causes.TIMEOUT, f"The {ran.name} run did not finish in time."
+    elif ran.outcome == running.NOT_STOPPED:
+        cause, text = causes.NO_STOP, "The run did not end within 90 seconds of SIGTERM."
+    else:
+        return None
+    return _not_judged(text, causes.with_output(cause, ran.processes[-1].output))
 
 
 def of_repeated(
@@ -216,7 +121,7 @@ def of_interrupted(
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
     if ran.outcome == running.BEGAN_ANEW:
-        return DrillVerdict(word=result.DIFFERS, text="A restart did not resume.", cause=_NOT_RESUMED)
+        return DrillVerdict(word=result.DIFFERS, text="A restart did not resume.", cause=causes.NOT_RESUMED)
     verdict = _of_outcome(ran)
     if verdict is not None:
         return verdict
@@ -225,20 +130,19 @@ def of_interrupted(
         return _of_mismatch(mismatch, expected, found, ran, settings)
     same = f"{_what_is_same(expected, settings.ignored)} are bit for bit those of the uninterrupted run"
     if not strikes:
-        has_saved = any(run.autosaves for run in (*expected, *found))
-        cause = _too_few(settings)
-        if not has_saved:
-            cause = replace(_NO_AUTOSAVE, advice=(*_NO_AUTOSAVE.advice, *cause.advice))
-        return _not_judged(f"No strike came. As far as that goes, {same}.", cause)
-    notes = [f"Not compared, as --ignore says: {', '.join(settings.ignored)}."] if settings.ignored else []
+        is_exception = settings.kind == EXCEPTION
+        cause = causes.TOO_FEW_BEFORE_EXCEPTION if is_exception else causes.TOO_FEW_AUTOSAVES
+        if not any(run.autosaves for run in (*expected, *found)):
+            cause = replace(causes.NO_AUTOSAVES, advice=(*causes.NO_AUTOSAVES.advice, *cause.advice))
+        return _not_judged(f"No strike came. Without one, {same}.", cause)
+    notes = [f"Not compared (--ignore): {', '.join(settings.ignored)}."] if settings.ignored else []
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:
-        told = ", ".join(f"{value.name} {value.expected} and {value.found}" for value in others)
-        notes.append(f"Equal anyway: the processes did not compute in the same surroundings ({told}).")
+        notes.append(f"Equal, although the processes ran in different surroundings: {others}.")
     if any(strike.exit_code == -signal.SIGTERM for strike in strikes):
         notes.append(_NOT_HANDED_ON)
     if _inexact(found, len(ran.processes)):
-        notes.append("Equal anyway: a restart said that it could not restore everything exactly.")
+        notes.append("Equal, although a restart could not restore everything exactly.")
     times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
     if len(strikes) < num_wanted:
         times += f", by {len(strikes)} of {plural(num_wanted, 'strike')}"
@@ -263,20 +167,20 @@ def _of_mismatch(
 ) -> DrillVerdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
     if is_older and _was_caught(mismatch, expected, ran):
-        return _not_judged("The script trained on after the exception that the drill had raised.", _CAUGHT)
+        return _not_judged("The script trained on after the drill's exception.", causes.CAUGHT)
     if is_older:
         verdict = _not_deterministic(mismatch, expected, found)
-        note = "The difference is older than the first strike, so no restart has to do with it."
+        note = "The difference comes before the first strike, so no restart caused it."
         return replace(verdict, notes=(note, *verdict.notes))
     difference = difference_of(mismatch)
     process = mismatch.process if mismatch.process >= 0 else len(ran.processes) - 1
-    by_events = causes.cause_of(mismatch)
+    by_events = diagnosis.cause_of(mismatch)
     others = _other_surroundings(expected, found, process)
     inexact = _inexact(found, process)
     notes = []
     if others:
-        cause = causes.surroundings_differ(others)
-        notes.append(f"If it is not that: {by_events.part}. {by_events.text}")
+        cause = causes.surroundings(others)
+        notes.append(f"Otherwise: {by_events.part}. {by_events.text}")
     elif inexact:
         reasons = list(dict.fromkeys(reason for resumption in inexact for reason in resumption.not_exact))
         cause = causes.not_exact(reasons, str(ran.processes[inexact[0].process].output))
@@ -305,45 +209,33 @@ def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> 
 def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> DrillVerdict:
     difference = difference_of(mismatch)
     others = _other_surroundings(expected, found, 0)
-    cause = causes.surroundings_differ(others) if others else causes.not_deterministic(mismatch, difference.place)
+    cause = causes.surroundings(others) if others else diagnosis.not_deterministic(mismatch, difference.place)
     text = f"The script is not deterministic by itself: two uninterrupted runs differ at {difference.place}."
     return _not_judged(text, cause, difference=difference)
 
 
-def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun], process: int) -> list[Value]:
+def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun], process: int) -> str:
     """Return the surroundings in which processes of the second run, up to this one, differ from the first run."""
-    found_by_rank = {run.rank: run for run in found}
-    values: dict[Value, None] = {}
-    for one in expected:
-        other = found_by_rank.get(one.rank)
-        if other is None or not one.begun:
-            continue
-        first = one.begun[0][1].get("surroundings") or {}
-        for number, line in other.begun:
-            if number <= process:
-                values.update(dict.fromkeys(different_surroundings(first, line.get("surroundings") or {})))
-    return list(values)
+    begun = {run.rank: run.begun for run in found}
+    pairs = [
+        (one.begun[0][1].get("surroundings") or {}, line.get("surroundings") or {})
+        for one in expected
+        for number, line in begun.get(one.rank, ())
+        if one.begun and number <= process
+    ]
+    texts = [
+        f"{name.replace('_', ' ')} {first.get(name)} and then {second.get(name)}"
+        for first, second in pairs
+        for name in {**first, **second}
+        if first.get(name) != second.get(name)
+    ]
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _inexact(ranks: Sequence[RankOfRun], process: int) -> list[Resumption]:
     """Return the resumptions, up to this process, that could not restore everything."""
     resumed = [resumption for run in ranks for resumption in run.resumed]
     return [resumption for resumption in resumed if resumption.process <= process and not resumption.is_exact]
-
-
-def _too_few(settings: DrillSettings) -> Cause:
-    if settings.kind == EXCEPTION:
-        text = "A strike counts only if an autosave with progress was there before it, and the run has ended by itself."
-    else:
-        text = "The drill strikes only where an autosave with progress is verified. It asks each process to write one."
-    return Cause(
-        part="too few autosaves",
-        text=text,
-        advice=(
-            "A run of one batch can't be struck: let it be longer.",
-            "An evaluation that can't continue at its batch is run from its start. The output of the script says why.",
-        ),
-    )
 
 
 def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
@@ -358,7 +250,8 @@ def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
     parts += ["the final weights"] if any("weights" in values for values in ends) else []
     parts += ["everything that evaluations returned"] if any(values.get("returned") for values in ends) else []
     of_ranks = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
-    return f"{', '.join(parts[:-1])} and {parts[-1]}{of_ranks}"
+    comma = "," if len(parts) > 2 else ""
+    return f"{', '.join(parts[:-1])}{comma} and {parts[-1]}{of_ranks}"
 
 
 def _not_judged(text: str, cause: Cause, *, difference: result.Difference | None = None) -> DrillVerdict:

@@ -167,7 +167,7 @@ def _compared(result: DrillResult) -> Child:
 
 def _run_row(run: RunOfDrill) -> list[Child]:
     return [
-        run.name if run.is_complete else f"{run.name}, did not come to its end",
+        run.name if run.is_complete else f"{run.name}, did not finish",
         count_text(len(run.curve)),
         count_text(run.num_evaluated),
         count_text(run.num_validations),

@@ -140,7 +140,7 @@ def test_what_the_clock_gives_can_be_passed_over(tmp_path: Path) -> None:
     found = drill(tmp_path, "--flaw", "clock", num_strikes=1)
     assert found.verdict.word == result.NOT_JUDGED
     assert found.verdict.cause is not None
-    assert found.verdict.cause.advice == ("--ignore 'seconds' passes over it.",)
+    assert found.verdict.cause.advice == ("--ignore 'seconds' ignores it.",)
     assert_exact(drill(tmp_path / "again", "--flaw", "clock", num_strikes=1, ignored=("sec*",)), NUM_BATCHES, 1)
 
 

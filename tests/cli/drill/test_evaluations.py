@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import causes, result
+from lightning_faulttolerant.cli.drill import diagnosis, result
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, BatchNumbers, join, place_before
 from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, plan_of
@@ -218,7 +218,7 @@ def test_the_first_difference_of_an_evaluation_is_named(case: str) -> None:
     mismatch = mismatch_of(change)
     difference = difference_of(mismatch)
     assert (difference.place, difference.values[0].name) == (place, name)
-    assert causes.cause_of(mismatch).part == part
+    assert diagnosis.cause_of(mismatch).part == part
     is_in_validation = case == "validation"
     num_before = (2, 1) if is_in_validation else (3, 3 + (NUM_BATCHES if case == "returned" else 2))
     assert (difference.num_equal, difference.num_evaluated_equal) == num_before
@@ -265,7 +265,7 @@ def test_every_stage_of_a_script_is_struck_and_compared(kind: str, tmp_path: Pat
     assert (found.interrupted.num_evaluated, len(found.interrupted.curve)) == (15, 6)
     assert "6 batches, 2 validation runs, 15 evaluation batches" in found.verdict.text
     assert found.verdict.text.endswith(
-        "the final weights and everything that evaluations returned are bit for bit those of the uninterrupted run."
+        "the final weights, and everything that evaluations returned are bit for bit those of the uninterrupted run."
     )
 
 

@@ -61,10 +61,10 @@ def test_equal_runs_are_exact() -> None:
     """The verdict says what was compared."""
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)])
     assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
-    assert "8 batches, 2 validation runs, 12 logged values and the final weights" in verdict.text
+    assert "8 batches, 2 validation runs, 12 logged values, and the final weights" in verdict.text
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], ignored=("l*",))
-    assert "2 validation runs, 2 logged values and the final weights" in verdict.text
-    assert verdict.notes == ("Not compared, as --ignore says: l*.",)
+    assert "2 validation runs, 2 logged values, and the final weights" in verdict.text
+    assert verdict.notes == ("Not compared (--ignore): l*.",)
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
@@ -194,7 +194,7 @@ def test_other_surroundings_are_the_likely_cause() -> None:
     assert any("weights" in note for note in verdict.notes)
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(threads=4), exit_code=0)])
     assert verdict.word == result.EXACT
-    assert "threads 2 and 4" in verdict.notes[0]
+    assert "threads 2 and then 4" in verdict.notes[0]
 
 
 @pytest.mark.parametrize(("is_checked", "num_notes"), [(True, 0), (False, 1)])
@@ -250,11 +250,13 @@ def test_a_refusal_is_told_with_its_message() -> None:
     assert (verdict.word, verdict.text) == (result.DIFFERS, "lightning_faulttolerant refused to resume the run.")
     assert verdict.cause is not None
     assert (verdict.cause.part, verdict.cause.text) == ("refusal", message)
+    assert "Training did not differ" in verdict.cause.advice[1]
     process = cast("DrillProcess", MadeProcess([], exit_code=1, printed=REFUSAL))
     first = judging.failed(process, run=result.UNINTERRUPTED, is_restart=False)
     assert (first.word, first.text) == (result.NOT_JUDGED, "lightning_faulttolerant refuses this script.")
     assert first.cause is not None
     assert first.cause.text == message
+    assert "no training to resume" in first.cause.advice[1]
 
 
 def test_a_fault_of_the_drill_is_no_refusal() -> None:
@@ -270,3 +272,12 @@ def test_a_run_without_any_autosave_is_told_what_switches_them_off(first: list[L
     verdict = judge([MadeProcess([*FIRST, *first]), MadeProcess(second(), exit_code=0)], is_struck=False)
     assert verdict.cause is not None
     assert verdict.cause.part == part
+
+
+@pytest.mark.parametrize(("kind", "text"), [("KILL", "It asks each process"), ("exception", "ended by itself")])
+def test_what_a_strike_needs_depends_on_its_kind(kind: str, text: str) -> None:
+    """Only an exception does not wait for an autosave, so it may come too early to count."""
+    first = [*FIRST, autosave_line(0, 2)]
+    verdict = judge([MadeProcess(first), MadeProcess(second(), exit_code=0)], is_struck=False, kind=kind)
+    assert verdict.cause is not None
+    assert text in verdict.cause.text

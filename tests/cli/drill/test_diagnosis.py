@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import causes
+from lightning_faulttolerant.cli.drill import diagnosis
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
 from lightning_faulttolerant.records import ledger
@@ -40,34 +40,34 @@ def end(**values: Any) -> Change:
 
 
 CAUSES: dict[str, tuple[str, list[Change]]] = {
-    "other samples": (causes.DATA_ORDER, [since(0, 3, order="x", content="x", loss=OTHER)]),
-    "other samples, and the generators are off": (causes.DATA_ORDER, [since(0, 3, order="x", content="x", rng="x")]),
-    "another content of the same samples": (causes.AUGMENTATION, [since(0, 3, content="x", loss=OTHER)]),
-    "the generators are off too": (causes.AUGMENTATION, [since(0, 3, content="x", rng="x")]),
-    "generators": (causes.MAIN_RNG, [since(0, 3, rng="x", loss=OTHER)]),
-    "loss": (causes.WEIGHTS, [since(0, 3, loss=OTHER)]),
-    "loss and learning rate": (causes.WEIGHTS, [since(0, 3, loss=OTHER, learning_rates=[[OTHER]])]),
-    "learning rate": (causes.LEARNING_RATES, [since(0, 3, learning_rates=[[OTHER]])]),
-    "validation result, then all is equal": (causes.METRICS, [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})]),
+    "other samples": ("data order", [since(0, 3, order="x", content="x", loss=OTHER)]),
+    "other samples, and the generators are off": ("data order", [since(0, 3, order="x", content="x", rng="x")]),
+    "another content of the same samples": ("augmentation", [since(0, 3, content="x", loss=OTHER)]),
+    "the generators are off too": ("augmentation", [since(0, 3, content="x", rng="x")]),
+    "generators": ("main RNG", [since(0, 3, rng="x", loss=OTHER)]),
+    "loss": ("weights", [since(0, 3, loss=OTHER)]),
+    "loss and learning rate": ("weights", [since(0, 3, loss=OTHER, learning_rates=[[OTHER]])]),
+    "learning rate": ("learning rates", [since(0, 3, learning_rates=[[OTHER]])]),
+    "validation result, then all is equal": ("metrics", [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})]),
     "validation result at the end, weights equal": (
-        causes.METRICS,
+        "metrics",
         [at(1, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})],
     ),
     "validation result, then losses differ": (
-        causes.WEIGHTS,
+        "weights",
         [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER}), since(1, 0, loss=OTHER)],
     ),
-    "logged": (causes.LOGGED_VALUES, [at(0, 3, ledger.LOG, metrics={"seconds": OTHER})]),
+    "logged": ("logged values", [at(0, 3, ledger.LOG, metrics={"seconds": OTHER})]),
     "logged in a step that differs itself": (
-        causes.DATA_ORDER,
+        "data order",
         [at(0, 3, ledger.LOG, metrics={"loss": OTHER}), since(0, 3, order="x")],
     ),
-    "weights at the end": (causes.WEIGHTS, [end(weights="x")]),
-    "optimizers at the end": (causes.OPTIMIZERS, [end(optimizers="x")]),
-    "metrics at the end": (causes.METRICS, [end(metrics={"accuracy": OTHER})]),
-    "generators at the end": (causes.MAIN_RNG, [end(rng="x")]),
-    "no validation run": (causes.COURSE, [without(ledger.VALIDATED, 0)]),
-    "no second epoch": (causes.COURSE, [without(ledger.BATCH, 1)]),
+    "weights at the end": ("weights", [end(weights="x")]),
+    "optimizers at the end": ("optimizers", [end(optimizers="x")]),
+    "metrics at the end": ("metrics", [end(metrics={"accuracy": OTHER})]),
+    "generators at the end": ("main RNG", [end(rng="x")]),
+    "no validation run": ("course of the run", [without(ledger.VALIDATED, 0)]),
+    "no second epoch": ("course of the run", [without(ledger.BATCH, 1)]),
 }
 
 
@@ -75,7 +75,7 @@ CAUSES: dict[str, tuple[str, list[Change]]] = {
 def test_the_cause_is_named(case: str) -> None:
     """The first difference in a step, or around it, names the part of the state that causes it."""
     part, changes = CAUSES[case]
-    cause = causes.cause_of(mismatch_of(*changes))
+    cause = diagnosis.cause_of(mismatch_of(*changes))
     assert cause.part == part
     assert cause.text
     assert cause.advice
@@ -87,7 +87,14 @@ def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> Non
     found = changed(lines, since(0, 3, content="x"))
     mismatch = first_mismatch([join(0, [[begun(), *lines]])], [join(0, [[begun(), *found]])])
     assert mismatch is not None
-    assert "indices" in causes.cause_of(mismatch).text
+    assert "indices" in diagnosis.cause_of(mismatch).text
+
+
+@pytest.mark.parametrize("rng", ["x", None])
+def test_generators_that_differ_with_the_contents_are_named_too(rng: str | None) -> None:
+    """With ``num_workers=0`` the data draw from the main process, so one of the two may have caused the other."""
+    values = {"content": "x"} if rng is None else {"content": "x", "rng": rng}
+    assert ("num_workers=0" in diagnosis.cause_of(mismatch_of(since(0, 3, **values))).text) == (rng is not None)
 
 
 def test_a_difference_names_values_and_what_is_equal() -> None:
@@ -149,22 +156,22 @@ def test_logged_values_can_be_passed_over() -> None:
 
 NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
     "no seed": ("no seed", "seed_everything", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
-    "order": (causes.DATA_ORDER, "os.listdir", [since(0, 1, order="x", content="x")]),
-    "content": (causes.AUGMENTATION, "default_rng", [since(0, 0, content="x", loss=OTHER)]),
-    "batches as they come": (causes.AUGMENTATION, "in_order=False", [since(0, 0, content="x", loss=OTHER)]),
-    "initial weights": (causes.WEIGHTS, "seed_everything", [since(0, 0, loss=OTHER)]),
-    "weights that the first run has left": (causes.WEIGHTS, "{run}", [since(0, 0, loss=OTHER)]),
+    "order": ("data order", "os.listdir", [since(0, 1, order="x", content="x")]),
+    "content": ("augmentation", "default_rng", [since(0, 0, content="x", loss=OTHER)]),
+    "batches as they come": ("augmentation", "in_order=False", [since(0, 0, content="x", loss=OTHER)]),
+    "initial weights": ("weights", "seed_everything", [since(0, 0, loss=OTHER)]),
+    "weights that the first run has left": ("weights", "{run}", [since(0, 0, loss=OTHER)]),
     "a cache that the first run drew": ("no seed", "{run}", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
-    "a cache that the first run has left": (causes.AUGMENTATION, "{run}", [since(0, 0, content="x")]),
+    "a cache that the first run has left": ("augmentation", "{run}", [since(0, 0, content="x")]),
     "kernels": ("kernels", "deterministic=True", [since(0, 2, loss=OTHER)]),
     "a clock that is logged": (
-        causes.LOGGED_VALUES,
+        "logged values",
         "--ignore 'seconds'",
         [at(0, 1, ledger.LOG, metrics={"seconds": OTHER})],
     ),
     "a monitor's columns": (
-        causes.LOGGED_VALUES,
-        "--ignore 'DeviceStatsMonitor.*' passes over it. --ignore 'seconds' passes over it.",
+        "logged values",
+        "--ignore 'DeviceStatsMonitor.*' ignores it. --ignore 'seconds' ignores it.",
         [
             at(
                 0,
@@ -179,7 +186,7 @@ NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
             )
         ],
     ),
-    "something else": (causes.COURSE, "", [without(ledger.VALIDATED, 0)]),
+    "something else": ("course of the run", "", [without(ledger.VALIDATED, 0)]),
 }
 
 
@@ -192,6 +199,6 @@ def test_why_a_script_is_not_deterministic_is_named(case: str) -> None:
         lines = changed(lines, change)
     mismatch = first_mismatch([whole()], [join(0, [[begun(), *lines]])])
     assert mismatch is not None
-    cause = causes.not_deterministic(mismatch, "there")
+    cause = diagnosis.not_deterministic(mismatch, "there")
     assert cause.part == part
     assert advice in " ".join(cause.advice)
