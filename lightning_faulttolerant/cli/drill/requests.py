@@ -21,8 +21,8 @@ def never_reached(settings: DrillSettings, numbers: BatchNumbers) -> DrillVerdic
         return _wrong(
             f"--in {missing[0]}: the script has no batch of {missing[0]}. It has batches of"
             f" {' and '.join(numbers.stages)}.",
-            f"--in names what is struck: {', '.join(STAGES)}. Batches of trainer.validate are of validation, those of"
-            " the sanity check of nothing.",
+            f"--in names what is struck: {', '.join(STAGES)}. `trainer.validate` counts as `validation`. The"
+            " sanity check can't be struck.",
             f"--in {','.join(numbers.stages)} strikes in everything that the script does.",
         )
     num_batches = len(counted_batches(settings, numbers))
