@@ -133,7 +133,7 @@ class FaultPlace:
         """Return the place that the environment names.
 
         Raises:
-            ValueError: If `text` does not name a place.
+            ValueError: If `text` does not name a place, or one in an evaluation with another hook than ``start``.
         """
         batch, _, hook = text.rpartition(":")
         if hook not in HOOKS or not _is_place(batch):
@@ -141,8 +141,19 @@ class FaultPlace:
                 f"{FAULT_VARIABLE} must be <fit>:<epoch>:<batch>:<hook> with a hook of {', '.join(HOOKS)};"
                 f" got {text!r}."
             )
-        [place] = places_in(FAULT_VARIABLE, batch)
-        return cls(batch=place, hook=hook)
+        [numbers] = places_in(FAULT_VARIABLE, batch)
+        place = cls(batch=numbers, hook=hook)
+        if place.is_in_evaluation and hook != HOOKS[0]:
+            raise ValueError(
+                f"{FAULT_VARIABLE} must end with :{HOOKS[0]} in an evaluation, where a batch has four numbers; got"
+                f" {text!r}."
+            )
+        return place
+
+    @property
+    def is_in_evaluation(self) -> bool:
+        """Whether the batch is of a validation run or an evaluation: those have a fourth number."""
+        return len(self.batch) == 4
 
     def __str__(self) -> str:
         return f"{places_text([self.batch])}:{self.hook}"

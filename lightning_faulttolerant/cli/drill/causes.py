@@ -305,7 +305,7 @@ def stage_never_reached(stages: Sequence[str]) -> Cause:
     return Cause(
         part="usage",
         text=f"--in names what to strike: {', '.join(STAGES)}. trainer.validate counts as validation. The sanity check"
-        " does not count.",
+        " can't be struck.",
         advice=(f"--in {','.join(stages)} strikes everything that the script does.",),
     )
 

@@ -120,7 +120,7 @@ def of_interrupted(
     """
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
-    if ran.outcome == running.BEGAN_ANEW:
+    if ran.outcome == running.BEGAN_AGAIN:
         return DrillVerdict(word=result.DIFFERS, text="A restart did not resume.", cause=causes.NOT_RESUMED)
     verdict = _of_outcome(ran)
     if verdict is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_faulttolerant.cli.drill.ledgers import TRAIN, BatchNumbers
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, TERM, DrillSettings, StrikePlan
@@ -52,6 +52,47 @@ def moments_of(settings: DrillSettings, numbers: BatchNumbers) -> list[StrikeMom
                 hook = HOOKS[0]
             found.append(StrikeMoment(batch=batch, fraction=fraction, hook=hook, num_twice=num_twice))
     return sorted(found, key=lambda moment: moment.batch)
+
+
+def moved(moments: Iterable[StrikeMoment], numbers: BatchNumbers, first: int) -> list[StrikeMoment]:
+    """Return moments, in order, each moved to the next batch of its own stage if it is too early.
+
+    A moment after which its stage has no batch is left out.
+
+    Args:
+        moments: The moments.
+        numbers: Batch numbers of the uninterrupted run.
+        first: The first batch that can be struck.
+    """
+    found = []
+    for moment in moments:
+        batch = next(_stage_from(max(moment.batch, first), moment, numbers), None)
+        if batch is not None:
+            found.append(replace(moment, batch=batch))
+    return sorted(found, key=lambda moment: moment.batch)
+
+
+def postponed(moments: Sequence[StrikeMoment], numbers: BatchNumbers) -> list[StrikeMoment]:
+    """Return moments of which the first came too early: those of its stage skip a quarter of the rest of that stage.
+
+    Args:
+        moments: The moments, in order.
+        numbers: Batch numbers of the uninterrupted run.
+    """
+    if not moments:
+        return []
+    stage = numbers.step(moments[0].batch).stage
+    later = list(_stage_from(moments[0].batch + 1, moments[0], numbers))
+    first = later[len(later) // 4] if later else len(numbers)
+    same = [moment for moment in moments if numbers.step(moment.batch).stage == stage]
+    others = [moment for moment in moments if numbers.step(moment.batch).stage != stage]
+    return sorted([*moved(same, numbers, first), *others], key=lambda moment: moment.batch)
+
+
+def _stage_from(first: int, moment: StrikeMoment, numbers: BatchNumbers) -> Iterator[int]:
+    """Yield the batches from `first` on that are of the stage of a moment."""
+    stage = numbers.step(moment.batch).stage
+    return (batch for batch in range(first, len(numbers)) if numbers.step(batch).stage == stage)
 
 
 def counted_batches(settings: DrillSettings, numbers: BatchNumbers) -> list[int]:

@@ -26,7 +26,7 @@ class Status:
         done: Number of finished training batches of the whole run. The last ones may be done again.
         num_evaluated: Number of finished batches of evaluations.
         evaluating: The evaluation in progress and its finished batches, in words; empty while the process trains.
-        num_batches: Number of training batches of the whole run; None while unknown.
+        num_batches: Number of training batches of the whole run; None while unknown, or if it has none.
         num_strikes: Number of strikes so far.
         num_wanted: Number of strikes in total; 0 in a run that is not struck.
         saved: Training batches before the last autosave; None if there is none.

@@ -10,7 +10,7 @@ from typing import final
 
 from lightning_faulttolerant.cli.drill.comparison import Follower
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Place, RankOfRun, place_before
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, plan_of
+from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, moved, plan_of, postponed
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, DrillSettings
@@ -18,7 +18,7 @@ from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, Dr
 ENDED = "ended"
 FAILED = "failed"
 RESUMED = "resumed"
-BEGAN_ANEW = "began again"
+BEGAN_AGAIN = "began again"
 DIFFERENT = "different"
 TIMED_OUT = "timed out"
 NOT_STOPPED = "not stopped"
@@ -139,20 +139,24 @@ class Runner:
         ran = self._begin(name, numbers, follower)
         moments = moments_of(self._settings, numbers)
         self._status = replace(self._status, num_wanted=len(moments))
-        last = 0
         while True:
-            coming = self._coming(moments, ran, last)
-            last = coming[0].batch if coming else last
+            moments = self._moments_left(moments, ran)
+            coming = moments if self._settings.kind == EXCEPTION else moments[:1]
             process = self._next(ran, coming)
+            num_before = self._status.num_strikes
             outcome = self._run_and_strike(process, coming, seconds)
             if outcome != _STRUCK:
                 ran.outcome = outcome
                 return self._end(ran)
+            num_new = self._status.num_strikes - num_before
+            moments = moments[num_new:]
+            if self._settings.kind == EXCEPTION and num_new == process.num_restarts:  # the last one came too early
+                moments = postponed(moments, numbers)
 
     def _begin(self, name: str, numbers: BatchNumbers | None, follower: Follower | None) -> Ran:
         self._numbers = numbers or BatchNumbers([])
         self._follower = follower
-        self._status = Status(run=name, num_batches=numbers.num_trained if numbers is not None else None)
+        self._status = Status(run=name, num_batches=self._numbers.num_trained or None)
         self._deadline = time.monotonic() + (self._settings.timeout_seconds or float("inf"))
         ran = Ran(name=name, seconds=time.time())
         self.ran.append(ran)
@@ -182,30 +186,22 @@ class Runner:
         process.start()
         return process
 
-    def _coming(self, moments: Sequence[StrikeMoment], ran: Ran, last: int) -> Sequence[StrikeMoment]:
-        """Return the moments at which to strike the next process; none if the process is to end by itself.
+    def _moments_left(self, moments: Sequence[StrikeMoment], ran: Ran) -> list[StrikeMoment]:
+        """Return the moments that can still come, in order; none if the next process is to end by itself.
 
-        The drill does not wait for exceptions. An exception must come after the place where the process continues. If
-        the previous exception came before there was an autosave with progress, it must also come after that one. All
-        remaining exceptions are returned, since a launcher may restart its ranks by itself.
+        Each comes after the place where the process continues. The drill does not wait for exceptions: a launcher may
+        restart its ranks by itself, so one process gets them all, each at a batch after the one before.
         """
-        num_struck = self._status.num_strikes
-        if num_struck >= len(moments) or len(ran.processes) >= _MAX_PROCESSES * len(moments):
-            return ()
-        num_saved = self._num_saved(ran)
+        if len(ran.processes) >= _MAX_PROCESSES * self._status.num_wanted:
+            return []
+        left = moved(moments, self._numbers, self._num_saved(ran) + 1)
         if self._settings.kind != EXCEPTION:
-            later = [replace(one, batch=max(one.batch, num_saved + 1)) for one in moments[num_struck : num_struck + 1]]
-            return [moment for moment in later if moment.batch < len(self._numbers)]
-        num_left = len(self._numbers) - last
-        came_too_early = len(ran.processes) > num_struck
-        first = max(last + max(1, num_left // 4) if came_too_early else 0, num_saved + 1)
-        coming: list[StrikeMoment] = []
-        for moment in moments[num_struck:]:
-            batch = max(moment.batch, first)
-            if batch < len(self._numbers):
-                coming.append(replace(moment, batch=batch, fraction=0.0))
-            first = batch + 1
-        return coming
+            return left
+        apart: list[StrikeMoment] = []
+        while left:
+            apart.append(left[0])
+            left = moved(left[1:], self._numbers, left[0].batch + 1)
+        return apart
 
     def _num_saved(self, ran: Ran) -> int:
         """Return the number of batches before the place where the next process continues."""
@@ -355,7 +351,7 @@ class Runner:
         if not process.num_batches or self._start_of(process):
             return None
         has_saved = any(self._numbers.at(place) for one in self.ran[-1].processes for place in one.autosaves_before)
-        return BEGAN_ANEW if has_saved else None
+        return BEGAN_AGAIN if has_saved else None
 
 
 @final

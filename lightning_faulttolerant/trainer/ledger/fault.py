@@ -48,7 +48,7 @@ class Fault:
         """Begin to watch for the place."""
         trainer, hook = self._trainer, self._place.hook
         epoch_loop = trainer.fit_loop.epoch_loop
-        if self._is_in_evaluation:
+        if self._place.is_in_evaluation:
             around_steps(trainer, patches, self._around_before)
         elif hook == "start":
             patches.around(epoch_loop.automatic_optimization, "run", self._around_before)
@@ -57,10 +57,6 @@ class Fault:
             patches.around(trainer.strategy, "backward", self._around_after)
         else:
             patches.around(logger_connector(trainer), "on_batch_end", self._around_after)
-
-    @property
-    def _is_in_evaluation(self) -> bool:
-        return len(self._place.batch) > len(("fit", "epoch", "batch"))
 
     def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         self._strike()
@@ -73,7 +69,7 @@ class Fault:
 
     def _strike(self) -> None:
         place: tuple[int, ...] = tuple(training_place(self._trainer).values())
-        if self._is_in_evaluation:
+        if self._place.is_in_evaluation:
             place = (*place, num_evaluated(self._trainer) - 1)
         elif not self._trainer.training:
             return

@@ -11,14 +11,14 @@ import pytest
 from lightning_faulttolerant.cli.drill import diagnosis, result
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, BatchNumbers, join, place_before
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, plan_of
+from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, moved, plan_of, postponed
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
-from tests.cli.drill.drills import drill
+from tests.cli.drill.drills import drill, make
 from tests.cli.drill.made import (
     NUM_BATCHES,
     Change,
@@ -127,6 +127,41 @@ def test_each_stage_gets_as_many_strikes_as_the_others() -> None:
         named = moments_of(settings(seed=seed, num_strikes=3, stages=("test",)), NUMBERS)
         assert {NUMBERS.step(moment.batch).stage for moment in named} == {"test"}
         assert all(moment.hook == "start" for moment in named)
+
+
+def moments_at(*batches: int) -> list[StrikeMoment]:
+    """Return moments at batches of `NUMBERS`; in training, exceptions are raised at ``step``."""
+    hooks = ["step" if NUMBERS.step(batch).stage == "train" else "start" for batch in batches]
+    return [StrikeMoment(batch=b, fraction=0.5, hook=hook) for b, hook in zip(batches, hooks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "first", "expected"),
+    [
+        ((1, 3), 0, (1, 3)),
+        ((1,), 2, (5,)),  # not the validation run in between
+        ((1, 2), 3, (3, 5)),  # in order
+        ((3, 4), 5, ()),  # neither training nor test
+        ((1, 4, 7), 6, (7,)),
+        ((9,), 10, ()),
+    ],
+)
+def test_a_moment_moves_in_its_own_stage(batches: tuple[int, ...], first: int, expected: tuple[int, ...]) -> None:
+    """A moment that is too early moves to the next batch of its stage, and is left out if there is none."""
+    found = moved(moments_at(*batches), NUMBERS, first)
+    assert tuple(moment.batch for moment in found) == expected
+    assert found == moments_at(*expected)
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [((1, 3, 5), (3, 5, 5)), ((2, 4, 7), (3, 4, 7)), ((4, 5), (5,)), ((6, 7, 8), (7, 7, 8)), ((), ())],
+)
+def test_an_exception_that_came_too_early_comes_later_in_its_stage(
+    batches: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """It comes at a later batch of its stage, if there is one; moments of other stages stay."""
+    assert postponed(moments_at(*batches), NUMBERS) == moments_at(*expected)
 
 
 def test_requested_batches_are_counted_over_what_is_named() -> None:
@@ -269,9 +304,16 @@ def test_every_stage_of_a_script_is_struck_and_compared(kind: str, tmp_path: Pat
     )
 
 
-def test_a_script_that_only_evaluates_is_drilled(tmp_path: Path) -> None:
-    """Without a fit, too, each strike continues inside the evaluation."""
-    found = drill(tmp_path, *SCRIPT, "--fits=0", "--test=6", num_strikes=2)
+def test_a_script_that_only_evaluates_is_drilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fit, too, each strike continues inside the evaluation. The bar has no end that it is at from the start.
+
+    Without a number of training batches, the bar pulses.
+    """
+    shown = set()
+    one = make(tmp_path, *SCRIPT, "--fits=0", "--test=6", num_strikes=2)
+    monkeypatch.setattr(one.progress, "update", lambda status: shown.add(status.num_batches))
+    found = one.run()
+    assert shown == {None}
     assert_exact(found, "test", "test")
     assert all(strike.resumed_batch for strike in found.strikes)
     assert "6 evaluation batches and everything that evaluations returned" in found.verdict.text
@@ -299,6 +341,17 @@ def test_a_place_that_the_script_never_reaches_is_an_error(named: dict[str, Any]
     assert (found.verdict.word, found.verdict.text) == (result.NOT_JUDGED, text)
     assert found.verdict.cause is not None
     assert (found.verdict.cause.part, found.interrupted) == ("usage", None)
+
+
+@pytest.mark.parametrize("kind", ["KILL", "TERM", "exception"])
+def test_more_strikes_than_batches_of_a_stage_stay_in_it(kind: str, tmp_path: Path) -> None:
+    """Strikes that can't come in the named stage are left out: none comes in the training after it."""
+    script = (*SCRIPT, "--validation=2")
+    found = drill(tmp_path, *script, stages=("validation",), num_strikes=9, kind=kind)
+    assert found.verdict.word == result.EXACT, found.verdict
+    assert {strike.stage for strike in found.strikes} == {"validation"}
+    assert len(found.strikes) >= 2
+    assert {strike.hook for strike in found.strikes} == {"start" if kind == "exception" else ""}
 
 
 FLAWS = {

@@ -208,7 +208,7 @@ def test_check_is_suggested_where_it_was_not_done(is_checked: bool, num_notes: i
     ("outcome", "word", "part"),
     [
         (running.FAILED, result.DIFFERS, "restart"),
-        (running.BEGAN_ANEW, result.DIFFERS, "not resumed"),
+        (running.BEGAN_AGAIN, result.DIFFERS, "not resumed"),
         (running.RESUMED, result.NOT_JUDGED, "existing run"),
         (running.TIMED_OUT, result.NOT_JUDGED, "timeout"),
         (running.NOT_STOPPED, result.NOT_JUDGED, "stop"),

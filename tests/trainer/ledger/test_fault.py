@@ -122,11 +122,22 @@ def test_a_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch
         fit_with(tmp_path, max_epochs=1)
 
 
-def test_a_place_is_read_as_it_is_written() -> None:
+@pytest.mark.parametrize("hook", ["step", "end"])
+def test_an_evaluation_has_one_hook(hook: str) -> None:
+    """Exceptions are raised only before the step of a batch of an evaluation; another hook is an error."""
+    with pytest.raises(ValueError, match=rf"must end with :start in an evaluation.*got '1:0:2:3:{hook}'"):
+        FaultPlace.parse(f"1:0:2:3:{hook}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "hook", "is_in_evaluation", "text"),
+    [((2, 3, 40), "end", False, "2:3:40:end"), ((2, 3, 40, 7), "start", True, "2:3:40:7:start")],
+)
+def test_a_place_is_read_as_it_is_written(batch: tuple[int, ...], hook: str, is_in_evaluation: bool, text: str) -> None:
     """The run reads exactly the place that the drill writes into the environment."""
-    place = FaultPlace(batch=(2, 3, 40), hook="end")
-    assert str(place) == "2:3:40:end"
-    assert FaultPlace.parse(str(place)) == place
+    place = FaultPlace(batch=batch, hook=hook)
+    assert (str(place), place.is_in_evaluation) == (text, is_in_evaluation)
+    assert FaultPlace.parse(text) == place
 
 
 @pytest.mark.parametrize(("num_restarts", "batch"), [("0", 1), ("1", 2), ("2", None)])
