@@ -40,7 +40,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.blobs import pack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of
 from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
-from lightning_faulttolerant.trainer.save.capture import RunState
+from lightning_faulttolerant.trainer.save.run_state import RunState
 
 NUM_WORKERS = 8
 NUM_RANKS = (8, 64, 512, 1024, 4096)

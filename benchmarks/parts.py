@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.loader.worker_side import WorkerSide
-from lightning_faulttolerant.trainer.boundary import Boundary
+from lightning_faulttolerant.trainer import boundary as boundaries
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.capture import RunState
 
 _MOST = 100_000
 _WARM_UP = 30
@@ -35,14 +35,14 @@ _WIDTHS = {"BoringModel": 0, "10 million parameters": 3162}
 
 
 class Clocked:
-    """Records the duration of each call of a method, in this process or in a process forked from it.
+    """Records the duration of each call of a method or function, in this process or in a process forked from it.
 
     Args:
-        owner: The class.
-        name: The method.
+        owner: The class or module.
+        name: The method or function.
     """
 
-    def __init__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: type | ModuleType, name: str) -> None:
         self._owner, self._name = owner, name
         self._original: Callable[..., Any] = getattr(owner, name)
         self._seconds = RawArray("d", _MOST)
@@ -106,7 +106,8 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
     """Return the microseconds of the work at each boundary, in each worker's batch, and from time to time."""
     found = {}
     for num_workers in (0, 2):
-        with Clocked(Boundary, "before_batch") as boundary, Clocked(RunState, "capture") as capture:
+        at_boundary, at_capture = Clocked(boundaries.Boundary, "before_batch"), Clocked(boundaries, "take_capture")
+        with at_boundary as boundary, at_capture as capture:
             loader = DataLoader(BareRandomDataset(32, steps), num_workers=num_workers)
             fit(TimedModel(), loader, [FaultTolerance(directory / f"{num_workers}")], directory)
         workers = f", {num_workers} workers" if num_workers else ""

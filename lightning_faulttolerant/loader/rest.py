@@ -1,7 +1,8 @@
 """The samples of a loader that no rank has consumed, also after ranks that were not at the same place.
 
 Without padding, rank r gets every n-th sample, and the ranks may have different numbers of batches. Of several loaders
-that come one after the other, one rank may already be in the next one. The rest is then no end of the order.
+that come one after the other, one rank may already be in the next one. What is left is then not one
+contiguous end of the order.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ the user's own checkpoints and everything else that the fit does.
 """
 EVALUATION = "evaluation"
 """Validation runs inside a fit, and ``validate``, ``test``, and ``predict`` from their first batch to their end: this
-time counts, too. Histories of earlier versions don't tell validation runs from training.
+time counts, too. In histories of earlier versions, validation runs are part of ``TRAINING``.
 """
 SAVING = "saving"
 """Training waited for an autosave."""

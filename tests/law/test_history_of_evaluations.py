@@ -274,7 +274,7 @@ def test_evaluation_with_other_weights_begins_a_chapter(tmp_path: Path) -> None:
 
 
 def test_commands_take_the_history_for_no_autosave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``list``, ``prune``, and ``discard`` see the autosaves of an unfinished evaluation, and nothing after its end."""
+    """``list`` and ``prune`` see the autosaves of an unfinished evaluation, and nothing after its end."""
     main = script(tmp_path, "test")
     assert run(lambda: main(Strikes("test", 3))).exit_code == -signal.SIGKILL
     assert "test-1" in call(capsys, "list", tmp_path).out

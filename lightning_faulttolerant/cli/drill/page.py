@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 from lightning_faulttolerant.cli.drill.picture import picture
-from lightning_faulttolerant.cli.drill.progress import evaluation_batches
-from lightning_faulttolerant.cli.drill.result import DIFFERS, EXACT, Difference, DrillResult, RunOfDrill, Strike
+from lightning_faulttolerant.cli.drill.result import DIFFERS, EXACT, DrillResult, RunOfDrill, Strike, equal_before
 from lightning_faulttolerant.cli.page.document import document
 from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural
@@ -91,19 +90,11 @@ def _difference(result: DrillResult) -> Child:
     return tag(
         "section",
         tag("h2", "The first difference"),
-        tag("p", f"{_capitalized(difference.place)}{rank}{process}. {_equal_before(difference)}"),
+        tag("p", f"{_capitalized(difference.place)}{rank}{process}. {equal_before(difference, result.strikes)}"),
         tag("div", heads, rows, class_="values"),
         tag("p", f"and {plural(left_out, 'value')} more", class_="soft") if left_out > 0 else None,
         tag("p", "Equal in it: ", ", ".join(difference.equal), ".", class_="soft") if difference.equal else None,
     )
-
-
-def _equal_before(difference: Difference) -> str:
-    batches = [plural(difference.num_equal, "training batch")]
-    if difference.num_evaluated_equal:
-        batches.append(evaluation_batches(difference.num_evaluated_equal))
-    is_one = difference.num_equal + difference.num_evaluated_equal == 1
-    return f"{' and '.join(batches)} before it {'is' if is_one else 'are'} equal."
 
 
 def _cause(result: DrillResult) -> Child:

@@ -10,9 +10,8 @@ from typing import TextIO
 
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.ledgers import TRAIN
-from lightning_faulttolerant.cli.drill.progress import duration, evaluation_batches
-from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike
-from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.cli.drill.progress import duration
+from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike, equal_before
 from lightning_faulttolerant.cli.text import safe, table
 
 _WIDTH = 80
@@ -79,20 +78,7 @@ def _difference(difference: Difference, found: DrillResult) -> list[str]:
         lines.append(f"  and {len(rows) - _MOST_VALUES} more values")
     if difference.equal:
         lines += _wrapped(f"Equal there: {', '.join(difference.equal)}.", indent="  ")
-    return [*lines, *_wrapped(_before(difference, found), indent="  ")]
-
-
-def _before(difference: Difference, found: DrillResult) -> str:
-    """Return a sentence about the batches before the difference."""
-    number = difference.num_equal
-    where = f" on rank {difference.rank}" if difference.rank else ""
-    if not number and not difference.num_evaluated_equal:
-        return f"No batch{where} comes before it."
-    num_after = number - found.strikes[0].resumed_at if found.strikes else 0
-    since = f", {num_after:,} of them after a restart" if num_after > 0 else ""
-    batches = [f"{plural(number, 'batch')}{since}"] if number else []
-    batches += [evaluation_batches(difference.num_evaluated_equal)] if difference.num_evaluated_equal else []
-    return f"Equal before it{where}: {', and '.join(batches)}."
+    return [*lines, *_wrapped(equal_before(difference, found.strikes), indent="  ")]
 
 
 def _cause(cause: Cause, stream: TextIO) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from lightning_faulttolerant.cli.drill.progress import evaluation_batches
+from lightning_faulttolerant.cli.page.numbers import plural
 
 EXACT = "exact"
 DIFFERS = "differs"
@@ -224,3 +227,21 @@ class DrillResult:
     repeated: RunOfDrill | None = None
     interrupted: RunOfDrill | None = None
     last_words: tuple[str, ...] = ()
+
+
+def equal_before(difference: Difference, strikes: Sequence[Strike]) -> str:
+    """Return a sentence about the batches before a difference, all of which are equal.
+
+    Args:
+        difference: The first event that differs.
+        strikes: The strikes of the drill that count, in order.
+    """
+    number = difference.num_equal
+    where = f" on rank {difference.rank}" if difference.rank else ""
+    if not number and not difference.num_evaluated_equal:
+        return f"No batch{where} comes before it."
+    num_after = number - strikes[0].resumed_at if strikes else 0
+    since = f", {num_after:,} of them after a restart" if num_after > 0 else ""
+    batches = [f"{plural(number, 'batch')}{since}"] if number else []
+    batches += [evaluation_batches(difference.num_evaluated_equal)] if difference.num_evaluated_equal else []
+    return f"Equal before it{where}: {', and '.join(batches)}."

@@ -31,7 +31,7 @@ EPILOG = """\
 A run that is started again when it was over begins a new chapter; the last is shown, --all shows all of them. When a
 process was killed is known to ten seconds (a minute below a URL): by its last autosave or sign of life. "may be
 running": the last one is not older than 90 seconds. Goodput is the share of the wall time in which training or
-evaluation went forward for good.
+evaluation made lasting progress.
 
 Exit status: 0 reported, 1 there is no history there, 2 something could not be read or written.
 """

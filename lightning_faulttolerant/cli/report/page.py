@@ -14,6 +14,7 @@ from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bar
 from lightning_faulttolerant.cli.report.words import (
     RUNNING_SECONDS,
     again_text,
+    end_text,
     unsaved_text,
     validation_text,
     who_waited,
@@ -61,7 +62,7 @@ def _lead(chapter: ChapterReport) -> Markup:
     if not account.useful > 0:
         return tag("p", f"In {duration_text(account.total)}, no batch is known to have been trained.", class_="lead")
     names = [name for name, seconds in (("training", account.training), ("evaluation", account.evaluation)) if seconds]
-    text = f"Of {duration_text(account.total)}, {' and '.join(names)} went forward for good in"
+    text = f"Of {duration_text(account.total)}, {' and '.join(names)} made lasting progress for"
     text += f" {duration_text(account.useful)}."
     if account.down > 0.001 * account.total:
         text += f" Without the time in which there was no process, that is {share_text(account.goodput_while_up)}."
@@ -95,7 +96,7 @@ def _chapter(chapter: ChapterReport, report: RunReport) -> list[Child]:
         tag("section", tag("h2", "Where the time went"), account_bar(chapter.account)),
         tag("section", tag("h2", "Progress"), progress(chapter)),
         tag("section", tag("h2", "Processes"), _processes(chapter, report)),
-        _evaluation_section(chapter),
+        _evaluation_section(chapter, report.made),
         _autosave_section(chapter),
         _notes(chapter),
     ]
@@ -178,12 +179,12 @@ def _end(process: Process) -> Child:
     return [_cut(reason), tag("small", _cut(text)) if text and text != reason and reason != FINISHED else None]
 
 
-def _evaluation_section(chapter: ChapterReport) -> Child:
+def _evaluation_section(chapter: ChapterReport, made: float) -> Child:
     runs = [run for fit in chapter.chapter.fits for run in fit.validations]
     evaluations = {fit.number: fit for fit in chapter.chapter.fits if fit.is_evaluation and fit.has_trained}
     if not runs and not evaluations:
         return None
-    rows = [_evaluation_row(chapter, number) for number in sorted(evaluations)]
+    rows = [_evaluation_row(chapter, number, made) for number in sorted(evaluations)]
     header = ("", "processes", "began", "batches", "autosaves", "took", "ended")
     right = ("processes", "batches", "autosaves", "took")
     again = [f"Process {each.process + 1} {again_text(each, chapter.fit_of(each))}" for each in chapter.continued]
@@ -198,12 +199,14 @@ def _evaluation_section(chapter: ChapterReport) -> Child:
     )
 
 
-def _evaluation_row(chapter: ChapterReport, number: int) -> list[Child]:
+def _evaluation_row(chapter: ChapterReport, number: int, made: float) -> list[Child]:
     processes = [one for one in chapter.chapter.processes if any(fit.number == number for fit in one.fits)]
     fits = [fit for one in processes for fit in one.fits if fit.number == number and fit.has_trained]
     seconds = [each.seconds for each in chapter.segments if each.fit == number and each.kind == EVALUATION]
     places = [fit.last_place for fit in fits if fit.last_place is not None]
     batches = max((place.num_validated or 0 for place in places), default=0)
+    # Only the last chapter has this section.
+    is_last = fits[-1] is chapter.chapter.fits[-1] and chapter.chapter.done is None
     return [
         fits[-1].name,
         count_text(len(fits)),
@@ -211,7 +214,7 @@ def _evaluation_row(chapter: ChapterReport, number: int) -> list[Child]:
         count_text(batches),
         count_text(sum(fit.num_autosaves for fit in fits)),
         duration_text(math.fsum(seconds)),
-        _cut(fits[-1].reason or "killed"),
+        _cut(end_text(fits[-1], is_last=is_last, made=made)),
     ]
 
 
@@ -304,7 +307,7 @@ def _foot() -> Markup:
         "footer",
         tag(
             "p",
-            "Goodput is the share of the wall time in which training or evaluation went forward for good. Starting, "
+            "Goodput is the share of the wall time in which training or evaluation made lasting progress. Starting, "
             "saving, restoring, what was done again and the time without a process are not in it. A process that was "
             "killed is taken to have ended at its last sign of life.",
         ),

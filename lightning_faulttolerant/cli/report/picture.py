@@ -339,7 +339,7 @@ def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Mark
             for x, seconds in shown
         ],
     )
-    caption = "how long each was waited for"
+    caption = "the wait for each autosave"
     return plot.figure(
         drawn, caption=caption if len(shown) == len(points) else f"{caption}; of many at once, the longest"
     )

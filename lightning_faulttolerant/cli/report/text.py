@@ -95,7 +95,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
     for number, index, fit in fits:
         began = chapter.processes[number - 1].began if index == 0 else fit.began
         last = is_last and fit is fits[-1][2] and chapter.done is None
-        end = safe(end_text(fit, is_last=last, made=made))
+        end = safe(end_text(fit, is_last=last, made=made).removeprefix("stopped by "))
         rows.append(
             [
                 str(number),

@@ -101,14 +101,14 @@ def again_text(continued: ContinuedEvaluation, fit: FitHistory) -> str:
 
 
 def validation_text(runs: Sequence[Validations], duration: Callable[[float], str] = duration_text) -> str:
-    """Return how many validation runs there were inside fits, and how long they took.
+    """Return how many validation runs there were inside fits, and how long they took, without waiting for autosaves.
 
     Args:
         runs: All of them, at least one.
         duration: Returns the text for a number of seconds.
     """
     number, batches = sum(run.number for run in runs if run.is_over), sum(run.num_batches for run in runs)
-    seconds = sum(run.seconds if run.number > 1 else run.until - run.since for run in runs)
+    seconds = sum(run.seconds for run in runs)
     over = (
         f"{number:,} validation {'run' if number == 1 else 'runs'} inside fits" if number else "No validation run ended"
     )
@@ -150,7 +150,7 @@ def end_text(fit: FitHistory, *, is_last: bool, made: float) -> str:
         made: The current time.
     """
     if fit.reason is not None:
-        return fit.reason.removeprefix("stopped by ")
+        return fit.reason
     if is_last and made - fit.last_seen <= RUNNING_SECONDS:
         return "may be running"
     return "killed" if fit.started is not None else "killed at start"

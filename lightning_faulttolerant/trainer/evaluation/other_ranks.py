@@ -1,7 +1,7 @@
 """A ``predict`` that continues with another number of ranks: the state that each rank gets from those that saved.
 
-Each sample is predicted once. What could make predictions depend on the rank, or on the batch, that a sample was in is
-a reason to run the whole ``predict`` again instead.
+After a stop no sample is predicted twice, after a kill only those since the last autosave. What could make predictions
+depend on the rank, or on the batch, that a sample was in is a reason to run the whole ``predict`` again instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OtherRanks:
             yield "it has changed weights, buffers, or gradients"
         loaders = states[0]["loaders"]
         if loaders["own"] or loaders["left"] or any("dataset" in state for state in loaders["places"].values()):
-            yield "a data set or a loader keeps a state of its own, which is that of one rank"
+            yield "a data set or a loader has its own state, which belongs to one rank"
         if apart := kept_apart(part, checkpoint):
             yield f"its ranks have come to different values of {', '.join(apart)}"
         _, lost = self._metrics(0)

@@ -74,16 +74,19 @@ class ImaginedRun:
     def validate(self, num_batches, *, seconds, until=None, first=0, saves_at=None):
         """Run the validation batches from `first` on, each of some seconds, to the end or to where it is killed."""
         since = self.now
-        inside = {"validation": {"since": since, "first": first}}
+        waited = 0.0
+        inside = {"validation": {"since": since, "first": first, "waited": waited}}
         for batch in range(first, num_batches if until is None else until):
             if batch == saves_at:
                 self._save(num_validated=batch, **inside)
+                waited = self.lines[-1]["seconds"]
+                inside = {"validation": {"since": since, "first": first, "waited": waited}}
             self.now += seconds
             if batch % 10 == 9:
                 self.add("alive", num_validated=batch + 1, **inside, **self.place())
         if until is None:
             done = {"until": self.now, "num_batches": num_batches - first, "first": first, "number": 1}
-            self.add("validation", since=since, seconds=self.now - since, **done, **self.place())
+            self.add("validation", since=since, seconds=self.now - since - waited, **done, **self.place())
 
     def evaluate(self, function, num_batches, *, seconds, number, first=0, until=None, saves_at=None):
         """Run an evaluation, from its begin line to its end or to where it is killed."""

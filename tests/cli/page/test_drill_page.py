@@ -74,7 +74,7 @@ def test_the_page_of_runs_that_differ_leads_with_the_difference():
     found = [text.index(value.expected) for value in values] + [text.index(value.found) for value in values]
     assert max(found) < text.index("Likely cause: augmentation") < text.index(drill.verdict.cause.advice[0])
     assert text.index(drill.verdict.cause.advice[1]) < text.index("Both runs, batch by batch")
-    assert "640 training batches before it are equal" in text
+    assert "Equal before it: 640 batches, " in text
 
 
 def test_equal_curves_lie_over_each_other_and_others_part():

@@ -210,9 +210,34 @@ def test_evaluation_has_its_own_color_legend_and_words():
     assert sum("key evaluation" in each.get("class", "") for each in parsed.named("i")) == 2
     for title in ("process 1: validation, 2 min", "process 2: test, 5 min", "process 3: predict, 1 min 40 s"):
         assert title in parsed.text
-    for text in ("training and evaluation went forward", "evaluation that counted", "4 validation runs inside fits"):
+    for text in (
+        "training and evaluation made lasting progress for",
+        "evaluation that counted",
+        "4 validation runs inside fits",
+    ):
         assert text in parsed.text
     assert "Process 3 continued test-2 before batch 300: at least 40 batches of evaluation ran again." in parsed.text
+
+
+def test_an_evaluation_that_may_be_running_is_called_so():
+    """Its row says so if its last sign of life is fresh and nothing came after it; otherwise, it was killed."""
+    run = ImaginedRun()
+    run.begin()
+    run.train(30)
+    run.end()
+    run.evaluate("test", 600, seconds=1.0, number=2, until=340)
+
+    def ended(age, *more):
+        report = made_of([*run.lines, *more], made=run.now + age)
+        table = page(report).split("<h2>Evaluation</h2>")[1].split("</table>")[0]
+        return re.search(r'<td data-name="ended">(.*?)</td>', table).group(1)
+
+    assert ended(20) == "may be running"
+    assert ended(200) == "killed"
+    assert ended(20, {"event": "done", "time": run.now}) == "killed"
+    run.wait(5)
+    run.begin()
+    assert ended(20) == "killed"
 
 
 def test_an_evaluation_makes_no_steps():

@@ -15,7 +15,7 @@ from lightning_faulttolerant.cli.report.words import duration_text, end_text
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS
-from lightning_faulttolerant.records.shortening import text_of
+from lightning_faulttolerant.records.shortening import shortened, text_of
 from lightning_faulttolerant.storage.remote import RemoteStore
 from tests.cli.checkpoints import call, save_series
 from tests.records.made import Story
@@ -315,6 +315,19 @@ def test_evaluations_have_rows_and_words_of_their_own() -> None:
     ):
         assert expected in text
     assert max(map(len, lines)) <= 80
+
+
+def test_time_of_validation_runs_is_without_waits_for_autosaves() -> None:
+    """The time that the report gives for validation runs has no waits in it, also after the file was shortened."""
+    story = Story().begin().start()
+    for _ in range(3):
+        story.train(10).validate(6, ends=False).autosave(seconds=4).validate(6)
+    story.end().done()
+    text = "3 validation runs inside fits: 6 batches in 36.0 s."
+    assert text in lines_of(story)
+    full, story.lines = story.lines, shortened(story.lines, max_bytes=10**9, num_kept=0)
+    assert len(story.lines) < len(full)
+    assert text in lines_of(story)
 
 
 def test_goodput_counts_evaluation_but_not_what_ran_again() -> None:
