@@ -111,8 +111,13 @@ METRICS = Cause(
 )
 RETURNED = Cause(
     part="returned results",
-    text="Every batch of the evaluation is equal, but what the evaluation returned is not.",
-    advice=METRICS.advice,
+    text="All batches of the evaluation are equal, but its results differ.",
+    advice=(
+        "Of a step that returns nothing, only the batch and the random generators are compared: let it return the"
+        " value that it logs. A step that depends on the time or on a file differs without an interruption, too: --check"
+        " tells.",
+        *METRICS.advice,
+    ),
 )
 LOGGED_VALUES = Cause(
     part="logged values",

@@ -251,6 +251,8 @@ def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
     parts += ["everything that evaluations returned"] if any(values.get("returned") for values in ends) else []
     of_ranks = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
     comma = "," if len(parts) > 2 else ""
+    if len(parts) == 1:
+        return f"{parts[0]}{of_ranks}"
     return f"{', '.join(parts[:-1])}{comma} and {parts[-1]}{of_ranks}"
 
 

@@ -20,7 +20,7 @@ def never_reached(settings: DrillSettings, numbers: BatchNumbers) -> DrillVerdic
     missing = [stage for stage in settings.stages if stage not in numbers.stages]
     if missing:
         text = (
-            f"--in {missing[0]}: the script has no batch of {missing[0]}. It has batches of"
+            f"--in {','.join(missing)}: the script has no batch of {' or '.join(missing)}. It has batches of"
             f" {' and '.join(numbers.stages)}."
         )
         return DrillVerdict(word=NOT_JUDGED, text=text, cause=causes.stage_never_reached(numbers.stages))

@@ -128,7 +128,8 @@ class EvaluationResume:
         if self._part["version"] > VERSION:
             return f"{self._path} was written by a newer version of the package"
         if self._part["world_size"] != self._trainer.world_size:
-            ranks = f"{self._path} is of {self._part['world_size']} ranks, and now there are {self._trainer.world_size}"
+            before, now_there = self._part["world_size"], self._trainer.world_size
+            ranks = f"the number of ranks is {now_there}, and was {before} in {self._path}"
             if self._other_ranks is None or self._other_ranks.reason:
                 return ranks if self._other_ranks is None else f"{ranks}: {self._other_ranks.reason}"
         if has_weights and self._state.get(SUMS) != self._evaluation.sums:

@@ -13,6 +13,7 @@ from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import DrillVerdict
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 from tests.cli.drill.made import (
     MadeProcess,
@@ -20,7 +21,9 @@ from tests.cli.drill.made import (
     autosave_line,
     begun,
     changed,
+    evaluated_line,
     fit_lines,
+    line,
     resumed,
     since,
     strike,
@@ -65,6 +68,14 @@ def test_equal_runs_are_exact() -> None:
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], ignored=("l*",))
     assert "2 validation runs, 2 logged values, and the final weights" in verdict.text
     assert verdict.notes == ("Not compared (--ignore): l*.",)
+
+
+def test_a_single_kind_of_thing_is_named_alone() -> None:
+    """An evaluation that returns nothing has only its batches to compare."""
+    batches = [evaluated_line(number) for number in (1, 2, 3, 4)]
+    end = line(ledger.END, fit=1, metrics={}, rng="rng")
+    run = join(0, [[begun(function="predict"), *batches, end]])
+    assert judging._what_is_same([run], ()) == "4 evaluation batches"
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
