@@ -113,9 +113,8 @@ RETURNED = Cause(
     part="returned results",
     text="All batches of the evaluation are equal, but its results differ.",
     advice=(
-        "Of a step that returns nothing, only the batch and the random generators are compared: let it return the"
-        " value that it logs. A step that depends on the time or on a file differs without an interruption, too: --check"
-        " tells.",
+        "If a step returns nothing, only its batch and the random generators are compared: let it return what it logs.",
+        "A step that depends on the time or on a file differs without an interruption, too: --check tells.",
         *METRICS.advice,
     ),
 )
