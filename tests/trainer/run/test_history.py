@@ -403,3 +403,28 @@ def test_history_in_s3_is_one_object(s3: str) -> None:
         file.add({"event": "begin", "fit": 1, "time": 1.0})
         file.flush()
     assert events(stored(f"{s3}/run")) == ["begin", "begin"]
+
+
+BEGUN = {"event": "begin", "fit": 2}
+AT_4 = {"event": "autosave", "fit": 2, "num_validated": 4}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([BEGUN, AT_4], 4),
+        ([BEGUN, {"event": "alive", "fit": 2, "num_validated": 6}, AT_4, BEGUN], 6),
+        ([BEGUN, AT_4, {"event": "end", "fit": 2, "num_validated": 4, "saved": {"num_validated": 4}}], None),
+        ([BEGUN, AT_4, {"event": "end", "fit": 2, "num_validated": 7, "saved": {"num_validated": 4}}], 7),
+        ([BEGUN, AT_4, {"event": "done"}], None),
+        ([BEGUN, AT_4, {"event": "alive", "fit": 3, "num_validated": 9}], 4),
+    ],
+    ids=["killed", "killed again at its start", "stopped", "an exception", "another run", "another fit"],
+)
+def test_batches_before_a_kill(trainer: Trainer, tmp_path: Path, lines: list[Line], expected: int | None) -> None:
+    """What is known to have run is the most that any process left, unless the last one saved where it ended."""
+    file = LocalHistory(str(tmp_path))
+    for line in lines:
+        file.add(line)
+    file.flush()
+    assert HistoryWriter(trainer, file, fit=2, function="test").num_before_kill() == expected
