@@ -602,7 +602,7 @@ def test_workers_go_on_through_signals_until_told() -> None:
     tracker.release_workers()
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
-        worker.join(5)
+        worker.join(30)
     assert [worker.exitcode for worker in workers] == [0, 0]
     del iterator
 
