@@ -87,6 +87,8 @@ class Beginning:
             assert self._run is not None
             if self._function != FIT:
                 self.choice = choose_evaluation(self.series, self._options)
+                if self.choice.path is not None:
+                    self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, self._run, self.choice)
             elif given is not None:
                 self.choice = choose(self._trainer, self.series, given[0], self._options)
@@ -110,7 +112,6 @@ class Beginning:
         if function != FIT:
             self._set_other_aside(found, fingerprint)
         self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number, function=function)
-        self.num_before_kill = None if function == FIT else self.history.num_before_kill()
         self.history.begin(options.script)
 
     def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:

@@ -103,7 +103,7 @@ class HistoryWriter:
         """Return how many batches of this evaluation are known to be done, if the last process did not save its end.
 
         Returns:
-            The number, or ``None`` if the last process saved where it ended. Call it before `begin`.
+            The number, or ``None`` if the last process saved where it ended.
         """
         if self.file is None:
             return None
