@@ -157,8 +157,7 @@ class Boundary:
 
     def save_before_validation_batch(self) -> None:
         """Save here, whether or not an autosave is due, if the fit can continue before this batch; a collective."""
-        is_too_early = self._pace.is_first and not self._run_state.validation.is_continuing
-        if not is_too_early and self._stopping.all_can(self._can_continue_here()):
+        if not self._is_too_early() and self._stopping.all_can(self._can_continue_here()):
             self._save_in_validation(self._autosaver.save_unless_saved)
 
     def _stop_before_validation_batch(self) -> None:
@@ -169,10 +168,13 @@ class Boundary:
         if self.capture is not None:
             self._stop_in_validation(self.capture)
 
+    def _is_too_early(self) -> bool:
+        """Return whether nothing is saved yet: a fit that begins writes its first autosave between training batches."""
+        return self._pace.is_first and not self._run_state.validation.is_continuing
+
     def _saves_in_validation(self) -> bool:
-        """Return whether this run has autosaves. A fit that begins writes its first one between training batches."""
-        is_too_early = self._pace.is_first and not self._run_state.validation.is_continuing
-        return not self._autosaver.counts_steps and not is_too_early
+        """Return whether this run has autosaves."""
+        return not self._autosaver.counts_steps and not self._is_too_early()
 
     def _save_due_in_validation(self) -> None:
         """Save if an autosave is due by time."""

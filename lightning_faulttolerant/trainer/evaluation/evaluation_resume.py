@@ -128,17 +128,19 @@ class EvaluationResume:
         if self._part["version"] > VERSION:
             return f"{self._path} was written by a newer version of the package"
         if self._part["world_size"] != self._trainer.world_size:
-            before, now_there = self._part["world_size"], self._trainer.world_size
-            ranks = f"the number of ranks is {now_there}, and was {before} in {self._path}"
-            if self._other_ranks is None or self._other_ranks.reason:
-                return ranks if self._other_ranks is None else f"{ranks}: {self._other_ranks.reason}"
+            before, now = self._part["world_size"], self._trainer.world_size
+            ranks = f"the number of ranks is {now}, and was {before} in {self._path}"
+            if self._other_ranks is None:
+                return ranks
+            if self._other_ranks.reason:
+                return f"{ranks}: {self._other_ranks.reason}"
         if has_weights and self._state.get(SUMS) != self._evaluation.sums:
             return "it begins with other weights"
-        now = {**self._fingerprint.model(), **self._fingerprint.settings()}
+        found = {**self._fingerprint.model(), **self._fingerprint.settings()}
         saved = self._saved
         if self._other_ranks is not None:
-            saved = {**saved, "trainer": as_carried_over(saved["trainer"], now["trainer"])}
-        lines = [line for name in ("module", "trainer") for line in differences(saved[name], now[name], name)]
+            saved = {**saved, "trainer": as_carried_over(saved["trainer"], found["trainer"])}
+        lines = [line for name in ("module", "trainer") for line in differences(saved[name], found[name], name)]
         return "; ".join(lines)
 
     @property

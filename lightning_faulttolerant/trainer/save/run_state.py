@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -275,6 +275,18 @@ def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None
     return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
 
 
+def _of_trainer(name: str, title: str, read: Callable[[Trainer], Any], load: Callable[[Trainer, Any], Any]) -> Part:
+    """Return a part that is read from the trainer alone, and restored into it."""
+    return Part(name, title, lambda run, at: read(run.trainer), lambda run, state: load(run.trainer, state[name]))
+
+
+def _of_module(
+    name: str, title: str, read: Callable[[LightningModule], Any], load: Callable[[LightningModule, Any], Any]
+) -> Part:
+    """Return a part that is read from the module alone, and restored into it."""
+    return Part(name, title, lambda run, at: read(run.module), lambda run, state: load(run.module, state[name]))
+
+
 PARTS = (
     Part("rng", "random generators", lambda run, at: rng_state(), lambda run, state: set_rng_state(state["rng"])),
     Part("held", "generators held by objects", _held_state, _load_held),
@@ -292,21 +304,9 @@ PARTS = (
         lambda run, at: run.files.state_dict(),
         lambda run, state: run.files.load_state_dict(state["files"]),
     ),
-    Part(
-        "results",
-        "logged values",
-        lambda run, at: results_state(run.trainer),
-        lambda run, state: load_results(run.trainer, state["results"]),
-    ),
-    Part(
-        "metrics",
-        "metrics",
-        lambda run, at: metrics_state(run.module),
-        lambda run, state: load_metrics(run.module, state["metrics"]),
-    ),
-    Part(
-        "shown", "", lambda run, at: shown_state(run.module), lambda run, state: load_shown(run.module, state["shown"])
-    ),
+    _of_trainer("results", "logged values", results_state, load_results),
+    _of_module("metrics", "metrics", metrics_state, load_metrics),
+    _of_module("shown", "", shown_state, load_shown),
     Part("buffers", "buffers outside the state_dict", _buffers_state, _load_buffers),
     Part("began", "", lambda run, at: {"buffers": run.kinds_of_buffers}, None),  # for `_load_buffers`
     Part(
@@ -315,18 +315,8 @@ PARTS = (
         lambda run, at: gradients_state(run.module) if at.has_gradients else {},
         _load_gradients,
     ),
-    Part(
-        "flags",
-        "training and frozen flags",
-        lambda run, at: flags_state(run.module),
-        lambda run, state: load_flags(run.module, state["flags"]),
-    ),
-    Part(
-        "trainer",
-        "trainer attributes",
-        lambda run, at: _trainer_state(run.trainer),
-        lambda run, state: _load_trainer_state(run.trainer, state["trainer"]),
-    ),
+    _of_module("flags", "training and frozen flags", flags_state, load_flags),
+    _of_trainer("trainer", "trainer attributes", _trainer_state, _load_trainer_state),
     Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),
     # `ValidationRun` continues there.
     Part(VALIDATION_RUN, "", lambda run, at: run.validation.state_dict(), None, is_of_evaluations=True),
