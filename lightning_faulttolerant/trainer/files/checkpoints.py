@@ -6,7 +6,6 @@ resumed step count as missing, and are overwritten. Files that it removed after 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ class CheckpointFiles:
         self._has_moved = bool(moves.roots)
         for callback in self._callbacks() if self._has_moved else ():
             dirpath = callback.dirpath
-            self._undo.append(functools.partial(setattr, callback, "dirpath", dirpath))
+            self._undo.append(partial(setattr, callback, "dirpath", dirpath))
             if dirpath is not None and str(dirpath) not in self._absolute(state)["found"]:
                 callback.dirpath = moves.first(str(dirpath)) or dirpath
 

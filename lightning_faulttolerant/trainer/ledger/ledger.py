@@ -16,9 +16,9 @@ from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
@@ -47,7 +47,6 @@ from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.versions import surroundings
-from lightning_faulttolerant.trainer.session import Session
 
 
 class FitLedger:
@@ -67,7 +66,7 @@ class FitLedger:
         file: LineFile,
         *,
         number: int,
-        session: Session | EvaluationSession | None,
+        session: AnySession | None,
         patches: Patches,
     ) -> None:
         self._trainer = trainer

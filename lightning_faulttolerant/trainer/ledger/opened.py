@@ -13,14 +13,13 @@ from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.trainer import compat, process
-from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
+from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
 from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.run.launched import Script
-from lightning_faulttolerant.trainer.session import Session
 from lightning_faulttolerant.trainer.settings.options import Options, checked_ledger
 
 _num_fits = process.num_fits
@@ -48,7 +47,7 @@ class OpenLedger:
         ValueError: If the environment requests a ledger or a fault, but names no valid file or place.
     """
 
-    def __init__(self, trainer: Trainer, options: Options, session: Session | EvaluationSession | None) -> None:
+    def __init__(self, trainer: Trainer, options: Options, session: AnySession | None) -> None:
         self._trainer = trainer
         number = _next_number(options.script)
         fault = read_fault()
