@@ -33,7 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class IndexSide:
-    """Stands in for the index sampler of a loader (its ``batch_sampler``, or its ``sampler`` without batching).
+    """Gets between torch's iterators and the index sampler of a loader.
+
+    That is its ``batch_sampler``, or its ``sampler`` without batching. Both attributes keep the user's objects.
 
     Args:
         sampler: The loader's sampler. Every attribute is looked up on it.

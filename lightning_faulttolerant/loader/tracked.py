@@ -30,7 +30,7 @@ from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_wor
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import tracked_class
+from lightning_faulttolerant.loader.tracked_class import index_sampler, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -84,7 +84,7 @@ class TrackedLoader:
         self.objects = LoaderObjects(loader, known=known)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
-            loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
+            index_sampler(loader),
             held=self.held,
             window=0 if is_iterable else self._in_flight + self.num_workers + 2,
             has_workers=self.num_workers > 0,
@@ -132,8 +132,6 @@ class TrackedLoader:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
         tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy says it is not Hashable
-        # `DataLoader.__setattr__` refuses a new sampler.
-        vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[TRACKER] = self
         if self.iterable is not None:
             vars(tracked)["dataset"] = self.iterable

@@ -60,12 +60,26 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     maker = _maker(user_class)
     tracked = _before(maker)
     namespace: dict[str, Any] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+    namespace["_index_sampler"] = property(functools.partial(_followed_sampler, user_class))
     if maker is not DataLoader or _is_ours(user_class):
         namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
     if user_class is not maker and not _is_ours(user_class):
         namespace |= sharing(names_of_makers(maker), _users)
     bases = (tracked,) if user_class is maker else (_Asked, user_class, tracked)
     return type(user_class.__name__, bases, namespace)
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that torch's iterators draw from: the batch sampler, or the sampler without batching."""
+    return loader._index_sampler
+
+
+def _followed_sampler(user_class: type[DataLoader[Any]], self: DataLoader[Any]) -> Any:
+    # The loader's own samplers stay in their attributes, for code that looks at them. Only iterators get the stand-in.
+    tracker = vars(self).get(TRACKER)
+    if tracker is None:  # `self` is not the followed copy, but one that other code has made of its class
+        return user_class._index_sampler.__get__(self)
+    return tracker.index_side
 
 
 def _users(followed: Any) -> Any:

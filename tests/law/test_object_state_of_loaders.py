@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, Subset
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
@@ -277,6 +277,38 @@ def test_batch_sampler_that_hears_of_losses(fault: Callback, num_workers: int) -
         fault,
         train=lambda: DataLoader(NoisyDataset(20), batch_sampler=Buckets(), num_workers=num_workers),
         module=Reports,
+    )
+
+
+class Shifted(BatchSampler):
+    """Yields each index plus `shift`."""
+
+    shift = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            yield [(index + self.shift) % 20 for index in batch]
+
+
+class SetsShift(Net):
+    """Sets an attribute of its batch sampler at the end of each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.batch_sampler
+        assert type(sampler) is Shifted
+        sampler.shift += 3
+
+
+@each_num_workers
+@each_cut
+def test_batch_sampler_whose_attribute_is_set(fault: Callback, num_workers: int) -> None:
+    """A module that sets an attribute of the trainer's batch sampler changes the order, as it does in Lightning."""
+    assert_carried(
+        fault,
+        train=lambda: DataLoader(
+            NoisyDataset(20), batch_sampler=Shifted(RandomSampler(range(20)), 4, False), num_workers=num_workers
+        ),
+        module=SetsShift,
     )
 
 

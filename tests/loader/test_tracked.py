@@ -337,6 +337,33 @@ def test_copy_is_of_the_users_class_and_the_loader_unchanged(kind: type[DataLoad
     del iterator
 
 
+@pytest.mark.parametrize("workers", ["no workers", "1 worker"])
+@pytest.mark.parametrize("arguments", [{"batch_size": 2, "shuffle": True}, {"batch_size": None}])
+def test_copy_has_the_users_samplers(arguments: dict[str, Any], workers: str) -> None:
+    """Code that looks at the samplers of a loader finds the user's, during an iteration as well; they are followed."""
+    loader: Any = DataLoader(Drawing(6), **arguments, **WORKERS[workers])
+    tracker = TrackedLoader(loader)
+    tracked = tracker.copy_of(loader)
+    iterator = iter(tracked)
+    next(iterator)
+    assert tracked.batch_sampler is loader.batch_sampler
+    assert tracked.sampler is loader.sampler
+    assert tracker.num_handed_out > 0
+    del iterator
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Named])
+def test_loader_made_of_the_copys_class_is_its_own(kind: type[DataLoader[Any]]) -> None:
+    """Code that makes a loader of the class of another one gets one that draws from its own sampler."""
+    loader: Any = kind(Drawing(6), batch_size=2)
+    tracker = TrackedLoader(loader)
+    tracked = tracker.copy_of(loader)
+    other: Any = type(tracked)(tracked.dataset, batch_size=3)
+    assert len(other) == 2
+    assert len(tracked) == 3
+    assert list(other._index_sampler) == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_class_that_goes_round_is_told() -> None:
     """A subclass that calls DataLoader's own `__iter__` past ours can't be followed: the error says how it can be."""
 

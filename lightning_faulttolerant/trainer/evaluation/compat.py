@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning.fabric.utilities.data import sized_len
@@ -28,7 +28,6 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
     "trainer.test_loop._seen_batches_per_dataloader": "the step of values logged in an evaluation that continues",
     "trainer.predict_loop._predictions": "the predictions of a resumed predict",
-    "trainer.predict_loop._get_batch_indices": "the indices that prediction writers receive",
     "trainer.predict_loop._predict_step": "the numbers of batches that another number of ranks continues with",
     "trainer.predict_loop._store_data_for_prediction_writer": "the indices of these batches",
     "trainer.test_loop._print_results": "the table of results of a finished test",
@@ -80,11 +79,6 @@ def keeps_predictions(trainer: Trainer) -> bool:
     """Return whether ``predict`` keeps its predictions, to return them or for a writer at its end."""
     writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]  # type: ignore[attr-defined]
     return bool(trainer.predict_loop.return_predictions) or any(one.interval.on_epoch for one in writers)
-
-
-def find_batch_indices(loop: Any, patches: Patches, user_loader: Callable[[Any], Any]) -> None:
-    """Let ``predict`` find the indices of a batch in the user's loader. It gives them to prediction writers."""
-    patches.wrap(loop, "_get_batch_indices", lambda original: lambda loader: original(user_loader(loader)))
 
 
 def loaders_of(loop: Any) -> list[Any]:

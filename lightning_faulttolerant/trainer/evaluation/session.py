@@ -26,7 +26,7 @@ from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
-from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches, user_loader
+from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Method, then
@@ -108,8 +108,6 @@ class EvaluationSession(AnySession):
         around(loop, "setup_data", self._around_setup_data)
         around(loop, "reset", self._around_reset)
         around(loop, "on_run_start", self._around_run_start)
-        if runs.is_predicting(loop):
-            runs.find_batch_indices(loop, self._patches, user_loader)
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:
         """Leave the checkpoint as it is: it is not one of a fit."""
