@@ -96,15 +96,30 @@ _LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"
 
 def draws_only_at_its_start(sampler: Any) -> bool:
     """Return whether torch's code shows that `sampler` makes no mid-epoch draws from a generator that others use."""
-    if type(sampler) is BatchSampler:
-        return draws_only_at_its_start(sampler.sampler)
-    if type(sampler).__name__ == _LIGHTNINGS_WRAPPER:
-        return draws_only_at_its_start(vars(sampler).get("_batch_sampler"))
+    sampler = _of_samples(sampler)
     if type(sampler) is RandomSampler:
         # It has its own generator, or makes one pass whose order is drawn at the start.
         one_pass = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
         return sampler.generator is None or one_pass
     return type(sampler) in _DRAW_ONCE or is_interruptible(sampler)
+
+
+def order_follows_from_start(sampler: Any) -> bool:
+    """Return whether the length and the states at its start determine all that `sampler` yields.
+
+    The states are those of its generator, or its seed and epoch. They are restored, and the length is compared.
+    """
+    sampler = _of_samples(sampler)
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+def _of_samples(sampler: Any) -> Any:
+    """Return the sampler that yields single indices, if only torch's and Lightning's classes are around it."""
+    if type(sampler).__name__ == _LIGHTNINGS_WRAPPER:
+        sampler = vars(sampler).get("_batch_sampler")
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def generators_of(sampler: Any) -> list[Any]:

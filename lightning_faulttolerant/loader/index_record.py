@@ -54,9 +54,10 @@ class IndexRecord:
 
     ``birth`` is when its workers were created, ``start`` when the sampler was started, and ``first`` right before its
     first index was drawn: between the two, torch draws the workers' seed. ``recent`` holds the last batches handed out.
-    ``digests`` holds the digest of all batches before those, and of all up to each. ``not_compared`` names what they
-    can't compare. If each sample is seeded, ``epoch`` counts the earlier iterations, ``num_samples`` the samples handed
-    out. ``order`` and ``share`` say what all ranks consume, if known; ``deal`` is set if other ranks began.
+    ``digests`` holds the digest of all batches before those, and of all up to each; it is empty if the states at the
+    start determine the order. ``not_compared`` names what the digests can't compare. If each sample is seeded,
+    ``epoch`` counts the earlier iterations, ``num_samples`` the samples handed out. ``order`` and ``share`` say what
+    all ranks consume, if known; ``deal`` is set if other ranks began.
     """
 
     first_batch: int = 0

@@ -16,7 +16,12 @@ from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, order_of, share_of
-from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
+from lightning_faulttolerant.loader.draws import (
+    DrawLog,
+    draws_only_at_its_start,
+    generators_of,
+    order_follows_from_start,
+)
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_digest import START
 from lightning_faulttolerant.loader.index_iterator import IndexIterator
@@ -78,6 +83,7 @@ class IndexSide:
         self._has_workers = has_workers
         self.is_endless = is_endless
         self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
+        self._is_digested = not is_endless and not order_follows_from_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: RandomStates | None = None
         self._is_aside = False
@@ -122,7 +128,7 @@ class IndexSide:
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
             recent=deque(maxlen=self._window),
-            digests=deque([] if self.is_endless else [START], maxlen=self._window + 1),
+            digests=deque([START] if self._is_digested else [], maxlen=self._window + 1),
             share=self.current_share(),
         )
 

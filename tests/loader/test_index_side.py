@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.index_record import RandomStates, birth_plan, plan_from_state, record_state
@@ -289,6 +297,73 @@ def test_window_keeps_the_last_batches_only() -> None:
         next(iterator)
     state = record_state(side.record)
     assert (state["handed_out"], len(state["recent"])) == (7, 3)
+
+
+class OwnOrder(SequentialSampler):
+    """A sampler of the user's own class."""
+
+
+def _batches(sampler: Any) -> BatchSampler:
+    return BatchSampler(sampler, 2, drop_last=False)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SequentialSampler(range(9)),
+        RandomSampler(range(9)),
+        RandomSampler(range(9), generator=torch.Generator()),
+        DistributedSampler(range(9), num_replicas=2, rank=0),
+        _batches(SequentialSampler(range(9))),
+        _IndexBatchSamplerWrapper(_batches(SequentialSampler(range(9)))),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_order_that_follows_from_its_start_is_not_digested(sampler: Any) -> None:
+    """Torch's samplers yield what their length and their states at the start determine: nothing else is compared."""
+    side, iterator = begin(sampler)
+    next(iterator)
+    assert record_state(side.record)["digests"] == []
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        OwnOrder(range(9)),
+        [4, 2, 7],
+        RandomSampler(range(9), replacement=True),
+        RandomSampler(range(9), num_samples=4),
+        SubsetRandomSampler([4, 2, 7]),
+        WeightedRandomSampler([1.0, 2.0, 3.0], 3),
+        _batches(OwnOrder(range(9))),
+        _batches([4, 2, 7]),
+        _IndexBatchSamplerWrapper(_batches(OwnOrder(range(9)))),
+        _IndexBatchSamplerWrapper(OwnOrder(range(9))),  # type: ignore[arg-type]
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_any_other_order_is_digested(sampler: Any) -> None:
+    """All that other samplers yield is compared, batch by batch."""
+    side, iterator = begin(sampler)
+    next(iterator)
+    assert len(record_state(side.record)["digests"]) == 2
+
+
+@pytest.mark.parametrize("has_wrapper", [False, True])
+def test_order_of_another_length_is_found_out(has_wrapper: bool) -> None:
+    """The last batches are compared, also where no digest is kept."""
+
+    def make_sampler(length: int) -> Any:
+        batches = _batches(RandomSampler(range(length)))
+        return _IndexBatchSamplerWrapper(batches) if has_wrapper else batches
+
+    seed(1)
+    side, iterator = begin(make_sampler(40))
+    for _ in range(5):
+        next(iterator)
+    state = safe(record_state(side.record))
+    with pytest.raises(NotExactError, match="gives other indices than it gave"):
+        next(resume(make_sampler(39), state, 5)[1])
 
 
 def test_iteration_that_nobody_announced_is_refused() -> None:
