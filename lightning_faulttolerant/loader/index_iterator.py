@@ -43,6 +43,7 @@ class IndexIterator(Iterator[Any]):
         self._is_open = False
         self._ahead: deque[Any] = deque()
         self._draw: Callable[[], Any] = self._draw_by_side
+        self._passes_on = self._only_counts = False
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
@@ -51,7 +52,7 @@ class IndexIterator(Iterator[Any]):
             self._indices = self._side.open(self._indices)
             # Seeded samplers may be drawn from while their states are parked: the side notes the last draw, too.
             if self._side.seeds is None and self._side.only_passes_on:
-                self._draw = self._indices.__next__
+                self._draw, self._passes_on = self._indices.__next__, True
 
     def draw_ahead(self) -> None:
         """Draw the next batch now, if one exists. It is handed out when it is requested."""
@@ -63,6 +64,16 @@ class IndexIterator(Iterator[Any]):
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
+        if self._only_counts:
+            batch, record = self._draw(), self._record
+            record.handed_out += 1
+            record.recent.append(batch)
+            return batch
+        batch = self._next()
+        self._only_counts = self._passes_on and not self._ahead and not self._record.digests
+        return batch
+
+    def _next(self) -> Any:
         if not self._is_open:
             self.open()
         record, seeds = self._record, self._side.seeds

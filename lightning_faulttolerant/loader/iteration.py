@@ -96,8 +96,11 @@ class CountedBatches(Iterator[Any]):
             before_first()
         if self._num_heard:
             return self._next()
-        batch = next(self._batches)
-        self._iteration.count()
+        batch, iteration = next(self._batches), self._iteration
+        if iteration.dataset is None:
+            iteration.num_out += 1
+        else:
+            iteration.count()
         return batch
 
     def _next(self) -> Any:

@@ -139,7 +139,6 @@ class EvaluationSession(AnySession):
             on_saved=self.on_saved,
         )
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
-        self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
         choice = beginning.choice
         if choice is None or choice.checkpoint is None:
             return
@@ -239,6 +238,9 @@ class EvaluationSession(AnySession):
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
     def _around_reset(self, original: Method) -> None:
+        notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
+        if notes_fetches and self._run_state is not None:
+            self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
         with self._loaders.iterated_by_trainer():
             if self._resume is not None and self._run_state is not None:
                 self._validation.reset(self._resume.run, original)
@@ -246,7 +248,7 @@ class EvaluationSession(AnySession):
                 if self._run_state is not None:
                     self._validation.watch_first_fetch()
                 original()
-        self._notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
+        self._notes_fetches = notes_fetches
 
     def _around_run_start(self, original: Method) -> None:
         if self._resume is None:
