@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class IndexSide:
-    """Gets between torch's iterators and the index sampler of a loader.
+    """Sits between torch's iterators and the index sampler of a loader.
 
     That is its ``batch_sampler``, or its ``sampler`` without batching. Both attributes keep the user's objects.
 

@@ -53,8 +53,7 @@ class Iteration:
     def count(self) -> None:
         """Count a batch that was yielded."""
         self.num_out += 1
-        if self.dataset is not None:
-            self._note()
+        self._note()
 
     def _note(self) -> None:
         if self.dataset is not None:

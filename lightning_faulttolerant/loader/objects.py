@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.loader.own_attributes import has_own_class, names_of_others
+from lightning_faulttolerant.loader.sampler_name import index_sampler
 from lightning_faulttolerant.state.objects.kinds import has_state_methods, is_shared
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
@@ -118,7 +119,6 @@ class LoaderObjects:
     """
 
     def __init__(self, loader: DataLoader[Any], *, known: LoaderObjects | None = None) -> None:
-        sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         rules = Rules(
             is_live=lambda value: isinstance(value, Dataset) or _is_no_part(value),
             goes_by_attributes=goes_by_attributes,
@@ -128,7 +128,7 @@ class LoaderObjects:
         self._dataset = loader.dataset
         self.owed_memory: Mapping[str, Any] = {}
         """The state of `of_memory` that must be restored before workers are created."""
-        self._sampler = ObjectState({_SAMPLER: sampler}, rules)
+        self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, rules)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
         if known is not None and known._dataset is loader.dataset:
             self._copied: ObjectState = known._copied

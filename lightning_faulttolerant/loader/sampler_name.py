@@ -1,10 +1,15 @@
-"""The sampler of a loader, and its name for the comparison of loaders."""
+"""The samplers of a loader, and their name for the comparison of loaders."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that torch's iterators draw from: the batch sampler, or the sampler without batching."""
+    return loader._index_sampler
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:

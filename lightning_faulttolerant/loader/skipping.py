@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from lightning_faulttolerant.loader.draws import order_follows_from_start
 from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 
 
@@ -47,7 +48,7 @@ def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
         rest: Iterator[Any] = sampler.iter_from(num_indices)
         return rest
     skip = _SKIPS.get(type(sampler))
-    if skip is None or num_indices > len(sampler):
+    if skip is None or not order_follows_from_start(sampler) or num_indices > len(sampler):
         return None
     return skip(sampler, num_indices)
 
@@ -56,13 +57,7 @@ def _sequential(sampler: SequentialSampler, num_indices: int) -> Iterator[int]:
     return iter(range(num_indices, len(sampler.data_source)))
 
 
-def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int] | None:
-    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-        return None
-    return _shuffled(sampler, num_indices)
-
-
-def _shuffled(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
+def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
     generator = sampler.generator
     if generator is None:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
@@ -79,7 +74,7 @@ def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator
     return islice(iter(sampler), num_indices, None)
 
 
-_SKIPS: dict[type, Callable[[Any, int], Iterator[Any] | None]] = {
+_SKIPS: dict[type, Callable[[Any, int], Iterator[Any]]] = {
     DistributedSampler: _distributed,
     RandomSampler: _random,
     SequentialSampler: _sequential,

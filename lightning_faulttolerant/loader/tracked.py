@@ -28,9 +28,10 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.sampler_name import index_sampler
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import index_sampler, tracked_class
+from lightning_faulttolerant.loader.tracked_class import tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
 from lightning_faulttolerant.state.generators import HeldGenerators

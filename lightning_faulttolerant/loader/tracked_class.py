@@ -69,11 +69,6 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return type(user_class.__name__, bases, namespace)
 
 
-def index_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that torch's iterators draw from: the batch sampler, or the sampler without batching."""
-    return loader._index_sampler
-
-
 def _followed_sampler(user_class: type[DataLoader[Any]], self: DataLoader[Any]) -> Any:
     # The loader's own samplers stay in their attributes, for code that looks at them. Only iterators get the stand-in.
     tracker = vars(self).get(TRACKER)
