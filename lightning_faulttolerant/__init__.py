@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
-    from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
     from lightning_faulttolerant.samplers.images import DistributedShardedDataset
+    from lightning_faulttolerant.samplers.interruptible import InterruptibleDistributedSampler, InterruptibleSampler
     from lightning_faulttolerant.samplers.metrics import MetricsTracker
     from lightning_faulttolerant.samplers.shards import ShardedMapDataset
-    from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.samplers.timer import TimestampedTimer
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
-    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+    from lightning_faulttolerant.streaming.format.writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
@@ -90,9 +89,9 @@ _LAZY = {
     "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
-    "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
-    "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
-    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.interruptible",
+    "InterruptibleSampler": "lightning_faulttolerant.samplers.interruptible",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.writer",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.resume.report",

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.testing import FaultyFiles, FaultyURLs
-from lightning_faulttolerant.testing.steps import Step
+from lightning_faulttolerant.testing.faults import Step
 
 NEVER = 1_000_000
 

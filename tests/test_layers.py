@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "lightning_faulttolerant"
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 # From top to bottom, as in docs and design: a module imports its own layer and those below. Lightning stops at trainer.
@@ -352,7 +352,7 @@ BROKEN = {
     ),
     "a private class name in two modules": (
         names_given_twice,
-        {"loader/ring.py": "class _Place: ...", "loader/dealt.py": "class _Place: ..."},
+        {"loader/ring.py": "class _Place: ...", "loader/remaining_batches.py": "class _Place: ..."},
     ),
     "the name of a nested class": (
         names_given_twice,

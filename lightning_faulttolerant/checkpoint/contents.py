@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
-from lightning_faulttolerant.checkpoint.chunks import read_chunks
+from lightning_faulttolerant.checkpoint.archive import read_chunks
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,

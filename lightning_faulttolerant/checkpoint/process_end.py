@@ -1,9 +1,14 @@
-"""Call a function when this process ends, early enough for it to reach a remote store."""
+"""The end of this process: a call that comes early enough to reach a remote store, and a hard end.
+
+The hard end is for a process whose main thread waits in a collective that no other rank joins.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 
@@ -23,3 +28,12 @@ def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
     register = getattr(threading, "_register_atexit", None)
     if register is not None and (is_remote or multiprocessing.parent_process() is not None):
         register(function)
+
+
+def end_process(exit_code: int, why: str) -> None:
+    """End this process immediately, from any thread, and print the reason on stderr."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or "0"
+    with contextlib.suppress(OSError):
+        # Not sys.stderr: the main thread may hold its lock.
+        os.write(2, f"\n[rank {rank}] FaultTolerance: {why}\n".encode())
+    os._exit(exit_code)

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_names import (
+from lightning_faulttolerant.checkpoint.autosave_directory import (
     AUTOSAVE_NAME,
     METADATA_NAME,
     PREDICTIONS_NAME,

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 
-from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.runs import directory_of_run, registry_here

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from lightning_faulttolerant.checkpoint.autosave_names import fit_number
+from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
 from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile

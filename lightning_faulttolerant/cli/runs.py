@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.found import FoundFile, find_checkpoints
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.registry import RegisteredRun, Registry, registry_at
+from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 

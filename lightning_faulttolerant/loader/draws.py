@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
+from lightning_faulttolerant.loader.samplers import is_interruptible
 
 _ENTRY = struct.Struct("<qqq")  # batch, length of the generator's name, length of the compressed difference
 _DRAW_ONCE = (DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)

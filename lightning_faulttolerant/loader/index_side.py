@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, order_of, share_of
 from lightning_faulttolerant.loader.draws import (
     DrawLog,
     draws_only_at_its_start,
@@ -29,7 +28,8 @@ from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, 
 from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
+from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, order_of, share_of
+from lightning_faulttolerant.loader.samplers import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state

@@ -22,14 +22,13 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.drawn_again import DrawnAgain
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
+from lightning_faulttolerant.loader.iterable_attributes import DrawnAgain, Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.plain_state import has_state
-from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state

@@ -16,9 +16,9 @@ from lightning_faulttolerant.loader.objects import goes_by_attributes, kept_as_n
 from lightning_faulttolerant.loader.own_attributes import TORCHS
 from lightning_faulttolerant.state.differences import digests_of
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_shared, is_walked
-from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.users import names_in_libraries
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of
 
 _LOADER, _GLOBALS = "loader", "globals"

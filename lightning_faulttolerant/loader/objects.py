@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.loader.own_attributes import has_own_class, names_of_others
-from lightning_faulttolerant.loader.sampler_name import index_sampler
+from lightning_faulttolerant.loader.samplers import index_sampler
 from lightning_faulttolerant.state.objects.kinds import has_state_methods, is_shared
-from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.users import names_in_libraries
 from lightning_faulttolerant.state.objects.walk import Rules
 
 _SAMPLER, _DATASET = "sampler", "dataset"

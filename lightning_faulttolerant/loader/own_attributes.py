@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.loader.derived_class import REPLAYED
 from lightning_faulttolerant.state.objects.kinds import has_state_methods
-from lightning_faulttolerant.state.objects.libraries import names_in_code, names_in_libraries
+from lightning_faulttolerant.state.objects.users import names_in_code, names_in_libraries
 
 TRACKER = "fault_tolerance_tracker"
 """The attribute of a followed loader that holds its tracker."""

@@ -1,6 +1,8 @@
 """Loaders with a position in user objects: the loader, its data set, or its samplers have a ``state_dict``.
 
 Nothing is wrapped or replayed here. The states of these objects are saved and loaded back into them.
+
+A data set may belong to several loaders that all advance its state.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of
+from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
+from lightning_faulttolerant.loader.own_position import stateful_dataset
+from lightning_faulttolerant.loader.plain_state import has_state, has_state_methods, state_of
 
 _PARTS = ("dataset", "sampler", "batch_sampler")
 
@@ -51,3 +55,15 @@ class OwnState:
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(copy.deepcopy(state[name]))
+
+
+def share_a_state(loader: DataLoader[Any], other: DataLoader[Any]) -> bool:
+    """Return whether both loaders have one data set with a state that is part of their positions and changes here.
+
+    Workers change copies. If both loaders have workers, each has its own states.
+    """
+    if loader.dataset is not other.dataset or (loader.num_workers and other.num_workers):
+        return False
+    if isinstance(loader.dataset, IterableDataset):
+        return has_state(loader.dataset) and not refills_its_buffer(loader.dataset)
+    return stateful_dataset(loader) is not None or stateful_dataset(other) is not None

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.index_record import IndexPlan, RandomStates
 from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.state.fresh import fresh_torch_state
 
 DEAL = "deal"

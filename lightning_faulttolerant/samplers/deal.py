@@ -1,6 +1,8 @@
 """One rank's part of the unconsumed rest of an order: every n-th index.
 
 All ranks together have therefore always consumed the beginning of the order, for any number of ranks.
+
+`place_of` finds the rank: the given one, or that of the process group or environment.
 """
 
 from __future__ import annotations
@@ -14,6 +16,38 @@ import torch
 from torch import Tensor
 
 from lightning_faulttolerant.samplers.order import SampleOrder
+from lightning_faulttolerant.streaming.world import current_world
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """One rank among all.
+
+    Args:
+        rank: The rank, from 0.
+        num_replicas: The number of ranks.
+    """
+
+    rank: int
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank}, but num_replicas is {self.num_replicas}: it must be less, from 0.")
+
+
+def place_of(*, num_replicas: int | None, rank: int | None) -> RankPlace:
+    """Return the given place. A missing part is read from the process group or the environment now.
+
+    Raises:
+        ValueError: If the place doesn't exist.
+    """
+    if num_replicas is None or rank is None:
+        world = current_world()
+        num_replicas = world.num_ranks if num_replicas is None else num_replicas
+        rank = world.rank if rank is None else rank
+    return RankPlace(rank=rank, num_replicas=num_replicas)
+
 
 _FIRST_CHUNK, _MAX_CHUNK = 1024, 16384  # little work before the first index, and little work per index later
 

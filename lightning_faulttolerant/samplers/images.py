@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_faulttolerant.errors import FaultToleranceError
-from lightning_faulttolerant.samplers.place import place_of
+from lightning_faulttolerant.samplers.deal import place_of
 from lightning_faulttolerant.samplers.shards import ShardPositions, check_fraction
 from lightning_faulttolerant.streaming.format.extras import extra
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from lightning_faulttolerant.errors import AdvancedTooFarError, HasNotResetProgressError
-from lightning_faulttolerant.samplers.deal import EpochPart
-from lightning_faulttolerant.samplers.place import RankPlace, place_of
+from lightning_faulttolerant.samplers.deal import EpochPart, RankPlace, place_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from lightning_faulttolerant.samplers.feistel import FeistelPermutation
-from lightning_faulttolerant.samplers.place import place_of
+from lightning_faulttolerant.samplers.deal import place_of
+from lightning_faulttolerant.samplers.order import FeistelPermutation
 
 
 class Indexable(Protocol):

@@ -1,23 +1,23 @@
-"""The fsspec file system of a URL. All its errors are OSErrors, and it does not draw from the run's generators."""
+"""The fsspec file system of a URL. All its errors are OSErrors, and it does not draw from the run's generators.
+
+`client_options` returns the settings of all clients.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+from fsspec.config import conf
 from fsspec.spec import AbstractFileSystem
 
 from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
-from lightning_faulttolerant.storage.clients import (
-    S3_PROTOCOLS,
-    client_options,
-    let_retries_draw_elsewhere,
-    missing_package,
-)
 
 _GCS_PROTOCOLS = ("gs", "gcs")
 # Not EIO: a disk that reports EIO has lost the data, a network has only failed to deliver it.
@@ -121,3 +121,32 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+S3_PROTOCOLS = ("s3", "s3a")
+# Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
+_DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
+
+
+def client_options(protocol: str) -> dict[str, Any]:
+    """Return the options for creating a protocol's file system, in addition to the user's."""
+    if protocol not in S3_PROTOCOLS:
+        return {}
+    given = {**conf.get("s3a", {}), **conf.get("s3", {})}.get("config_kwargs", {})
+    # The mode "standard" draws random numbers in a way that can't be redirected, and is the default for some.
+    return {"config_kwargs": {"retries": {"mode": "legacy"}, **given}}
+
+
+def let_retries_draw_elsewhere() -> None:
+    """Give the loaded clients their own generator, so that no retry draws from the run's generator."""
+    for name in _DRAWING_MODULES:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "random", None) is random:
+            module.random = random.Random()  # type: ignore[attr-defined]
+
+
+def missing_package(error: ImportError) -> str:
+    """Return the name of the missing package that caused fsspec's `error`."""
+    # fsspec raises its own ImportError, with advice, from the one that names the module.
+    missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    return (missing.name or "the package that it needs").partition(".")[0]

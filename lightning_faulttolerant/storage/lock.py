@@ -1,15 +1,21 @@
 """Let only one process at a time write into the directory of a run.
 
 A process that dies, in whatever way, no longer holds the lock.
+
+These are the operating system's locks on open files. They don't conflict within a process, and closing any descriptor
+of a file drops the process's lock on it. So a process must know the files that it holds, and never open one of them
+again. A fork has the descriptors, but no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import socket
+import sys
 import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -18,7 +24,6 @@ from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.storage.atomic_file import make_directory
-from lightning_faulttolerant.storage.file_lock import is_still_at, try_lock
 
 _logger = logging.getLogger(__name__)
 
@@ -174,3 +179,34 @@ def describe_holder(directory: Path | str, hostname: str, process_id: int | None
         f"{directory} is in use by {who}. Two runs in one directory would overwrite each other's checkpoints. "
         "Wait for that run, stop it, or give this one another directory or run id."
     )
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, and return False if another process holds it.
+
+    Raises:
+        OSError: If the file system, or the operating system, can't lock.
+    """
+    if sys.platform == "win32":
+        raise OSError(errno.ENOTSUP, "there are no POSIX locks on Windows")
+    try:
+        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
+        # that was killed with SIGKILL. They would keep holding a flock. A record lock belongs to the process.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def is_still_at(path: str | os.PathLike[str], descriptor: int) -> bool:
+    """Return whether an open file is the one at a path. Its holder may have removed it, to release the lock."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
-    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.format.merge import merge_index
     from lightning_faulttolerant.streaming.format.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+    from lightning_faulttolerant.streaming.format.writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.local import LocalDataset
     from lightning_faulttolerant.streaming.stream import Stream
@@ -32,7 +32,7 @@ _LAZY = {
     "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "LocalDataset": "lightning_faulttolerant.streaming.local",
-    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.writer",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",

@@ -17,9 +17,8 @@ from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart
 from lightning_faulttolerant.streaming.opening import given_streams
 from lightning_faulttolerant.streaming.order import RemainingPositions
-from lightning_faulttolerant.streaming.ordered import OrderedDataset
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
-from lightning_faulttolerant.streaming.ordering import Ordering, Readers, Seeding
+from lightning_faulttolerant.streaming.ordering import OrderedDataset, Ordering, Readers, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
 from lightning_faulttolerant.streaming.sharded import ShardedDataset
 from lightning_faulttolerant.streaming.shards import Ids, Wait

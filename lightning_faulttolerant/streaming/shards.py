@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_faulttolerant.errors import MissingShardError
 from lightning_faulttolerant.streaming.cache import Need, ShardCache, parse_bytes
 from lightning_faulttolerant.streaming.format.info import ShardInfo
-from lightning_faulttolerant.streaming.format.opening import check_safe, open_shard
+from lightning_faulttolerant.streaming.format.readers import check_safe, open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
 Ids = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""The faults that can happen in a step.
+"""The steps of a program with its files, numbered, and the faults that can happen in them.
 
 A fault is a function of the step and of the function that carries it out. Its return value or error is what the
 program sees. Write your own if these are not enough::
@@ -10,12 +10,50 @@ program sees. Write your own if these are not enough::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
 
-from lightning_faulttolerant.testing.steps import Step
+# "open": for writing. "write" and "truncate": of content. "close": of a file that was open for writing; some file
+# systems report errors only there. "rename": also over an existing file. "link": a hard or a symbolic one.
+KINDS = (
+    "open",
+    "write",
+    "truncate",
+    "close",
+    "fsync",
+    "fsync_directory",
+    "rename",
+    "unlink",
+    "link",
+    "mkdir",
+    "rmdir",
+    "list",
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step.
+
+    Args:
+        number: The step's number in its block, from 1.
+        kind: One of `KINDS`.
+        path: The path of the step; for a rename or a link, the new name.
+        num_bytes: The number of bytes in a write.
+    """
+
+    number: int
+    kind: str
+    path: Path
+    num_bytes: int = 0
+
 
 # ``carry_out()`` does the whole step. ``carry_out(n)`` writes only the first n bytes, if the step is a write.
 Fault = Callable[[Step, Callable[..., Any]], Any]
@@ -69,3 +107,60 @@ def _demand_kind(step: Step, kinds: tuple[str, ...], fault: str) -> None:
             f"{fault} makes no sense for a step of kind {step.kind!r}. "
             f"Give FaultyFiles a kind, one of: {', '.join(kinds)}."
         )
+
+
+_inside = threading.local()
+
+
+@final
+class FaultySteps:
+    """The steps of one block.
+
+    Args:
+        fault: Applied in the chosen steps; None only counts.
+        kind: Only steps of this kind, or of these kinds, are chosen; all by default.
+        at: The number of the chosen step among those of its kind, from 1; None for each of them.
+        lasting: Whether each step of its kind from `at` on is chosen.
+    """
+
+    def __init__(
+        self, fault: Fault | None, *, kind: str | Collection[str] | None, at: int | None, lasting: bool
+    ) -> None:
+        kinds = frozenset(KINDS if kind is None else [kind] if isinstance(kind, str) else kind)
+        if not kinds <= set(KINDS):
+            raise ValueError(f"There is no kind of step named {sorted(kinds - set(KINDS))}. Take some of {KINDS}.")
+        if at is not None and at < 1:
+            raise ValueError(f"at is {at}, steps are counted from 1.")
+        self.steps: list[Step] = []
+        self._fault = fault
+        self._kinds = kinds
+        self._at = at
+        self._lasting = lasting
+        self._num_of_kinds = 0
+        self._lock = threading.RLock()  # a signal handler may take a step too
+
+    def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
+        """Count a step, and do it, or apply the fault to it; steps within a step are not counted."""
+        if getattr(_inside, "is_set", False):
+            return perform()
+        with self._lock:
+            step = Step(number=len(self.steps) + 1, kind=kind, path=path, num_bytes=num_bytes)
+            self.steps.append(step)
+            fault = self._fault if self._is_chosen(kind) else None
+        with _steps_within_hidden():
+            return perform() if fault is None else fault(step, perform)
+
+    def _is_chosen(self, kind: str) -> bool:
+        if kind not in self._kinds:
+            return False
+        self._num_of_kinds += 1
+        return self._at is None or self._num_of_kinds == self._at or (self._lasting and self._num_of_kinds > self._at)
+
+
+@contextlib.contextmanager
+def _steps_within_hidden() -> Iterator[None]:
+    _inside.is_set = True
+    try:
+        yield
+    finally:
+        _inside.is_set = False

@@ -2,6 +2,8 @@
 
 ``FaultyFiles`` replaces ``open``, and the functions of ``os`` that change or list files, while its block runs. Then it
 restores them exactly.
+
+Each system call of a file that is open for writing is a step.
 """
 
 from __future__ import annotations
@@ -11,15 +13,12 @@ import functools
 import io
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
-from lightning_faulttolerant.testing.faults import Fault
-from lightning_faulttolerant.testing.faulty_steps import FaultySteps
-from lightning_faulttolerant.testing.locate import locate
-from lightning_faulttolerant.testing.steps import Step
-from lightning_faulttolerant.testing.writable import open_writable
+from lightning_faulttolerant.testing.faults import Fault, FaultySteps, Step
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Two blocks of one process would restore each other's functions if they ended out of order.
@@ -195,3 +194,100 @@ class FaultyFiles:
             return open_writable(functools.partial(self.take, path=place), file, mode, *args, **options)
 
         return call
+
+
+def locate(file: Any, dir_fd: int | None = None) -> Path | None:
+    """Return the path with links in its directories resolved, but not the last name; None if there is no path.
+
+    Args:
+        file: A path (str, bytes, ``PathLike``), or an open descriptor.
+        dir_fd: The open directory that a relative path is relative to.
+    """
+    if isinstance(file, int):
+        return _path_of(file)
+    try:
+        path = os.fsdecode(file)
+    except TypeError:
+        return None
+    folder = _path_of(dir_fd) if dir_fd is not None else None
+    path = os.path.join(folder or "", path)
+    return Path(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(os.path.abspath(path)))
+
+
+def _path_of(descriptor: int) -> Path | None:
+    try:
+        if sys.platform == "darwin":
+            import fcntl
+
+            return Path(os.fsdecode(fcntl.fcntl(descriptor, 50, bytes(1024)).rstrip(b"\0")))  # 50: F_GETPATH
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:
+        return None
+
+
+# Takes the kind of the step, the function that does it and, by name, ``num_bytes``.
+Take = Callable[..., Any]
+
+
+def open_writable(
+    take: Take,
+    file: Any,
+    mode: str,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Any = None,
+) -> IO[Any]:
+    """Open a file like ``open``, with its arguments after the first, on top of a raw file that takes steps."""
+    is_binary = "b" in mode
+    if is_binary and not (encoding is None and errors is None and newline is None):
+        raise ValueError("binary mode doesn't take an encoding, errors or newline argument")
+    if not is_binary and buffering == 0:
+        raise ValueError("can't have unbuffered text I/O")
+    raw_mode = mode.replace("b", "").replace("t", "")
+    raw: _Raw = take("open", perform=lambda: _Raw(take, file, raw_mode, closefd=closefd, opener=opener))
+    if buffering == 0:
+        return raw
+    size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)
+    buffered = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+    if is_binary:
+        return buffered
+    text = io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
+    vars(text)["mode"] = mode  # like open
+    return text
+
+
+@final
+class _Raw(io.FileIO):
+    """The raw file that Python's buffers write to."""
+
+    def __init__(self, take: Take, file: Any, mode: str, *, closefd: bool, opener: Any) -> None:
+        self._take: Take | None = None  # a file that could not be opened is closed too
+        super().__init__(file, mode, closefd=closefd, opener=opener)
+        self._take = take
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+
+        def perform(num_bytes: int | None = None) -> int:
+            return super(_Raw, self).write(view[:num_bytes])
+
+        num_written: int = self._take("write", perform=perform, num_bytes=len(view)) if self._take else perform()
+        return num_written
+
+    def truncate(self, size: int | None = None, /) -> int:
+        def perform() -> int:
+            return super(_Raw, self).truncate(size)
+
+        new_size: int = self._take("truncate", perform=perform) if self._take else perform()
+        return new_size
+
+    def close(self) -> None:
+        take, self._take = self._take, None
+        try:
+            if take is not None:
+                take("close", perform=lambda: None)
+        finally:
+            super().close()

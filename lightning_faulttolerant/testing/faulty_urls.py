@@ -13,9 +13,7 @@ from typing import Any, ClassVar, final
 import fsspec
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from lightning_faulttolerant.testing.faults import Fault
-from lightning_faulttolerant.testing.faulty_steps import FaultySteps
-from lightning_faulttolerant.testing.steps import Step
+from lightning_faulttolerant.testing.faults import Fault, FaultySteps, Step
 
 _PROTOCOL = "faulty"
 _blocks: list[FaultySteps] = []

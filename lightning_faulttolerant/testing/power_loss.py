@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, final
 
+from lightning_faulttolerant.testing.faults import Step
 from lightning_faulttolerant.testing.faulty_files import FaultyFiles
-from lightning_faulttolerant.testing.steps import Step
 
 Kept = Literal["synced", "names", "removals"]
 

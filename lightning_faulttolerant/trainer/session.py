@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
+from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
@@ -27,13 +28,12 @@ from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.run.comparison import surroundings
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
 
 
 class Session(AnySession):

@@ -1,16 +1,23 @@
-"""The callback that ``PL_FAULT_TOLERANT_TRAINING=1`` adds to every Trainer, through an entry point."""
+"""The callback that ``PL_FAULT_TOLERANT_TRAINING=1`` adds to every Trainer, through an entry point.
+
+It also decides who handles SLURM's notice while a Trainer is built: without the callback, Lightning does. Lightning
+leaves SIGUSR1 alone if it finds a handler, so ours must be gone by then.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.trainer.settings.environment import read_switch
-from lightning_faulttolerant.trainer.stop.early_stop import follow_trainer
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.callback import FaultTolerance
+
 
 _ON = ("on", "manual")
 
@@ -34,3 +41,35 @@ def callbacks_from_environment() -> list[FaultTolerance]:
     callback = FaultTolerance()
     callback.is_from_environment = True
     return [callback]
+
+
+_TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+
+
+def follow_trainer(*, is_on: bool) -> None:
+    """Handle the notice for a Trainer that is being built with the callback. Otherwise give the signal back.
+
+    Args:
+        is_on: Whether the environment adds the callback.
+    """
+    if is_on or _has_callback(_trainer_being_built()):
+        EARLY.begin(os.environ)
+    else:
+        EARLY.give_back()
+
+
+def _has_callback(trainer: Any) -> bool:
+    module = sys.modules.get("lightning_faulttolerant.trainer.callback")
+    callbacks = getattr(trainer, "callbacks", ())
+    return module is not None and any(isinstance(callback, module.FaultTolerance) for callback in callbacks)
+
+
+def _trainer_being_built() -> Any:
+    """Return the Trainer that is being built, read from the stack: no argument holds it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if any(kind.__module__ in _TRAINERS and kind.__name__ == "Trainer" for kind in type(found).__mro__):
+            return found
+        frame = frame.f_back
+    return None

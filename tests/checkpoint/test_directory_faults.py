@@ -14,7 +14,7 @@ import pytest
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import verify_path
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, kill_after
-from lightning_faulttolerant.testing.steps import KINDS
+from lightning_faulttolerant.testing.faults import KINDS
 from tests.processes import in_child
 
 # Exit codes of child processes.

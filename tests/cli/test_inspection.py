@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import contents, part
-from lightning_faulttolerant.cli.plain import plain
+from lightning_faulttolerant.cli.contents import plain
 from lightning_faulttolerant.state.differences import difference, digests_of
 from lightning_faulttolerant.trainer.files import parts
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.loader.rest import Rest
+from lightning_faulttolerant.loader.remaining_samples import Rest
 from lightning_faulttolerant.trainer.evaluation import compat, other_ranks
 from tests.groups import run_group
 from tests.runs import make_trainer

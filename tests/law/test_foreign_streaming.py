@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.foreign import mosaic
 from tests.processes import in_child, run

@@ -15,8 +15,15 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.cli import main as command_line
-from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, RegisteredRun, Registry
-from lightning_faulttolerant.records.runs import Command, FitRecord, RunRecord
+from lightning_faulttolerant.records.runs import (
+    FOLDER,
+    VARIABLE,
+    Command,
+    FitRecord,
+    RegisteredRun,
+    Registry,
+    RunRecord,
+)
 from lightning_faulttolerant.trainer.identity.recorded import write_record
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.run.directory import open_run

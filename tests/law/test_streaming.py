@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.kills import StopInValidation
 from tests.law import elastic_runs

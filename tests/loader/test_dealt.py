@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.resized import state_for_others
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from tests.loader.loops import safe, seed

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.loader.indices import NotKept, pack_indices, unpack_indices
+from lightning_faulttolerant.loader.index_record import NotKept, pack_indices, unpack_indices
 
 plain = st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none()
 batches = st.lists(

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant import NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader import resumable
-from lightning_faulttolerant.loader.json_state import from_json, to_json
+from lightning_faulttolerant.loader.resumable_run import from_json, to_json
 from tests.loader.loops import Drawing, listed, own_draws, seed
 
 

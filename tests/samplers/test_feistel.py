@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.samplers import feistel
-from lightning_faulttolerant.samplers.feistel import MAX_LENGTH, FeistelPermutation
+from lightning_faulttolerant.samplers import order
+from lightning_faulttolerant.samplers.order import MAX_LENGTH, FeistelPermutation
 
 LENGTHS = sorted(
     {*range(40), *(2**k + d for k in range(2, 15) for d in (-1, 0, 1)), 97, 101, 997, 7919, 9973, 10_000, 10_007}
@@ -57,9 +57,9 @@ def test_no_product_leaves_an_int64(length: int, monkeypatch: pytest.MonkeyPatch
 
     def add(digit: int, base: int, of: int, key: int) -> int:
         nonlocal largest
-        first = (of ^ key) * feistel._FIRST
-        second = ((first ^ first >> 29) & feistel._MASK) * feistel._SECOND
-        third = (second >> 31 & feistel._MASK) * base
+        first = (of ^ key) * order._FIRST
+        second = ((first ^ first >> 29) & order._MASK) * order._SECOND
+        third = (second >> 31 & order._MASK) * base
         largest = max(largest, first, second, third)
         return (digit + (third >> 31)) % base
 
@@ -175,7 +175,7 @@ def test_the_measure_finds_bad_permutations(name: str) -> None:
 
 def test_the_measure_finds_a_network_of_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network with too few rounds fails the same tests, so they are sharp enough to judge it."""
-    monkeypatch.setattr(feistel, "_NUM_ROUNDS", 2)
+    monkeypatch.setattr(order, "_NUM_ROUNDS", 2)
     assert faults_of(numbers(65536, seed=11)) != []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 
 _SHARD_BYTES = 512
 """About 15 samples."""

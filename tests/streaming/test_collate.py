@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.streaming.collate import collate
+from lightning_faulttolerant.streaming.loader import collate
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -25,7 +25,7 @@ from lightning_faulttolerant.errors import (
     UnsafeDataError,
 )
 from lightning_faulttolerant.streaming.cache import attempts
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.streaming.shard_files import numbers, shard_paths, write
 
 NUM_SAMPLES = 200

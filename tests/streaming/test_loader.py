@@ -46,7 +46,7 @@ EXAMPLE = """
 
 def test_the_documented_example_runs_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The example of the documentation, with only its paths changed, resumes at batch 5 and loses no batch."""
-    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+    from lightning_faulttolerant.streaming.format.writer import MDSWriter
 
     with MDSWriter(out=str(tmp_path / "remote"), columns={"x": "int", "y": "int"}) as writer:
         for number in range(20):

@@ -1,4 +1,7 @@
-"""Run a drill from its first process to its verdict."""
+"""Run a drill from its first process to its verdict.
+
+It names the requested strikes that the script never reaches.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.cli.drill import judging, running
+from lightning_faulttolerant.cli.drill import causes, judging, running
 from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
 from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun
+from lightning_faulttolerant.cli.drill.moments import counted_batches
 from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import Progress
-from lightning_faulttolerant.cli.drill.requests import never_reached
 from lightning_faulttolerant.cli.drill.result import (
     INTERRUPTED,
+    NOT_JUDGED,
     REPEATED,
     UNINTERRUPTED,
     DrillResult,
@@ -31,6 +35,7 @@ from lightning_faulttolerant.cli.drill.result import (
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 
@@ -194,3 +199,26 @@ def _curve(batches: Sequence[Event]) -> tuple[Point, ...]:
 
 def _count(events: Sequence[Event], kind: str) -> int:
     return sum(event.kind == kind for event in events)
+
+
+def never_reached(settings: DrillSettings, numbers: BatchNumbers) -> DrillVerdict | None:
+    """Judge a drill with strikes where the script never comes; return None if it reaches all places.
+
+    Args:
+        settings: Settings of the drill.
+        numbers: Batch numbers of the uninterrupted run.
+    """
+    missing = [stage for stage in settings.stages if stage not in numbers.stages]
+    if missing:
+        text = (
+            f"--in {','.join(missing)}: the script has no batch of {' or '.join(missing)}. It has batches of"
+            f" {' and '.join(numbers.stages)}."
+        )
+        return DrillVerdict(word=NOT_JUDGED, text=text, cause=causes.stage_never_reached(numbers.stages))
+    num_batches = len(counted_batches(settings, numbers))
+    too_far = [batch for batch in settings.at if batch >= num_batches]
+    if too_far:
+        stages = " and ".join(settings.stages) or "training"
+        text = f"--at {too_far[0]} is after the end: the run has {plural(num_batches, 'batch')} of {stages}."
+        return DrillVerdict(word=NOT_JUDGED, text=text, cause=causes.batch_never_reached(num_batches))
+    return None

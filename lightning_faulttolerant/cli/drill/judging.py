@@ -1,7 +1,11 @@
-"""The verdict on a drill: whether its two runs are the same. If they differ or can't be judged, it gives the reason."""
+"""The verdict on a drill: whether its two runs are the same. If they differ or can't be judged, it gives the reason.
+
+If an error of this package ended the script, the verdict quotes it from the output.
+"""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +14,6 @@ from lightning_faulttolerant.cli.drill import causes, diagnosis, result, running
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import DrillProcess
-from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import Cause, DrillVerdict, Strike
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, DrillSettings
@@ -258,3 +261,27 @@ def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
 
 def _not_judged(text: str, cause: Cause, *, difference: result.Difference | None = None) -> DrillVerdict:
     return DrillVerdict(word=result.NOT_JUDGED, text=text, cause=cause, difference=difference)
+
+
+# The last line of a traceback names the class with its module. torchrun and Lightning put the rank before it.
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?lightning_faulttolerant\.errors\.(\w+): (.*)$")
+_MAX_LINES = 12
+
+
+def refusal_in(lines: Sequence[str]) -> str | None:
+    """Return the class and message of the last such error on one line, or ``None``.
+
+    Args:
+        lines: The end of a process's output.
+    """
+    for number in range(len(lines) - 1, -1, -1):
+        match = _ERROR.match(lines[number])
+        if match is None or match[1] == "DrillFault":
+            continue
+        rest = []
+        for line in lines[number + 1 : number + _MAX_LINES]:
+            if not line.startswith("  "):  # the indented lines list what is not exact
+                break
+            rest.append(line.strip())
+        return f"{match[1]}: {' '.join([match[2], *rest])}"
+    return None

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from lightning_faulttolerant.cli.drill.picture import picture
 from lightning_faulttolerant.cli.drill.result import DIFFERS, EXACT, DrillResult, RunOfDrill, Strike, equal_before
-from lightning_faulttolerant.cli.page.document import document
-from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.html import Child, Markup, document, pairs, stats, table, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural
-from lightning_faulttolerant.cli.page.table import pairs, stats, table
 from lightning_faulttolerant.cli.text import moment_text
 
 _NUM_VALUES = 12

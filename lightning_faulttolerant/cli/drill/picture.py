@@ -9,11 +9,10 @@ from itertools import accumulate
 
 from lightning_faulttolerant.cli.drill.result import DrillResult, Point, RunOfDrill, Strike
 from lightning_faulttolerant.cli.page import plot
-from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.html import Child, Markup, tag
 from lightning_faulttolerant.cli.page.numbers import plural, value_text
-from lightning_faulttolerant.cli.page.plot import Area, Readout
+from lightning_faulttolerant.cli.page.plot import Area, Readout, spread
 from lightning_faulttolerant.cli.page.scales import Scale, count_scale, value_scale
-from lightning_faulttolerant.cli.page.thinning import spread
 
 _HEAD = 26  # room for the strikes above the curves
 _CURVES = 260

@@ -1,21 +1,29 @@
-"""The command ``report``: find the run, and print its report in the requested form."""
+"""The command ``report``: find the run, and print its report in the requested form.
+
+The histories may be in a directory or below a URL.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.cli.report.histories import FoundRun, find_runs
+from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.report.page import page
 from lightning_faulttolerant.cli.report.text import report_lines
 from lightning_faulttolerant.cli.text import moment_text, safe, table
 from lightning_faulttolerant.records.accounting import report_of
+from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import ChapterReport, RunReport
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, RunHistory
+from lightning_faulttolerant.records.lines import count_lines, parse_lines
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 
 DESCRIPTION = """\
 Report on a run: its processes, when each began, where it continued and why it ended; its autosaves; and where the time
@@ -119,3 +127,74 @@ def _print_others(others: list[FoundRun]) -> None:
     rows = [[run.run_id, moment_text(run.last_seen), str(len(run.history.chapters))] for run in others]
     for line in table(("RUN", "LAST SEEN", "CHAPTERS"), rows, right=("CHAPTERS",), indent=2):
         print(line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """A run that has a history.
+
+    Args:
+        run_id: Its id, which is the name of its directory.
+        path: The path or URL of that directory.
+        history: The history of the run.
+    """
+
+    run_id: str
+    path: str
+    history: RunHistory
+
+    @property
+    def last_seen(self) -> float:
+        """Time of the last known event of the run, seconds since 1970."""
+        last = self.history.chapters[-1]
+        return last.processes[-1].last_seen if last.done is None else last.done
+
+
+def find_runs(directory: str) -> list[FoundRun]:
+    """Return the runs that have a history, the most recently active first.
+
+    Args:
+        directory: Directory of a run, a ``dirpath`` with several runs, or the ``default_root_dir`` above it; or a URL
+            of one of them.
+
+    Raises:
+        FileNotFoundError: If the local directory does not exist.
+        OSError: If something can't be read.
+    """
+    with remote_errors(directory):
+        if not is_url(directory):
+            os.stat(local_path(directory))
+        folder, name = split_path(directory)
+        if name == FILE_NAME:
+            directory = folder or "."
+        own = _run(directory)
+        runs = [own] if own is not None else _below(directory)
+        if not runs:
+            runs = _below(_path(directory, DEFAULT_FOLDER))
+    return sorted(runs, key=lambda run: run.last_seen, reverse=True)
+
+
+def _below(directory: str) -> list[FoundRun]:
+    found = (_run(_path(directory, name)) for name in open_store(directory).listing().folders)
+    return [run for run in found if run is not None]
+
+
+def _path(directory: str, name: str) -> str:
+    """Return the path of a folder in the form that the user would write."""
+    return open_store(directory).path(name) if is_url(directory) else os.path.join(local_path(directory), name)
+
+
+def _run(directory: str) -> FoundRun | None:
+    store = open_store(directory)
+    if not is_url(directory) and not os.path.isfile(store.path(FILE_NAME)):
+        return None
+    try:
+        with open_file(store.path(FILE_NAME), whole=True) as file:
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    lines = parse_lines(text)
+    history = history_of(lines, num_unread=count_lines(text) - len(lines))
+    if not history.chapters:
+        return None
+    return FoundRun(run_id=split_path(store.url)[1], path=directory, history=history)

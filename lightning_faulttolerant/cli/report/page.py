@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 
-from lightning_faulttolerant.cli.page.document import document
-from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.html import Child, Markup, document, pairs, stats, table, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
-from lightning_faulttolerant.cli.page.table import pairs, stats, table
 from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bars, progress
 from lightning_faulttolerant.cli.report.words import (
     RUNNING_SECONDS,

@@ -1,23 +1,32 @@
-"""The parts of a split: which samples each has, and whether the parts can get those of another start back."""
+"""The parts of a split: which samples each has, and whether the parts can get those of another start back.
+
+Parts have the names of the script's variables: in its modules, and in the running functions.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import gc
+import inspect
+import sys
+import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from lightning_faulttolerant.state.drawn.contents import INDICES, PARTS, Content
-from lightning_faulttolerant.state.drawn.keys import array_of
-from lightning_faulttolerant.state.drawn.samples import length_of
-from lightning_faulttolerant.state.drawn.texts import digest_of
-from lightning_faulttolerant.state.drawn.variables import names_of_parts
+from lightning_faulttolerant.state.drawn.contents import INDICES, PARTS, Content, is_part
+from lightning_faulttolerant.state.drawn.keys import array_of, elements_of
+from lightning_faulttolerant.state.drawn.texts import digest_of, names_of
 from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.modules import users_namespaces
+from lightning_faulttolerant.state.objects.users import is_users_frame
 
 _LEVEL = 1
 _WHOLE = "iu"
@@ -223,3 +232,91 @@ def _unpacked(packed: bytes) -> list[int]:
 
 def _set(part: Any, indices: list[int]) -> None:
     Content(value=_own(part, INDICES), owner=part, name=INDICES, digest="").set(indices)
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples in a data set; ``None`` if it has no length."""
+    if isinstance(dataset, IterableDataset):  # its length may run expensive code of the data set
+        return None
+    with contextlib.suppress(Exception):
+        return len(dataset)
+    return None
+
+
+def may_be_samples(value: Any, datasets: Iterable[Any]) -> bool:
+    """Return whether `value` may hold the samples of one of these data sets, or a value for each of them.
+
+    A value that is shorter than each of them does not. Arrays and lists of names are exceptions: they may be data of
+    another kind. If a data set has no length, any list may.
+    """
+    if isinstance(value, Tensor) or kinds.is_array(value):
+        return True
+    if not isinstance(value, dict) and names_of(elements_of(value)):
+        return True
+    lengths = [length_of(dataset) for dataset in datasets]
+    known = [length for length in lengths if length is not None]
+    return len(known) < len(lengths) or not known or num_values(value) >= min(known)
+
+
+def num_values(value: Any) -> int:
+    """Return the number of values in a list or a mapping, including nested ones."""
+    if isinstance(value, dict):
+        return sum(map(num_values, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)) or kinds.is_container(value):
+        return sum(map(num_values, value))
+    return kinds.num_items(value) or 1
+
+
+_FEW = 16
+_NUM_REFERENCES = 3  # to a snapshot: the frame's, our variable's, and the argument of the counting function
+
+
+def names_of_parts() -> dict[int, str]:
+    """Return the names of the parts that are in variables of the user's modules or of running functions."""
+    found: dict[int, str] = {}
+    for module, namespace in users_namespaces({}).items():
+        _note(found, module, namespace.attributes())
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if _has_variables(frame) and is_users_frame(frame):
+            _note_variables(found, frame)
+        frame = frame.f_back
+    return found
+
+
+def _has_variables(frame: types.FrameType) -> bool:
+    """Return whether a frame has variables that can be read without changing what the script sees.
+
+    Before Python 3.13, reading updates the one dict that `locals` returns, and a function may hold that dict.
+    """
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED:  # a module's, or a class's: its namespace itself
+        return True
+    return bool(code.co_varnames or code.co_cellvars or code.co_freevars) and not _calls_locals(code)
+
+
+def _calls_locals(code: types.CodeType) -> bool:
+    if "locals" not in code.co_names:  # it may also be a method's: pytest's asserts call one
+        return False
+    return any(one.argval == "locals" and one.opname == "LOAD_GLOBAL" for one in dis.get_instructions(code))
+
+
+def _note_variables(found: dict[int, str], frame: types.FrameType) -> None:
+    variables = frame.f_locals
+    _note(found, f"{frame.f_code.co_name}()", variables)
+    is_snapshot = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
+    # Before Python 3.13 the frame keeps its snapshot, and so every object that the function deletes later. If the frame
+    # is traced, the snapshot is written back into the variables.
+    if is_snapshot and sys.getrefcount(variables) <= _NUM_REFERENCES and frame.f_trace is None:
+        variables.clear()
+
+
+def _note(found: dict[int, str], owner: str, variables: Mapping[str, Any]) -> None:
+    for name, value in list(variables.items()):
+        if is_part(value):
+            found.setdefault(id(value), f"{owner}.{name}")
+        elif type(value) in (list, tuple, dict) and len(value) <= _FEW:
+            items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+            for key, item in items:
+                if is_part(item):
+                    found.setdefault(id(item), f"{owner}.{name}[{key!r}]")

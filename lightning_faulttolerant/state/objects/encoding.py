@@ -27,18 +27,20 @@ from lightning_faulttolerant.state.objects import containers, kinds
 from lightning_faulttolerant.state.objects.aliases import Aliases
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.leaves import encode_array, encode_leaf
-from lightning_faulttolerant.state.objects.names import class_name, method_name, part_name
-from lightning_faulttolerant.state.objects.pickles import Pickles, has_whole_state
-from lightning_faulttolerant.state.objects.plain import plain_of
-from lightning_faulttolerant.state.objects.uncarried import (
+from lightning_faulttolerant.state.objects.names import (
     CantCarryError,
     LiveError,
     OpaqueError,
     SavedError,
     TooLargeError,
     check_not_saved,
+    class_name,
+    method_name,
+    part_name,
     why_not,
 )
+from lightning_faulttolerant.state.objects.pickles import Pickles, has_whole_state
+from lightning_faulttolerant.state.objects.plain import plain_of
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError
+from lightning_faulttolerant.state.objects.names import CantCarryError
 
 _DATES: dict[str, Any] = {kind.__name__: kind for kind in (datetime.date, datetime.datetime, datetime.time)}
 _PATHS: dict[str, Any] = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath,

@@ -19,9 +19,9 @@ from lightning_faulttolerant.state.objects.decoding import Decoder, delete_attri
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph
 from lightning_faulttolerant.state.objects.marks import held, is_readable, same
+from lightning_faulttolerant.state.objects.names import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.unchanged import Unchanged
 from lightning_faulttolerant.state.objects.walk import Rules, attributes_of, graph_of
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError
+from lightning_faulttolerant.state.objects.names import CantCarryError
 
 PICKLED, MADE = "pickled", "made"
 _new_object = object().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]

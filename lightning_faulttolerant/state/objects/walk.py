@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.children import items_of, of_function, of_hooks, of_module, of_namespace
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
-from lightning_faulttolerant.state.objects.libraries import is_librarys
 from lightning_faulttolerant.state.objects.marks import (
     SMALL_BYTES,
     Mark,
@@ -28,7 +27,13 @@ from lightning_faulttolerant.state.objects.marks import (
 )
 from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.records import records_of
-from lightning_faulttolerant.state.objects.users import global_path, is_detached_class, is_users, is_users_function
+from lightning_faulttolerant.state.objects.users import (
+    global_path,
+    is_detached_class,
+    is_librarys,
+    is_users,
+    is_users_function,
+)
 from lightning_faulttolerant.state.reachable import is_generator
 
 _log = logging.getLogger(__name__)

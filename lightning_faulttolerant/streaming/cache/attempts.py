@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_faulttolerant.streaming.cache.patience import pause
 from lightning_faulttolerant.streaming.cache.remote import is_final
+from lightning_faulttolerant.streaming.cache.timeouts import pause
 
 Result = TypeVar("Result")
 

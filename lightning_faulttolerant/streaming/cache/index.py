@@ -16,8 +16,8 @@ from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
 from lightning_faulttolerant.streaming.cache.locks import locked
+from lightning_faulttolerant.streaming.cache.marks import sweep
 from lightning_faulttolerant.streaming.cache.remote import Remote
-from lightning_faulttolerant.streaming.cache.temporary import sweep
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.storage.atomic_file import target_name
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
-from lightning_faulttolerant.streaming.cache.temporary import sweep
+from lightning_faulttolerant.streaming.cache.marks import sweep
 from lightning_faulttolerant.streaming.format.hashes import digest
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 

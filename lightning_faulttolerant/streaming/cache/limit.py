@@ -11,7 +11,7 @@ from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.kept import CacheContents
 from lightning_faulttolerant.streaming.cache.locks import FileLock, locked
-from lightning_faulttolerant.streaming.cache.patience import pause
+from lightning_faulttolerant.streaming.cache.timeouts import pause
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _LOCK_NAME = "eviction.lock"

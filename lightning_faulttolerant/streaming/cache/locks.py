@@ -2,6 +2,8 @@
 
 A lock only saves work. Published files are complete without it, because publishing is one ``os.replace``. Where a file
 system can't lock (some network file systems), and on Windows, each process fetches for itself.
+
+A forked child, above all a data-loading worker, holds no locks.
 """
 
 from __future__ import annotations
@@ -10,18 +12,46 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.storage.file_lock import is_still_at, try_lock
-from lightning_faulttolerant.streaming.cache.forks import ProcessLock
-from lightning_faulttolerant.streaming.cache.patience import pause
+from lightning_faulttolerant.storage.lock import is_still_at, try_lock
+from lightning_faulttolerant.streaming.cache.timeouts import pause
 
 _logger = logging.getLogger(__name__)
 
 _FIRST_LOOK_SECONDS = 0.002
 _LAST_LOOK_SECONDS = 0.05
+
+
+@final
+class ProcessLock:
+    """A lock between the threads of one process. A forked child finds it open, even if the parent held it.
+
+    It is pickled as an open lock.
+    """
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._process_id != os.getpid():
+            # The fork did not copy the thread that holds it.
+            self._process_id, self._lock = os.getpid(), threading.RLock()
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[ProcessLock], tuple[()]]:
+        return ProcessLock, ()
+
 
 # The descriptors of the locks that this process holds.
 _held: dict[str, int] = {}

@@ -4,6 +4,8 @@ A file is trusted unread if it is the same file that was checked: its inode, siz
 the machine has not been restarted since. A restart matters because a file written shortly before a power loss may have
 lost its content and nothing else. Otherwise its content is compared with the checksum of the mark. A mark is written
 before its file, so a file without a mark was not fetched by this package.
+
+Files that are being written have temporary names. Those of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -12,12 +14,20 @@ import contextlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.processes import this_boot
-from lightning_faulttolerant.storage.atomic_file import atomic_writer
+from lightning_faulttolerant.storage.atomic_file import (
+    atomic_writer,
+    is_of_this_process,
+    is_unchanged_for_long,
+    leftovers,
+    target_name,
+    temporary_name,
+)
 
 DIRECTORY = ".faulttolerant"
 """The folder of marks and locks, in the directory of the cache."""
@@ -111,3 +121,38 @@ def crc32(path: str) -> str:
         while num_bytes := file.readinto(block):
             checksum = zlib.crc32(memoryview(block)[:num_bytes], checksum)
     return f"{checksum:08x}"
+
+
+@contextlib.contextmanager
+def temporary_for(path: str) -> Iterator[str]:
+    """Yield a temporary path beside a path, to be written and then moved to the path. A leftover file is removed.
+
+    Args:
+        path: The final path of the file, in an existing directory.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, temporary_name(name))
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def sweep(directory: str) -> None:
+    """Remove the files that dead processes were writing in a directory.
+
+    A file that does not change for an hour goes too: its writer is on another host, or its process id came again. If
+    the writer lives, it repeats its download, and nothing else can go wrong.
+
+    Args:
+        directory: The directory of the cache. Subfolders are not checked.
+    """
+    with contextlib.suppress(OSError):
+        temporary = [name for name in os.listdir(directory) if target_name(name) is not None]
+        dead = {name for name, _ in leftovers(temporary)}
+        for name in temporary:
+            path = os.path.join(directory, name)
+            if name in dead or (not is_of_this_process(name) and is_unchanged_for_long(path)):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)

@@ -17,8 +17,8 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_faulttolerant.storage.clients import client_options, let_retries_draw_elsewhere, missing_package
-from lightning_faulttolerant.streaming.cache.patience import result_in_time
+from lightning_faulttolerant.storage.file_systems import client_options, let_retries_draw_elsewhere, missing_package
+from lightning_faulttolerant.streaming.cache.timeouts import result_in_time
 
 Result = TypeVar("Result")
 

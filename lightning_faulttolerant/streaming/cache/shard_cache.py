@@ -10,13 +10,12 @@ from typing import Any, TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
-from lightning_faulttolerant.streaming.cache.forks import ProcessLock
 from lightning_faulttolerant.streaming.cache.kept import CacheContents, KeptShards, hash_fault, publish, size_fault
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
-from lightning_faulttolerant.streaming.cache.locks import locked
+from lightning_faulttolerant.streaming.cache.locks import ProcessLock, locked
+from lightning_faulttolerant.streaming.cache.marks import temporary_for
 from lightning_faulttolerant.streaming.cache.remote import Remote
-from lightning_faulttolerant.streaming.cache.temporary import temporary_for
-from lightning_faulttolerant.streaming.format.decompression import decompress_file
+from lightning_faulttolerant.streaming.format.compression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 

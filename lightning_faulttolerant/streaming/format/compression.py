@@ -1,11 +1,24 @@
-"""Compression of whole files: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each except snappy with levels."""
+"""Compression and decompression of whole files: ``br``, ``bz2``, ``gz``, ``snappy``, and ``zstd``.
+
+Decompression never writes more bytes than the index allows. A few kilobytes can expand to terabytes. If an algorithm's
+library works in parts, no part is larger than a megabyte. If it doesn't, the size stated in the file is checked before
+anything is decompressed.
+
+Source of the headers of zstd frames: RFC 8878, section 3.1.
+"""
 
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
+import os
+import zlib
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import IO, Any
 
+from lightning_faulttolerant.errors import DamagedShardError
 from lightning_faulttolerant.streaming.format.extras import extra
 
 _LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
@@ -61,3 +74,194 @@ def _parsed(algorithm: str) -> tuple[str, int]:
         raise ValueError(f"There is no compression {algorithm!r}; those known are {', '.join(COMPRESSIONS)}.")
     family, _, level = algorithm.partition(":")
     return family, int(level) if level else _DEFAULT_LEVELS[family]
+
+
+_PART_BYTES = 1 << 20
+
+
+def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int) -> None:
+    """Write the content of a compressed file to another file.
+
+    Args:
+        source: The compressed file.
+        target: A new file, or one to be replaced. It is deleted again if the content is not as expected.
+        algorithm: With or without a level.
+        num_bytes: The size of the content according to the index.
+
+    Raises:
+        DamagedShardError: If it is not compressed with this algorithm, is incomplete, or has another size.
+        ImportError: If the algorithm needs a package that is not installed.
+    """
+    family = extension(algorithm)
+    try:
+        with open(source, "rb") as compressed, open(target, "wb") as raw:
+            num_written = 0
+            for part in _PARTS[family](compressed, num_bytes):
+                num_written += len(part)
+                if num_written > num_bytes:
+                    break
+                raw.write(part)
+            if num_written != num_bytes:
+                how_many = "more" if num_written > num_bytes else num_written
+                raise ValueError(f"it holds {how_many} bytes, the index says {num_bytes}")
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(target)
+        if isinstance(error, ValueError):
+            raise DamagedShardError(
+                f"The compressed shard {source} is damaged ({algorithm}): {error}. Delete it so that it is "
+                f"downloaded again, or write the data set again if this is its only copy."
+            ) from error
+        raise
+
+
+def _gzip_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    state = zlib.decompressobj(31)
+    rest = b""
+    try:
+        while data := rest or file.read(_PART_BYTES):
+            if state.eof:
+                state = zlib.decompressobj(31)
+            yield state.decompress(data, _PART_BYTES)
+            rest = state.unused_data if state.eof else state.unconsumed_tail
+        # Output that did not fit into a full part comes without more input.
+        while not state.eof and (part := state.decompress(b"", _PART_BYTES)):
+            yield part
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not state.eof:
+        raise ValueError("it ends early")
+
+
+def _bzip2_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    state = bz2.BZ2Decompressor()
+    while True:
+        data = b""
+        if state.eof or state.needs_input:
+            data = (state.unused_data if state.eof else b"") or file.read(_PART_BYTES)
+            if not data:
+                break
+            state = bz2.BZ2Decompressor() if state.eof else state
+        try:
+            part = state.decompress(data, _PART_BYTES)
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        yield part
+    if not state.eof:
+        raise ValueError("it ends early")
+
+
+def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    brotli = extra("brotli", purpose="for the compression br")
+    state = brotli.Decompressor()
+    # Older versions can't limit the output. Only small pieces of input keep it bounded.
+    knows_limit = hasattr(state, "can_accept_more_data")
+    limit = {"output_buffer_limit": _PART_BYTES} if knows_limit else {}
+    try:
+        while data := file.read(_PART_BYTES if knows_limit else 1 << 12):
+            yield state.process(data, **limit)
+            while knows_limit and not state.can_accept_more_data():
+                yield state.process(b"", **limit)
+        # Output that did not fit into a full part comes without more input.
+        while not state.is_finished() and (part := state.process(b"", **limit)):
+            yield part
+    except brotli.error as error:
+        raise ValueError(str(error)) from error
+    if not state.is_finished():
+        raise ValueError("it ends early")
+
+
+def _snappy_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    data = file.read()
+    yield _whole("snappy", data, _first_varint(data), num_bytes, "UncompressError")
+
+
+def _zstd_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+    data = file.read()
+    yield _whole("zstd", data, content_bytes(data), num_bytes, "Error")
+
+
+def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str) -> bytes:
+    """Return the content of ``data``, decompressed in one piece. The size that it states is checked first."""
+    if size != num_bytes:
+        raise ValueError(f"it holds {size} bytes by what it says itself, the index says {num_bytes}")
+    module: Any = extra(package, purpose=f"for the compression {package}")
+    try:
+        return bytes(module.decompress(data))
+    except getattr(module, error_name) as error:
+        raise ValueError(str(error) or "its bytes are not what it writes") from error
+
+
+def _first_varint(data: bytes) -> int:
+    value = 0
+    for i, byte in enumerate(data[:5]):
+        value |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            return value
+    raise ValueError("it has no size")
+
+
+_PARTS: dict[str, Callable[[IO[bytes], int], Iterator[bytes]]] = {
+    "br": _brotli_parts,
+    "bz2": _bzip2_parts,
+    "gz": _gzip_parts,
+    "snappy": _snappy_parts,
+    "zstd": _zstd_parts,
+}
+
+
+_MAGIC = 0xFD2FB528
+_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+_RUN_LENGTH = 1
+_RESERVED = 3
+
+
+def content_bytes(data: bytes) -> int:
+    """Return the number of bytes that all frames together decompress to.
+
+    Raises:
+        ValueError: If these are not complete frames of zstd, or one of them does not state its size.
+    """
+    at, total = 0, 0
+    while at < len(data):
+        magic = _number(data, at, 4)
+        if magic in _SKIPPABLE:
+            at += 8 + _number(data, at + 4, 4)
+            continue
+        if magic != _MAGIC:
+            raise ValueError("it is not zstd")
+        size, at = _frame(data, at + 4)
+        total += size
+    if at != len(data) or not data:
+        raise ValueError("it ends early")
+    return total
+
+
+def _frame(data: bytes, at: int) -> tuple[int, int]:
+    """Return the size of a frame's content, and where the frame ends."""
+    descriptor = _number(data, at, 1)
+    is_single, has_checksum = descriptor >> 5 & 1, descriptor >> 2 & 1
+    size_bytes = (is_single, 2, 4, 8)[descriptor >> 6]
+    at += 1 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
+    if not size_bytes:
+        raise ValueError("a frame does not say the size of its content, which its library needs")
+    size = _number(data, at, size_bytes) + (256 if size_bytes == 2 else 0)
+    return size, _end_of_blocks(data, at + size_bytes) + 4 * has_checksum
+
+
+def _end_of_blocks(data: bytes, at: int) -> int:
+    is_last = 0
+    while not is_last:
+        head = _number(data, at, 3)
+        is_last, type_, size = head & 1, head >> 1 & 3, head >> 3
+        if type_ == _RESERVED:
+            raise ValueError("it has a block of no known type")
+        at += 3 + (1 if type_ == _RUN_LENGTH else size)
+    return at
+
+
+def _number(data: bytes, at: int, num_bytes: int) -> int:
+    field = data[at : at + num_bytes]
+    if len(field) < num_bytes:
+        raise ValueError("it ends early")
+    return int.from_bytes(field, "little")

@@ -13,8 +13,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_faulttolerant.loader.remaining_samples import Rest
 from lightning_faulttolerant.loader.resized import fresh_moment
-from lightning_faulttolerant.loader.rest import Rest
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_names import PREDICTIONS_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import PREDICTIONS_NAME
 from lightning_faulttolerant.checkpoint.opaque import pack
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.evaluation import compat as runs

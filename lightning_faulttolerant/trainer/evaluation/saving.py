@@ -19,8 +19,8 @@ from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.budget import Budget
 from lightning_faulttolerant.trainer.save.outage import Outage, described
+from lightning_faulttolerant.trainer.save.pace import Budget
 from lightning_faulttolerant.trainer.settings.options import Options
 
 VERSION = 1

@@ -26,6 +26,7 @@ from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
+from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.logged.compat import copied
@@ -34,13 +35,12 @@ from lightning_faulttolerant.trainer.position import TrainerPosition, position_o
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.run.comparison import surroundings
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
-from lightning_faulttolerant.trainer.unused_hooks import pass_over_idle_hooks
 
 
 class EvaluationSession(AnySession):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.storage.store import is_url, local_copy
 
 _log = logging.getLogger(__name__)

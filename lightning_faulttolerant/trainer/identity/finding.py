@@ -19,8 +19,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
-from lightning_faulttolerant.records.registry import RegisteredRun, Registry
-from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.functions import FIT
@@ -33,8 +32,12 @@ from lightning_faulttolerant.trainer.identity.messages import (
     tell_interrupted,
     tell_passed_over,
 )
-from lightning_faulttolerant.trainer.identity.places import registry_of_process
-from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, write_record
+from lightning_faulttolerant.trainer.identity.recorded import (
+    autosaves_of,
+    read_record,
+    registry_of_process,
+    write_record,
+)
 from lightning_faulttolerant.trainer.identity.starts import ProcessStart, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.directory import (

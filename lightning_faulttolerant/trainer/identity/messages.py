@@ -8,13 +8,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.trainer.identity.matching import Match
-from lightning_faulttolerant.trainer.identity.places import registry_of_process
-from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record
+from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, registry_of_process
 from lightning_faulttolerant.trainer.identity.starts import start_directory
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.process import has_told

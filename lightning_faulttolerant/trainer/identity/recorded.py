@@ -1,4 +1,7 @@
-"""The files in the directory of a run, here or in an object store: its record, ``run.json``, and its autosaves."""
+"""The files in the directory of a run, here or in an object store: its record, ``run.json``, and its autosaves.
+
+The registry of runs has a place that stays the same from start to start.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,37 @@ import contextlib
 import logging
 import os
 
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, fit_folders
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.runs import FILE_NAME, RunRecord, record_from_json
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.runs import FILE_NAME, VARIABLE, Registry, RunRecord, record_from_json, registry_at
 from lightning_faulttolerant.storage.store import is_url, open_file, open_store
+from lightning_faulttolerant.trainer.identity.starts import start_directory
+
+_OF_PYTEST = "PYTEST_CURRENT_TEST"
+
+
+def registry_of_process(start_directory: str) -> Registry | None:
+    """Return the registry of this process; ``None`` in a drill, and in tests, where all fits have one command.
+
+    Args:
+        start_directory: The working directory in which the process was started.
+    """
+    if os.environ.get(DRILL_VARIABLE):
+        return None
+    return registry_at(start_directory) if os.environ.get(VARIABLE) or _OF_PYTEST not in os.environ else None
+
+
+def unregister(directory: str) -> None:
+    """Remove a run that has no autosaves anymore from the registry of this process.
+
+    Args:
+        directory: The directory of the run.
+    """
+    registry = registry_of_process(start_directory(os.environ))
+    if registry is not None:
+        registry.remove(directory)
+
 
 _log = logging.getLogger(__name__)
 

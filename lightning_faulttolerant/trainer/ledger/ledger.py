@@ -1,23 +1,27 @@
 """Writes the ledger of one fit or evaluation. It only observes: it draws no random numbers, and is not a hook.
 
 `lightning_faulttolerant.records.ledger` describes the lines.
+
+A line names the samples of a batch as the index samplers have yielded them.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.ledger.compat import (
@@ -42,11 +46,12 @@ from lightning_faulttolerant.trainer.ledger.evaluated_batches import (
     returned_by,
     training_place,
 )
-from lightning_faulttolerant.trainer.ledger.order import LastBatchIndices
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
+from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.run.versions import surroundings
+from lightning_faulttolerant.trainer.run.comparison import surroundings
 
 
 class FitLedger:
@@ -290,3 +295,64 @@ class FitLedger:
             epoch_end=closes_epoch and not validating,
             logger=logger,
         )
+
+
+Places = Mapping[str, tuple[Any, int]]
+"""Each loader's iteration, and how many of its batches have come out."""
+
+
+class LastBatchIndices:
+    """Finds the indices of the batch that was fetched last.
+
+    Args:
+        trainer: The trainer of the fit.
+        loaders: The loaders of the fit.
+    """
+
+    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._before: Places = {}
+
+    def before_fetch(self) -> None:
+        """Note the positions of the loaders: a batch has samples only from the loaders that move."""
+        self._before = self._places()
+
+    def _places(self) -> Places:
+        trackers = self._loaders.trackers.items()
+        training = {p: t.iteration for p, t in trackers if p.startswith(TRAIN) and not t.is_gone}
+        return {place: (iteration, iteration.num_out) for place, iteration in training.items() if iteration is not None}
+
+    def of_batch(self) -> str | None:
+        """Return the digest of the indices of the current batch; ``None`` if they are not known."""
+        if fetches_ahead(self._trainer):
+            before, after = _marked(self._loaders.mark_before), _marked(self._loaders.last_mark)
+        else:
+            before, after = self._before, self._places()
+        indices = {}
+        for place, (iteration, num_out) in after.items():
+            if _same(before.get(place), iteration, num_out):
+                continue
+            found = _indices(getattr(iteration, "record", None), num_out - 1)
+            if found is None:
+                return None
+            indices[place] = found[0]
+        return digest(indices) if indices else None
+
+
+def _marked(mark: PrefetchState | None) -> Places:
+    return {} if mark is None else mark.iterations
+
+
+def _same(before: tuple[Any, int] | None, iteration: Any, num_out: int) -> bool:
+    if before is None or before[0] is not iteration:
+        return num_out == 0
+    return before[1] == num_out
+
+
+def _indices(record: IndexRecord | None, number: int) -> tuple[Any] | None:
+    """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
+    if record is None:
+        return None
+    begin = record.handed_out - len(record.recent)
+    return (record.recent[number - begin],) if begin <= number < record.handed_out else None

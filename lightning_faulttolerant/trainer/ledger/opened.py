@@ -1,22 +1,41 @@
-"""The part of a ledger that belongs to one fit or evaluation: opened when it is set up, closed when it is over."""
+"""The part of a ledger that belongs to one fit or evaluation: opened when it is set up, closed when it is over.
+
+A drill asks for more through the environment: an exception at some place, autosaves, and a place to wait at. A strike
+needs an autosave to continue from, and short scripts and big models have none in time. A fast script would be past the
+place of its strike before the drill sees it there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.errors import LedgerError
-from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
+from lightning_faulttolerant.errors import DrillFault, LedgerError
+from lightning_faulttolerant.records.ledger import (
+    FAULT_VARIABLE,
+    HOLD_VARIABLE,
+    LEDGER_VARIABLE,
+    SAVE_VARIABLE,
+    BatchPlace,
+    FaultPlace,
+    path_of_rank,
+    places_in,
+)
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.trainer import compat, process
 from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.ledger.compat import logger_connector
+from lightning_faulttolerant.trainer.ledger.evaluated_batches import around_steps, is_evaluating, training_place
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
-from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.run.launched import Script
@@ -119,3 +138,135 @@ def _opened(path: str) -> LineFile:
             f"The ledger can't be written to {path}: {error}. Nothing could be compared. Pass a path that can be"
             f" written, as FaultTolerance(ledger=...) or {LEDGER_VARIABLE}."
         ) from error
+
+
+# How often torchrun has restarted the ranks, as its documentation says.
+_RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
+
+def read_fault() -> FaultPlace | None:
+    """Return the place at which the environment requests a fault, if it does.
+
+    Raises:
+        ValueError: If it does not name a place.
+    """
+    text = os.environ.get(FAULT_VARIABLE)
+    if not text:
+        return None
+    places = [FaultPlace.parse(place) for place in text.split(",")]
+    num_restarts = int(os.environ.get(_RESTARTS_VARIABLE, "0"))
+    return places[num_restarts] if num_restarts < len(places) else None
+
+
+class Fault:
+    """Raises an exception in a fit or an evaluation. It does so once per process: no other one has the number.
+
+    Args:
+        trainer: The trainer that runs it.
+        place: The place of the fault.
+    """
+
+    def __init__(self, trainer: Trainer, place: FaultPlace) -> None:
+        self._trainer = trainer
+        self._place = place
+
+    def take_seams(self, patches: Patches) -> None:
+        """Begin to watch for the place."""
+        trainer, hook = self._trainer, self._place.hook
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if self._place.is_in_evaluation:
+            around_steps(trainer, patches, self._around_before)
+        elif hook == "start":
+            patches.around(epoch_loop.automatic_optimization, "run", self._around_before)
+            patches.around(epoch_loop.manual_optimization, "run", self._around_before)
+        elif hook == "step":
+            patches.around(trainer.strategy, "backward", self._around_after)
+        else:
+            patches.around(logger_connector(trainer), "on_batch_end", self._around_after)
+
+    def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self._strike()
+        return original(*args, **kwargs)
+
+    def _around_after(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._strike()
+        return result
+
+    def _strike(self) -> None:
+        place: tuple[int, ...] = tuple(training_place(self._trainer).values())
+        if self._place.is_in_evaluation:
+            place = (*place, num_evaluated(self._trainer) - 1)
+        elif not self._trainer.training:
+            return
+        if place == self._place.batch[1:]:
+            raise DrillFault(
+                f"A drill has asked for this exception, by {FAULT_VARIABLE}={self._place}: it stands for one that a"
+                " run may meet. Nothing is wrong with the script. Run it without the variable to let it continue."
+            )
+
+
+# A drill strikes within a few milliseconds. If the drill is gone, the training must still finish.
+_HOLD_SECONDS, _LOOK_EVERY_SECONDS = 30.0, 0.002
+
+
+class StrikePlaces:
+    """Saves and waits where a drill requests it.
+
+    Args:
+        trainer: The trainer that runs the fit or the evaluation.
+        session: Its session.
+        number: Its number in its script, from 1.
+
+    Raises:
+        ValueError: If the environment's request is not in the format of `places_in`.
+    """
+
+    def __init__(self, trainer: Trainer, session: AnySession, number: int) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._number = number
+        self._saves = _read(SAVE_VARIABLE)
+        self._holds = _read(HOLD_VARIABLE) if trainer.is_global_zero else []
+
+    def take_seams(self, patches: Patches) -> None:
+        """Begin to watch for the places."""
+        if not any(place[0] == self._number for place in (*self._saves, *self._holds)):
+            return
+        if function_of(self._trainer) == FIT:
+            patches.wrap(self._trainer.fit_loop.epoch_loop, "advance", self._wrap_advance)
+        patches.wrap(loop_of(self._trainer), BEFORE_FETCH, self._wrap_before_fetch)
+
+    def _wrap_advance(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def advance(*args: Any, **kwargs: Any) -> Any:
+            self._pass(self._session.save_before_batch)
+            return original(*args, **kwargs)
+
+        return advance
+
+    def _wrap_before_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def before_fetch() -> None:
+            if is_evaluating(self._trainer):
+                self._pass(self._session.save_before_evaluation_batch, num_evaluated(self._trainer))
+            original()
+
+        return before_fetch
+
+    def _pass(self, save: Callable[[], None], *evaluated: int) -> None:
+        """Save before this batch, and wait there, if that is requested."""
+        place = (self._number, *training_place(self._trainer).values(), *evaluated)
+        if place in self._saves:
+            save()
+        if place in self._holds:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until this process is killed or told to stop."""
+        until = time.monotonic() + _HOLD_SECONDS
+        while self._session.stopping.signals.requested is None and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _read(name: str) -> list[BatchPlace]:
+    text = os.environ.get(name)
+    return places_in(name, text) if text else []

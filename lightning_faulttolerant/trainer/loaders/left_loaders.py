@@ -2,15 +2,22 @@
 
 They run as they are. A resume skips the batches that were consumed. The epoch then has as many steps as in an
 uninterrupted run, and validation comes at the same time.
+
+New workers call the function that Lightning gives them if the user passed none.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import refuse
@@ -66,3 +73,13 @@ def _num_in_cycle(num_batches: int, loader: Any) -> int:
     except (TypeError, NotImplementedError):
         return num_batches
     return num_batches if num_batches <= length or not length else (num_batches - 1) % length + 1
+
+
+def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
+    """Return the ``worker_init_fn`` that Lightning sets under ``seed_everything(workers=True)``, else ``None``.
+
+    Lightning sets it after ``process_dataloader``, and only if the loader has none. Our loader has one by then.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return None
+    return partial(pl_worker_init_function, rank=trainer.global_rank)

@@ -13,23 +13,27 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.loader.dealt import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
-from lightning_faulttolerant.loader.own_state import OwnState
+from lightning_faulttolerant.loader.own_state import OwnState, share_a_state
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
-from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.loaders.fetched_ahead import PrefetchState
-from lightning_faulttolerant.trainer.loaders.left_loaders import place_or_none, skip_consumed
-from lightning_faulttolerant.trainer.loaders.trackers import OfWholeLoader, Tracker, track, user_loader, why_not_whole
-from lightning_faulttolerant.trainer.loaders.worker_init import default_worker_init
+from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_init, place_or_none, skip_consumed
+from lightning_faulttolerant.trainer.loaders.trackers import (
+    OfWholeLoader,
+    PrefetchState,
+    Tracker,
+    track,
+    user_loader,
+    why_not_whole,
+)
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.patches import Patches

@@ -1,8 +1,12 @@
-"""The trackers that follow loaders, by the kind of loader."""
+"""The trackers that follow loaders, by the kind of loader.
+
+`PrefetchState` is where the training loaders were when a batch was fetched ahead of its use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_faulttolerant.loader.own_attributes import TRACKER
@@ -51,3 +55,17 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states: list[Any] = fit_loop.get("combined_loader", [])
     return states
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchState:
+    """Where the training loaders were right before a batch was fetched, with the random states of that instant.
+
+    ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.
+    """
+
+    iterations: Mapping[str, tuple[Any, int]]
+    combined: Mapping[str, Any] | None
+    rng: Mapping[str, bytes]
+    held: Mapping[str, Mapping[str, bytes]]
+    own: Mapping[str, Any]

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.state.drawn import orders
 from lightning_faulttolerant.state.drawn.contents import DrawnContents, contents_of
 from lightning_faulttolerant.state.drawn.keys import elements_of, is_sorted_by_name
-from lightning_faulttolerant.state.drawn.samples import may_be_samples
-from lightning_faulttolerant.state.drawn.splits import Parts
+from lightning_faulttolerant.state.drawn.splits import Parts, may_be_samples
 from lightning_faulttolerant.state.objects.graph import is_at
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer.log import tell

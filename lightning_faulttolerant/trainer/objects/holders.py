@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.state.objects.libraries import is_librarys, names_in_code
+from lightning_faulttolerant.state.objects.users import is_librarys, names_in_code
 
 _TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
 

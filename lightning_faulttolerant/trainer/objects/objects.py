@@ -26,11 +26,10 @@ from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_loader_iterator, is_optimizer, once_per_kind
-from lightning_faulttolerant.state.objects.libraries import is_librarys, names_in_code, names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
+from lightning_faulttolerant.state.objects.names import CantCarryError
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError
-from lightning_faulttolerant.state.objects.users import is_global
+from lightning_faulttolerant.state.objects.users import is_global, is_librarys, names_in_code, names_in_libraries
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.experiments.compat import experiments_of

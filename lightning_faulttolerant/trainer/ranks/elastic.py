@@ -21,7 +21,7 @@ from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_strea
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
-from lightning_faulttolerant.trainer.logged.merge import merged_results
+from lightning_faulttolerant.trainer.logged.results import merged_results
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,
@@ -33,11 +33,11 @@ from lightning_faulttolerant.trainer.position import (
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.generators import (
     LOST_GENERATORS,
+    Window,
     generators_of_rank,
     other_draws,
     ranks_in_words,
 )
-from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
 
 State = Mapping[str, Any]

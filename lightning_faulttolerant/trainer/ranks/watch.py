@@ -2,6 +2,10 @@
 
 When a rank fails or dies, all other ranks learn of it. They can't continue, and most of them wait for that rank in a
 collective, where no Python runs. A process that has not ended `ENDS_WITHIN_SECONDS` later is ended by this thread.
+
+An exception that ends one rank of several is printed immediately, and only once. The teardown that follows may wait for
+other ranks until the process is killed, and then Python prints nothing. If the exception does end the process, Python
+would print the same traceback again.
 """
 
 from __future__ import annotations
@@ -10,15 +14,16 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.hard_end import end_process
+from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.line import Line
-from lightning_faulttolerant.trainer.ranks.tracebacks import print_traceback
 from lightning_faulttolerant.trainer.stop.signals import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)
@@ -200,3 +205,25 @@ class Watch:
                 f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't continue"
                 f" without it and ends within {ENDS_WITHIN_SECONDS:g} seconds; the last autosave stays.\n"
             )
+
+
+def print_traceback(exception: BaseException, rank: int) -> None:
+    """Print an exception with its traceback, and let Python add one line if it ends the process.
+
+    Args:
+        exception: The exception that ended the rank.
+        rank: The number of the rank.
+    """
+    trace = "".join(traceback.format_exception(exception))
+    sys.stderr.write(f"\n[rank {rank}] FaultTolerance: an exception has ended this rank.\n{trace}")
+    sys.stderr.flush()
+    original = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is not exception:
+            original(kind, error, trace)
+            return
+        message = "".join(traceback.format_exception_only(kind, error)).rstrip()
+        sys.stderr.write(f"[rank {rank}] {message}\n[rank {rank}] Its traceback is printed above.\n")
+
+    sys.excepthook = excepthook

@@ -2,6 +2,8 @@
 
 Each process calls ``configure_optimizers``, ``on_fit_start`` and ``on_train_start`` again, with the weights of the
 checkpoint. A hook that loads pretrained weights, or passes a batch through a norm, would change the restored weights.
+
+Weights that Lightning would round to fewer bits are loaded in the precision that they were saved in.
 """
 
 from __future__ import annotations
@@ -10,11 +12,50 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.state.tensors import buffers_of, sums_of_bits
+
+
+def convert_module(trainer: Trainer) -> None:
+    """Convert the weights to double before they are loaded, if the trainer converts them afterwards.
+
+    Lightning loads a checkpoint before it sets up the strategy, and converts the module during that setup. With
+    ``precision="64-true"``, weights of 64 bits would pass through 32 bits.
+    """
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, DoublePrecision):
+        plugin.convert_module(trainer.lightning_module)
+
+
+def rounded(module: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the weights of a checkpoint that a load would round now, with both types.
+
+    Args:
+        module: The module that would load them.
+        state_dict: The checkpoint's ``state_dict``.
+    """
+    found = ((name, own, state_dict.get(name)) for name, own in module.named_parameters())
+    return [
+        f"{name} is saved as {_name(saved)} and would be loaded as {_name(own)}"
+        for name, own, saved in found
+        if isinstance(saved, Tensor) and not _holds(own.dtype, saved.dtype)
+    ]
+
+
+def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
+    """Return whether the type `own` can represent each value of the type `saved`."""
+    try:
+        return torch.promote_types(saved, own) == own
+    except RuntimeError:  # 8-bit and quantized types are not promoted
+        return saved == own or saved.itemsize < own.itemsize
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 @final

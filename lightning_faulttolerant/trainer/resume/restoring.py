@@ -1,15 +1,26 @@
-"""The seams where Lightning restores a checkpoint: they hand it the checkpoint to continue from, and begin a resume."""
+"""The seams where Lightning restores a checkpoint: they hand it the checkpoint to continue from, and begin a resume.
+
+Training may create buffers of the ``state_dict`` or give them another shape: a queue that is filled, a memory bank.
+A new process has them as they were at the start, and would not load them. Buffers outside the
+``state_dict`` are in the state of each rank (`state.tensors.make_room`).
+
+Training may also replace optimizers and schedulers. No new process creates those again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, final
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor
 
+from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
+from lightning_faulttolerant.trainer.adapters.callbacks import spikes_restored
 from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
@@ -19,13 +30,10 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
-from lightning_faulttolerant.trainer.resume.grown_buffers import GROWN, GrownBuffers
 from lightning_faulttolerant.trainer.resume.param_groups import GROUPS, ParamGroups
-from lightning_faulttolerant.trainer.resume.replaced_optimizers import REPLACED, Replaced
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
-from lightning_faulttolerant.trainer.save.first_save import is_saved
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
@@ -156,3 +164,114 @@ class Restoring:
             original()
         if self.resume is not None:
             self.resume.note_loaded()
+
+
+GROWN = "grown"
+
+_NOTHING = "nothing"
+
+
+@final
+class GrownBuffers:
+    """The persistent buffers of a module, compared with those that it had before a checkpoint was loaded.
+
+    Args:
+        module: The module of the fit.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._first = kinds_of_buffers(self._module, persistent=True)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return what the changed buffers were at the start, by name."""
+        now = kinds_of_buffers(self._module, persistent=True)
+        names = {name for name in {*now, *self._first} if now.get(name) != self._first.get(name)}
+        return {name: self._first.get(name, _NOTHING) for name in sorted(names)}
+
+    def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, Any]) -> None:
+        """Give the module buffers like those in `weights`, if they began as they do here.
+
+        Args:
+            state: The return value of `state_dict`.
+            weights: The weights to load.
+            captured: All buffers as they were at a capture, if a capture was saved.
+        """
+        modules = dict(self._module.named_modules())
+        for name, began in state.items():
+            prefix, _, own = name.rpartition(".")
+            owner = modules.get(prefix)
+            if owner is None or began == LAZY or self._first.get(name, _NOTHING) != began:
+                continue
+            if captured and name not in captured:  # training created it after the capture
+                weights.pop(name, None)
+            value = weights.get(name)
+            if isinstance(value, Tensor) and (name in self._first or not hasattr(owner, own)):
+                owner.register_buffer(own, room_for(value, owner, self._module))
+            elif name in self._first and name not in weights:
+                owner.register_buffer(own, None)
+
+
+REPLACED = "replaced"
+
+Kinds = dict[str, list[str]]
+"""The classes of the optimizers and of the schedulers."""
+
+
+@final
+class Replaced:
+    """The classes of a fit's optimizers and schedulers, compared with the classes at its start.
+
+    Args:
+        trainer: The trainer that runs the fit. Its optimizers are as they were created.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._first = self._now()
+
+    def state_dict(self) -> Kinds | None:
+        """Return the classes, or ``None`` while they are the original ones."""
+        now = self._now()
+        return None if now == self._first else now
+
+    def why_not_exact(self, state: Kinds | None) -> list[str]:
+        """Return why the states that `state` describes can't be loaded into the current objects, one line for each."""
+        if state is None:
+            return []
+        pairs = (
+            (f"{kind} {number}", saved, made)
+            for kind in self._first
+            for number, (saved, made) in enumerate(zip_longest(state[kind], self._first[kind], fillvalue="nothing"))
+        )
+        return [
+            f"while training, {name} became {saved}, and configure_optimizers makes {made}, which can't continue from"
+            " its state" for name, saved, made in pairs if saved != made
+        ]  # fmt: skip
+
+    def _now(self) -> Kinds:
+        # StochasticWeightAveraging swaps a scheduler, and other code makes sure that it does so again.
+        swaps = any(isinstance(callback, StochasticWeightAveraging) for callback in compat.callbacks(self._trainer))
+        schedulers = [] if swaps else [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return {"optimizer": _kinds(self._trainer.optimizers), "scheduler": _kinds(schedulers)}
+
+
+def _kinds(objects: Sequence[object]) -> list[str]:
+    return [type(one).__qualname__ for one in objects]
+
+
+def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, position: TrainerPosition) -> bool:
+    """Return whether an autosave of this run holds the state of `position`, and a later start would take it.
+
+    The autosave loads: it was just read. The directory can be written: the lock was taken in it.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        choice: The checkpoint that the fit continues from.
+        resume: The resume from that checkpoint, if there is one.
+        position: The position of the first boundary.
+    """
+    if choice is None or not choice.is_autosave or resume is None or resume.report is None:
+        return False
+    is_of_this_start = (resume.owed("origin"), resume.owed("world_size")) == (choice.origin, trainer.world_size)
+    return is_of_this_start and resume.position == position and resume.report.is_exact

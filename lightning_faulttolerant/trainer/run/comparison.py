@@ -1,10 +1,18 @@
-"""Compares a checkpoint's description of its run with the run that resumes from it."""
+"""Compares a checkpoint's description of its run with the run that resumes from it.
+
+The last bits of the arithmetic depend on versions, devices, and threads.
+"""
 
 from __future__ import annotations
 
 import logging
+import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, __version__  # type: ignore[attr-defined]  # it lists other names only
 
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
@@ -12,6 +20,27 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
 from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_as_carried_over, mismatch
 from lightning_faulttolerant.trainer.run.hyperparameters import MAY_BE_IGNORED, Hyperparameters
+
+
+def surroundings(trainer: Trainer) -> dict[str, Any]:
+    """Return the versions, the device and the threads that this process computes with."""
+    numpy = sys.modules.get("numpy")
+    device = trainer.strategy.root_device
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": str(__version__),
+        "numpy": None if numpy is None else str(numpy.__version__),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type} {platform.machine()}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
 
 _log = logging.getLogger(__name__)
 

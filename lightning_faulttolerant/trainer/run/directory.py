@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
@@ -24,8 +24,7 @@ from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, Run
 from lightning_faulttolerant.storage.lock import LOCK_NAME
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
-from lightning_faulttolerant.trainer.identity.places import unregister
-from lightning_faulttolerant.trainer.identity.recorded import read_record, remove_record, write_record
+from lightning_faulttolerant.trainer.identity.recorded import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history
 from lightning_faulttolerant.trainer.run.launched import Script, this_script
 

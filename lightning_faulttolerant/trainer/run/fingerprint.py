@@ -22,7 +22,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
-from lightning_faulttolerant.loader.sampler_name import inner_sampler, sampler_name
+from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming.dataset import StreamingDataset

@@ -34,8 +34,8 @@ from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
-from lightning_faulttolerant.trainer.save.early_hooks import can_wait
 from lightning_faulttolerant.trainer.save.hook_saves import HookSave
+from lightning_faulttolerant.trainer.save.on_save_checkpoint import can_wait
 from lightning_faulttolerant.trainer.save.outage import described
 from lightning_faulttolerant.trainer.save.pace import Pace
 from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState

@@ -18,6 +18,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.hooks import (
+    is_lightnings_function,
+    is_our_function,
+    is_users_function,
+    overridden,
+)
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,
@@ -30,12 +36,6 @@ from lightning_faulttolerant.trainer.position import (
 from lightning_faulttolerant.trainer.save.capture import Capture
 from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
 from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
-from lightning_faulttolerant.trainer.user_hooks import (
-    is_lightnings_function,
-    is_our_function,
-    is_users_function,
-    overridden,
-)
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
-from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted

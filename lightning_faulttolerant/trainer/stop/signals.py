@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.hard_end import end_process
+from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from lightning_faulttolerant.cli.drill import judging, result, running
+from lightning_faulttolerant.cli.drill.judging import refusal_in
 from lightning_faulttolerant.cli.drill.ledgers import join
 from lightning_faulttolerant.cli.drill.process import DrillProcess
-from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import DrillVerdict
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings

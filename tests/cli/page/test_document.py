@@ -5,8 +5,7 @@ from importlib import resources
 
 import pytest
 
-from lightning_faulttolerant.cli.page.document import document
-from lightning_faulttolerant.cli.page.markup import tag
+from lightning_faulttolerant.cli.page.html import document, tag
 from tests.cli.page.parsed import Parsed
 
 ASSETS = resources.files("lightning_faulttolerant.cli.page")

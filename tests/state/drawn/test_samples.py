@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_faulttolerant.state.drawn.samples import length_of, may_be_samples, num_values
+from lightning_faulttolerant.state.drawn.splits import length_of, may_be_samples, num_values
 
 
 class OfTen(Dataset[int]):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from lightning_faulttolerant.state.drawn.variables import names_of_parts
+from lightning_faulttolerant.state.drawn.splits import names_of_parts
 
 pytestmark = pytest.mark.skipif(sys.gettrace() is not None, reason="a frame that is traced keeps its variables")
 

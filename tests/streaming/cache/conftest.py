@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.streaming.cache import attempts, patience
+from lightning_faulttolerant.streaming.cache import attempts, timeouts
 from lightning_faulttolerant.streaming.cache import remote as remote_module
 from tests.streaming.cache.remotes import Faults
 
@@ -26,7 +26,7 @@ def _only_what_hangs_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         while not future.done() and not Faults.is_stuck.wait(0.002):
             pass
         try:
-            return patience.result_in_time(future, timeout_seconds)
+            return timeouts.result_in_time(future, timeout_seconds)
         finally:
             Faults.is_stuck.clear()
 

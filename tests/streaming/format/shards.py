@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.format.decompression import decompress_file
+from lightning_faulttolerant.streaming.format.compression import decompress_file
 from lightning_faulttolerant.streaming.format.index import parse_index
 from lightning_faulttolerant.streaming.format.info import ShardInfo
-from lightning_faulttolerant.streaming.format.opening import open_shard
+from lightning_faulttolerant.streaming.format.readers import open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
 Samples = Iterable[Mapping[str, Any]]

@@ -8,10 +8,10 @@ from lightning_faulttolerant.errors import DamagedShardError
 from lightning_faulttolerant.streaming.format.compression import (
     COMPRESSIONS,
     compress,
+    decompress_file,
     extension,
     is_known_compression,
 )
-from lightning_faulttolerant.streaming.format.decompression import decompress_file
 from tests.foreign import mosaic
 
 FAMILIES = ("br", "bz2", "gz", "snappy", "zstd")

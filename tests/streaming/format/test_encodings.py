@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_faulttolerant.errors import UnsafeDataError
 from lightning_faulttolerant.streaming.format.encodings import ENCODINGS, encoding_of
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.foreign import mosaic
 from tests.streaming.format.shards import opened, read, same, write
 

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError
 from lightning_faulttolerant.streaming.format.layout import layout_of
-from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
-from lightning_faulttolerant.streaming.format.opening import open_shard
+from lightning_faulttolerant.streaming.format.readers import open_shard
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.streaming.format.shards import infos, opened, read, same, write
 
 FIXED = {"i": "int", "x": "ndarray:int32:4", "z": "float32", "l": "ndarray:uint8:5000"}

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.evaluation.start_hooks import leaves_only_state
+from lightning_faulttolerant.trainer.evaluation.validation import leaves_only_state
 
 
 class SetsAttributes(LightningModule):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
+from lightning_faulttolerant.trainer.files.loggers import MetricsFile
 
 _NAMES = ("a", "b,c", 'd"e', "f\ng", "h")
 rows = st.lists(st.dictionaries(st.sampled_from(_NAMES), st.floats(), max_size=4), max_size=8)

@@ -14,7 +14,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace, read_ledger
 from lightning_faulttolerant.trainer.ledger import opened
-from lightning_faulttolerant.trainer.ledger.fault import read_fault
+from lightning_faulttolerant.trainer.ledger.opened import read_fault
 from tests.runs import Net, fit_net
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, places_in, places_text, read_ledger
-from lightning_faulttolerant.trainer.ledger import strike_places
+from lightning_faulttolerant.trainer.ledger import opened
 from tests.processes import run
 from tests.runs import fit_net
 
@@ -64,7 +64,7 @@ def test_it_waits_for_a_stop_before_the_batch_that_is_named(tmp_path: Path, monk
 def test_it_does_not_wait_for_a_drill_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while, training continues."""
     monkeypatch.setenv(HOLD_VARIABLE, "1:0:1")
-    monkeypatch.setattr(strike_places, "_HOLD_SECONDS", 0.1)
+    monkeypatch.setattr(opened, "_HOLD_SECONDS", 0.1)
     ended = run(lambda: fit(tmp_path))
     assert ended.exit_code == 0, ended.output
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_faulttolerant.trainer.logged.merge import merged_results
+from lightning_faulttolerant.trainer.logged.results import merged_results
 
 
 def item(kind: str, value: float, weight: int | None = None, *, rank_zero_only: bool = False) -> dict[str, Any]:

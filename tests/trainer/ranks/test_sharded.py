@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.group import connect_all

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SCRIPT = """
-from lightning_faulttolerant.trainer.ranks.tracebacks import print_traceback
+from lightning_faulttolerant.trainer.ranks.watch import print_traceback
 
 def fail():
     raise ZeroDivisionError("of the user")

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_faulttolerant.loader.dealt import RankShare
-from lightning_faulttolerant.trainer.ranks.window import Window
+from lightning_faulttolerant.loader.remaining_batches import RankShare
+from lightning_faulttolerant.trainer.ranks.generators import Window
 
 
 def share(num_ranks: int, batch_size: int) -> RankShare:

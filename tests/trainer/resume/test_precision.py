@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_faulttolerant.trainer.resume.precision import rounded
+from lightning_faulttolerant.trainer.resume.loaded_weights import rounded
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.trainer.save.budget import Budget
+from lightning_faulttolerant.trainer.save.pace import Budget
 
 
 class Run:

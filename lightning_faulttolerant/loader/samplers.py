@@ -1,9 +1,14 @@
-"""The positions of a loader's samplers: the epoch that was set, and all that this package's samplers keep besides."""
+"""The positions of a loader's samplers: the epoch that was set, and all that this package's samplers keep besides.
+
+The samplers of a loader, and their name for the comparison of loaders.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.samplers.progress import Interruptible
 
@@ -31,3 +36,19 @@ def epoch_in(epochs: Sequence[Any]) -> int | None:
     """Return the first epoch in a list of `epochs_of`."""
     found = (epoch["epoch"] if isinstance(epoch, dict) else epoch for epoch in epochs if epoch is not None)
     return next(found, None)
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that torch's iterators draw from: the batch sampler, or the sampler without batching."""
+    return loader._index_sampler
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Return the classes of the batch sampler and of the sampler of a loader."""
+    batch_sampler = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "no batching"
+    return f"{batch_sampler} over {type(inner_sampler(loader)).__name__}"
+
+
+def inner_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that supplies the indices of a loader's batches."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)

@@ -1,4 +1,7 @@
-"""Plain attributes that an iterable data set keeps from one iteration to the next: an epoch count, a position."""
+"""Plain attributes that an iterable data set keeps from one iteration to the next: an epoch count, a position.
+
+The samples of an iterable data set that are drawn again and dropped, with a digest of all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset, Sampler
 
 from lightning_faulttolerant.loader.foreign import library_of
+from lightning_faulttolerant.loader.sample_digest import sample_digest
 
 Values = Mapping[str, int | str]
 
@@ -59,3 +63,25 @@ def _walk(owner: Any, prefix: str, depth: int) -> Iterator[tuple[str, int | str]
             for i, item in enumerate(value[:_MAX_VALUES]):
                 if isinstance(item, (Dataset, Sampler)):
                     yield from _walk(item, f"{prefix}{name}[{i}].", depth - 1)
+
+
+class DrawnAgain:
+    """Counts samples that are drawn again.
+
+    Args:
+        samples: The iterator. `iter` is not called on it: a data set that is its own iterator would begin again.
+    """
+
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self._samples = samples
+        self.num_drawn, self.digest = 0, 0
+
+    def draw_up_to(self, number: int) -> None:
+        """Draw samples until this number is reached, or no more come."""
+        while self.num_drawn < number:
+            try:
+                sample = next(self._samples)
+            except StopIteration:
+                return
+            self.digest = sample_digest(sample, self.digest)
+            self.num_drawn += 1

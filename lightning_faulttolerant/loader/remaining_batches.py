@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
+from lightning_faulttolerant.loader.samplers import is_interruptible
 from lightning_faulttolerant.samplers.order import order_of as computed_order
 from lightning_faulttolerant.samplers.order import seeded
 
