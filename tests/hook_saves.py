@@ -10,8 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import RunOutcome, compare
+from lightning_faulttolerant.testing.exactness import RunOutcome, Runs, compare
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.runs import Net, fit_net

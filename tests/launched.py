@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.testing.traces import Event, Trace, before, compare, read_trace
+from lightning_faulttolerant.testing.exactness import Event, Trace, before, compare, read_trace
 from lightning_faulttolerant.trainer.recorder import Recorder, record_end
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import RankNet, shuffled

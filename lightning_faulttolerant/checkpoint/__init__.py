@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
     from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
-    from lightning_faulttolerant.checkpoint.manifest import read_manifest
-    from lightning_faulttolerant.checkpoint.outcome import Verification
+    from lightning_faulttolerant.checkpoint.manifest import Verification, read_manifest
     from lightning_faulttolerant.checkpoint.series import AutosaveSeries
     from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
     from lightning_faulttolerant.storage.atomic_file import atomic_writer
@@ -39,7 +38,7 @@ __all__ = [
 _LAZY = {
     "AutosaveSeries": "lightning_faulttolerant.checkpoint.series",
     "RunLock": "lightning_faulttolerant.storage.lock",
-    "Verification": "lightning_faulttolerant.checkpoint.outcome",
+    "Verification": "lightning_faulttolerant.checkpoint.manifest",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
     "atomic_write_bytes": "lightning_faulttolerant.checkpoint.atomic",
     "atomic_writer": "lightning_faulttolerant.storage.atomic_file",

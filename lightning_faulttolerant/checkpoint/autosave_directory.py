@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
-from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, Verification, describe_damage
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.atomic_file import (
     fsync_directory,

@@ -19,11 +19,12 @@ from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    Verification,
     check_metadata,
+    describe_damage,
     read_manifest,
     save_manifest,
 )
-from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.atomic_file import fsync_directory
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store

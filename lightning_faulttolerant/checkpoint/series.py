@@ -32,7 +32,7 @@ from lightning_faulttolerant.storage.atomic_file import (
     leftovers,
     target_name,
 )
-from lightning_faulttolerant.storage.listing import Listing
+from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.store import Store, is_url, open_store
 
 _logger = logging.getLogger(__name__)

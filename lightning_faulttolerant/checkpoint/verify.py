@@ -23,7 +23,7 @@ from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
-from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_copy, local_path, open_file
 

@@ -12,8 +12,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli import found, part, verdict
 from lightning_faulttolerant.cli.errors import reason_of, remote_errors
-from lightning_faulttolerant.cli.found import FoundFile
-from lightning_faulttolerant.cli.runs import UnfinishedRun, registry_here, unfinished_runs
+from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
 from lightning_faulttolerant.cli.verdict import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError

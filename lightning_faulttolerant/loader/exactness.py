@@ -12,7 +12,7 @@ from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.hugging_face import why_drawn_by_the_clock
-from lightning_faulttolerant.loader.own_position import starts_over, why_not_followed
+from lightning_faulttolerant.loader.own_state import starts_over, why_not_followed
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 
 _log = logging.getLogger(__name__)

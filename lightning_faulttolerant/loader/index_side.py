@@ -3,6 +3,8 @@
 A sampler's order follows from the random states at its start. They are recorded when an epoch's iteration begins. To
 resume, they are restored, the sampler is started again, and its first batches are skipped by index alone. Batches that
 were handed out to workers but not consumed are kept unchanged and handed out again.
+
+The iterator over a sampler that a loader draws from: it passes the sampler's batches on, and counts them.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import (
@@ -22,8 +24,7 @@ from lightning_faulttolerant.loader.draws import (
     order_follows_from_start,
 )
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
-from lightning_faulttolerant.loader.index_digest import START
-from lightning_faulttolerant.loader.index_iterator import IndexIterator
+from lightning_faulttolerant.loader.index_digest import START, updated
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
 from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
@@ -33,6 +34,85 @@ from lightning_faulttolerant.loader.samplers import epoch_in, epochs_of, is_inte
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
+
+
+class Side(Protocol):
+    """The interface that an iterator draws through."""
+
+    record: IndexRecord
+    seeds: SampleSeeds | None
+    num_ranks: int
+    global_rank: int
+    num_before: int
+    is_batched: bool
+
+    @property
+    def only_passes_on(self) -> bool:
+        """Whether drawing the next batch needs no more than a call of the sampler."""
+
+    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
+        """Return the iterator to draw from. It is called right before the first index is drawn."""
+
+    def draw(self, indices: Iterator[Any]) -> Any:
+        """Draw the next batch."""
+
+
+class IndexIterator(Iterator[Any]):
+    """Passes on the sampler's batches, and counts them."""
+
+    def __init__(self, side: Side, indices: Iterator[Any] | None) -> None:
+        self._side = side
+        self._record = side.record
+        self._indices = indices
+        self._is_open = False
+        self._ahead: deque[Any] = deque()
+        self._draw: Callable[[], Any] = self._draw_by_side
+        self._passes_on = self._only_counts = False
+
+    def open(self) -> None:
+        """Bring the sampler to its position, once."""
+        if not self._is_open:
+            self._is_open = True
+            self._indices = self._side.open(self._indices)
+            # Seeded samplers may be drawn from while their states are parked: the side notes the last draw, too.
+            if self._side.seeds is None and self._side.only_passes_on:
+                self._draw, self._passes_on = self._indices.__next__, True
+
+    def draw_ahead(self) -> None:
+        """Draw the next batch now, if one exists. It is handed out when it is requested."""
+        with contextlib.suppress(StopIteration):
+            self._ahead.append(self._draw())
+
+    def _draw_by_side(self) -> Any:
+        assert self._indices is not None
+        return self._side.draw(self._indices)
+
+    def __next__(self) -> Any:
+        if self._only_counts:
+            batch, record = self._draw(), self._record
+            record.handed_out += 1
+            record.recent.append(batch)
+            return batch
+        batch = self._next()
+        self._only_counts = self._passes_on and not self._ahead and not self._record.digests
+        return batch
+
+    def _next(self) -> Any:
+        if not self._is_open:
+            self.open()
+        record, seeds = self._record, self._side.seeds
+        batch = self._ahead.popleft() if self._ahead else self._draw()
+        record.handed_out += 1
+        record.recent.append(batch)
+        if digests := record.digests:
+            digests.append(updated(digests[-1], batch, record.not_compared))
+        if seeds is None:
+            return batch
+        step, begin = self._side.num_ranks, self._side.num_before if record.deal is None else record.deal.begin
+        place = begin + record.num_samples * step + self._side.global_rank
+        record.num_samples += len(batch) if self._side.is_batched else 1
+        return seeds.of(batch, epoch=record.epoch, place=place, step=step)
+
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
-from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.samplers import state_of
 from lightning_faulttolerant.loader.worker_side import WorkerState, unpack_worker_state
 
 _KEPT_STATES = 4  # the trainer is at most one batch behind the batches yielded

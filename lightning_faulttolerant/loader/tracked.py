@@ -14,7 +14,6 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.children import end_children
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
@@ -22,18 +21,17 @@ from lightning_faulttolerant.loader.iterable import IterableSide, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
 from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.own_attributes import TRACKER
-from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
+from lightning_faulttolerant.loader.own_state import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.per_sample_loader import SeededSamples
-from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.remaining_batches import RemainingBatches
 from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
 from lightning_faulttolerant.loader.ring import WorkerRing
-from lightning_faulttolerant.loader.samplers import index_sampler
+from lightning_faulttolerant.loader.samplers import index_sampler, state_of
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import tracked_class
-from lightning_faulttolerant.loader.worker_schedule import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
+from lightning_faulttolerant.loader.workers import counts_at, counts_now, end_children
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 

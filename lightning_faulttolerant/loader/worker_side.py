@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
-from lightning_faulttolerant.loader.own_position import stateful_dataset
+from lightning_faulttolerant.loader.own_state import stateful_dataset
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_objects import WorkerObjects

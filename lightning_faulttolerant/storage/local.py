@@ -1,10 +1,14 @@
-"""A directory of this machine, or of a file system that is mounted on it."""
+"""A directory of this machine, or of a file system that is mounted on it.
+
+The content of a directory, one level deep.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
@@ -14,7 +18,14 @@ from lightning_faulttolerant.storage.atomic_file import (
     make_directory,
     remove_directory,
 )
-from lightning_faulttolerant.storage.listing import Listing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The names of the files and of the folders, sorted. Links to folders and special files are neither."""
+
+    files: list[str]
+    folders: list[str]
 
 
 @final

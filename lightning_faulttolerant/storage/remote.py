@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.file_systems import file_system, is_gcs, is_s3, move, remote_errors
-from lightning_faulttolerant.storage.listing import Listing
+from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.uploads import Sender, begin_upload, check_arrived
 
 _logger = logging.getLogger(__name__)

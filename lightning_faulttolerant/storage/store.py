@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import IO, Protocol
 
 from lightning_faulttolerant.storage import local
-from lightning_faulttolerant.storage.listing import Listing
+from lightning_faulttolerant.storage.local import Listing
 
 # At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")

@@ -15,13 +15,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart
-from lightning_faulttolerant.streaming.opening import given_streams
 from lightning_faulttolerant.streaming.order import RemainingPositions
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
 from lightning_faulttolerant.streaming.ordering import OrderedDataset, Ordering, Readers, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
 from lightning_faulttolerant.streaming.sharded import ShardedDataset
-from lightning_faulttolerant.streaming.shards import Ids, Wait
+from lightning_faulttolerant.streaming.shards import Ids, Wait, given_streams
 from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
 from lightning_faulttolerant.streaming.state import WHAT as FINGERPRINT
 from lightning_faulttolerant.streaming.stream import Stream

@@ -9,8 +9,7 @@ from typing import Any, final, overload
 import numpy as np
 
 from lightning_faulttolerant.streaming.cache import parse_bytes
-from lightning_faulttolerant.streaming.opening import open_streams
-from lightning_faulttolerant.streaming.shards import Ids, Shards
+from lightning_faulttolerant.streaming.shards import Ids, Shards, open_streams
 from lightning_faulttolerant.streaming.stream import Stream
 
 

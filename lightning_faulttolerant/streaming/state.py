@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from lightning_faulttolerant.streaming.format.info import ShardInfo
+from lightning_faulttolerant.streaming.format.shard_info import ShardInfo
 
 VERSION = 1
 _PLACE = ("epoch", "sample_in_epoch", "shuffle_seed", "num_canonical_nodes")

@@ -12,17 +12,15 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
-from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
 from lightning_faulttolerant.trainer.evaluation.compat import num_batches_of, num_evaluated
+from lightning_faulttolerant.trainer.evaluation.saving import CommonPace
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.capture import Capture, take_capture
-from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
-from lightning_faulttolerant.trainer.save.on_save_checkpoint import overrides_save_hook
-from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.hook_saves import HookSaves, overrides_save_hook
+from lightning_faulttolerant.trainer.save.run_state import Capture, RunState, take_capture
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 

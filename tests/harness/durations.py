@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.testing.traces import NotTheSame
+from lightning_faulttolerant.testing.exactness import NotTheSame
 
 RECORDED = Path(__file__).parent.parent / "durations.json"
 LIMIT_SECONDS = 10.0

@@ -23,8 +23,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import RunOutcome
+from lightning_faulttolerant.testing.exactness import RunOutcome, Runs
 from tests.harness import places
 
 DIRECTORY = "SHARED_RUNS"

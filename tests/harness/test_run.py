@@ -20,7 +20,7 @@ FILES = {
         "def test_two():\n    was_there = SEEN.exists()\n    SEEN.touch()\n    assert was_there\n"
     ),
     "test_differs.py": (
-        "import pathlib\n\nfrom lightning_faulttolerant.testing.traces import NotTheSame\n\n"
+        "import pathlib\n\nfrom lightning_faulttolerant.testing.exactness import NotTheSame\n\n"
         "SEEN = pathlib.Path(__file__).with_suffix('.seen')\n\n"
         "def test_it():\n    if not SEEN.exists():\n        SEEN.touch()\n        raise NotTheSame('batch 3')\n"
     ),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import RunOutcome
+from lightning_faulttolerant.testing.exactness import RunOutcome, Runs
 from tests.harness.shared_runs import SharedRuns
 
 

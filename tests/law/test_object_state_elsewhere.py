@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import NotTheSame
+from lightning_faulttolerant.testing.exactness import NotTheSame, Runs
 from tests.data_sets import NoisyDataset
 from tests.faults import EVERY_STEP
 from tests.object_states import (

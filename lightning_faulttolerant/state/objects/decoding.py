@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import containers, kinds
-from lightning_faulttolerant.state.objects.aliases import alias_of
-from lightning_faulttolerant.state.objects.encoding import VALUES
+from lightning_faulttolerant.state.objects.encoding import VALUES, alias_of
 from lightning_faulttolerant.state.objects.graph import Graph
 from lightning_faulttolerant.state.objects.leaves import decode_array, decode_leaf
 from lightning_faulttolerant.state.objects.names import (

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.children import items_of
+from lightning_faulttolerant.state.objects.children import Node, items_of
 from lightning_faulttolerant.state.objects.marks import held, items_mark
-from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.records import Layer, Records
 
 

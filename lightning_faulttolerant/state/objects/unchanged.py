@@ -13,8 +13,8 @@ from itertools import chain, repeat
 from typing import Any
 
 from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.children import Node
 from lightning_faulttolerant.state.objects.marks import MANY_ITEMS
-from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.reachable import has_dict
 
 _SEQUENCES = (list, deque)

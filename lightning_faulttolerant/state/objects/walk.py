@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.children import items_of, of_function, of_hooks, of_module, of_namespace
+from lightning_faulttolerant.state.objects.children import (
+    Node,
+    items_of,
+    of_function,
+    of_hooks,
+    of_module,
+    of_namespace,
+)
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.marks import (
     SMALL_BYTES,
@@ -25,7 +32,6 @@ from lightning_faulttolerant.state.objects.marks import (
     plain_data_mark,
     sample_mark,
 )
-from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.records import records_of
 from lightning_faulttolerant.state.objects.users import (
     global_path,

@@ -16,8 +16,7 @@ from lightning_faulttolerant.storage.atomic_file import target_name
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
 from lightning_faulttolerant.streaming.cache.marks import sweep
-from lightning_faulttolerant.streaming.format.hashes import digest
-from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+from lightning_faulttolerant.streaming.format.shard_info import ShardFile, ShardInfo, digest
 
 LOCK_SUFFIX = ".lock"
 OTHER_INDEX = "index-"

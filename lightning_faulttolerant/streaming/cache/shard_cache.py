@@ -16,8 +16,7 @@ from lightning_faulttolerant.streaming.cache.locks import ProcessLock, locked
 from lightning_faulttolerant.streaming.cache.marks import temporary_for
 from lightning_faulttolerant.streaming.cache.remote import Remote
 from lightning_faulttolerant.streaming.format.compression import decompress_file
-from lightning_faulttolerant.streaming.format.hashes import is_known_hash
-from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+from lightning_faulttolerant.streaming.format.shard_info import ShardFile, ShardInfo, is_known_hash
 
 Opened = TypeVar("Opened")
 

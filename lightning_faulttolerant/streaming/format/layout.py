@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_faulttolerant.streaming.format.encoding import Buffer, Encoding, Positions, Windows
-from lightning_faulttolerant.streaming.format.encodings import encoding_of
-from lightning_faulttolerant.streaming.format.info import Columns
+from lightning_faulttolerant.streaming.format.index import encoding_of
+from lightning_faulttolerant.streaming.format.shard_info import Columns
 
 _UINT32_BYTES = 4
 

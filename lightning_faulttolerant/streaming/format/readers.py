@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from lightning_faulttolerant.errors import UnsafeDataError
 from lightning_faulttolerant.streaming.format.encoding import Positions
-from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.layout import layout_of
 from lightning_faulttolerant.streaming.format.shard import DECODING_ERRORS, ShardReader
+from lightning_faulttolerant.streaming.format.shard_info import ShardInfo
 
 _DECODERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 

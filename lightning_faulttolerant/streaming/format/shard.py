@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError
 from lightning_faulttolerant.streaming.format.encoding import Buffer, Positions
-from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+from lightning_faulttolerant.streaming.format.shard_info import ShardFile, ShardInfo
 
 DECODING_ERRORS = (ValueError, LookupError, OSError, ArithmeticError)
 """Errors that decoders raise for invalid bytes."""

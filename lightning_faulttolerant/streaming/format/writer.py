@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightning_faulttolerant.streaming.format.compression import compress, extension, is_known_compression
-from lightning_faulttolerant.streaming.format.encodings import encoding_of
-from lightning_faulttolerant.streaming.format.hashes import digest_of, is_known_hash
-from lightning_faulttolerant.streaming.format.index import VERSION
+from lightning_faulttolerant.streaming.format.index import VERSION, encoding_of
 from lightning_faulttolerant.streaming.format.output import Output
+from lightning_faulttolerant.streaming.format.shard_info import digest_of, is_known_hash
 
 _Writer = TypeVar("_Writer", bound="DatasetWriter")
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_faulttolerant.streaming.order.blocks import grouped
 from lightning_faulttolerant.streaming.order.deal import RemainingPositions, nodes_of
 from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutation
 from lightning_faulttolerant.streaming.order.epoch import DEFAULT, EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares
 from lightning_faulttolerant.streaming.order.originals import default_block_size
-from lightning_faulttolerant.streaming.order.units import grouped
 from lightning_faulttolerant.streaming.world import World
 
 BATCHING_METHODS = ("random", "stratified", "per_stream")

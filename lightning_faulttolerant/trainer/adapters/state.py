@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_of, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.callbacks import Pruning
 from lightning_faulttolerant.trainer.adapters.compat import (
     WEIGHT_AVERAGING,
     averaged_models,
@@ -32,7 +33,6 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     throughput_state,
     timer_state,
 )
-from lightning_faulttolerant.trainer.adapters.pruning import Pruning
 
 
 class Adapter(Protocol):

@@ -26,8 +26,7 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, state_of
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
-from lightning_faulttolerant.trainer.run.comparison import Comparison
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, as_carried_over, differences
+from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options

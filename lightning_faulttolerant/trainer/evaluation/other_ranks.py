@@ -17,13 +17,13 @@ from lightning_faulttolerant.trainer.evaluation.dealing import states_after
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import DEALT, changes_tensors
 from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS
 from lightning_faulttolerant.trainer.process import OBJECTS
-from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
-from lightning_faulttolerant.trainer.ranks.generators import (
+from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,
     generators_of_rank,
     other_draws,
     ranks_in_words,
 )
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.save.run_state import VALIDATION_RUN
 
 State = Mapping[str, Any]

@@ -1,7 +1,14 @@
-"""The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what is in them."""
+"""The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what is in them.
+
+When several ranks save inside an evaluation: before batches that all of them reach.
+
+Each rank knows how many batches it has. The ranks learn the smallest of these numbers at the start, and whenever they
+have saved, rank 0 says before which batch they save next. So no rank waits for another one that has no more batches.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +17,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
@@ -19,9 +27,58 @@ from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.outage import Outage, described
-from lightning_faulttolerant.trainer.save.pace import Budget
+from lightning_faulttolerant.trainer.save.pace import Budget, Outage, described
 from lightning_faulttolerant.trainer.settings.options import Options
+
+
+class CommonPace:
+    """Decides before which batches of an evaluation the ranks meet, to save there.
+
+    Args:
+        ranks: The ranks that evaluate together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._next = math.inf
+        self._num_common = 0.0
+        self._began = (0, 0.0)
+
+    def begin(self, batch: int, num_batches: float) -> None:
+        """Note that an evaluation begins, or continues; a collective.
+
+        Args:
+            batch: The batch that comes first.
+            num_batches: How many batches this rank has in all; infinite if that is not known.
+        """
+        numbers = self._ranks.to_first("the number of batches", num_batches)
+        smallest = None if numbers is None else min(numbers)
+        self._num_common = self._ranks.from_first("the number of common batches", smallest)
+        self._began = batch, perf_counter()
+        self._next = batch if self._can_meet(batch) else math.inf
+
+    def _can_meet(self, batch: float) -> bool:
+        return batch < self._num_common < math.inf
+
+    def is_here(self, batch: int) -> bool:
+        """Return whether the ranks meet before this batch."""
+        return batch == self._next
+
+    def meet_again(self, batch: int, in_seconds: float) -> None:
+        """Decide where the ranks meet next; a collective.
+
+        Args:
+            batch: The batch before which they are.
+            in_seconds: In how many seconds the next autosave is due. Only rank 0's counts.
+        """
+        first, began = self._began
+        num_more = 1
+        if batch > first:  # then rank 0 knows how long a batch takes
+            seconds_per_batch = max((perf_counter() - began) / (batch - first), 1e-9)
+            num_more = max(math.ceil(in_seconds / seconds_per_batch), 1)
+        following = batch + num_more
+        self._next = self._ranks.from_first("where to meet", following if self._can_meet(following) else math.inf)
+
 
 VERSION = 1
 RETURNED, PREDICTIONS, PROGRESS, STARTS_OVER = "returned", "predictions", "progress", "starts_over"

@@ -18,12 +18,11 @@ from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.common_pace import CommonPace
 from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import EvaluationSaver
+from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
@@ -35,7 +34,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition, position_o
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.comparison import surroundings
+from lightning_faulttolerant.trainer.run.fingerprint import surroundings
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.save.trust import Trust

@@ -1,10 +1,24 @@
 """Runs of W&B and MLflow: a fit that resumes continues in its earlier run.
 
 Only the id of the run is changed on a user's logger for good. A run that the user has named stays.
+
+The rows of a W&B run: a resumed fit skips the rows that the run has, and logs the rows that a kill has lost.
+
+Each call of ``log`` that names no step makes one row, and W&B numbers the rows. So their number is enough to know what
+the run has: rows after the autosave come again in the same order, with the same values. W&B sends rows a few seconds
+after they are logged, and a kill loses the rows that are not yet sent: the autosave keeps the last ones.
+
+The points of an MLflow run. A resumed fit logs the points after its autosave again, and the run already has them.
+
+MLflow keeps each value that it gets, even a second time. The points come again in the same order, with the same steps
+and values. So the first points of each metric are skipped: as many as the run has beyond the autosave's count.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,8 +27,6 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.experiments import compat
-from lightning_faulttolerant.trainer.experiments.mlflow_points import MLflowPoints
-from lightning_faulttolerant.trainer.experiments.wandb_rows import WandbRows
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.process import has_told
@@ -187,3 +199,197 @@ def _advice(logger: Logger) -> str | None:
         is_own = compat.given_id(logger) is not None or compat.starts_over(logger)
         return None if is_own or not compat.has_begun_before(logger) else _BEGUN
     return _ADVICE.get(type(logger).__qualname__, _UNKNOWN) if compat.is_unknown(logger) else None
+
+
+_OFFLINE = (
+    "W&B is offline: `wandb sync` joins the parts of the run, with rows after the autosave twice where it was killed"
+)
+_NOT_COUNTED = "this version of W&B has no `_log`, so rows after the autosave may be in the run twice"
+_NOT_NUMBERED = "rows after the autosave may be in the run twice, as not W&B alone has numbered them"
+
+# W&B sends rows, and writes them to its file, every 15 seconds.
+_KEPT_SECONDS, _MAX_KEPT = 60.0, 1000
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class WandbRows:
+    """Counts the rows of a run, and skips those that it already has.
+
+    Args:
+        logger: The logger of the run, which has begun.
+        patches: Removes our counting from the run later.
+    """
+
+    def __init__(self, logger: WandbLogger, patches: Patches) -> None:
+        self._run = logger.experiment
+        self._original = getattr(self._run, compat.LOG, None)
+        is_counted = self._original is not None and not compat.syncs_tensorboard(logger)
+        self._num_rows = _num_rows_of(self._run) if is_counted else None
+        self._num_found = self._num_rows
+        self._num_to_pass = 0
+        self._kept: deque[tuple[float, dict[str, Any] | None]] = deque(maxlen=_MAX_KEPT)
+        if self._original is not None:
+            patches.around(self._run, compat.LOG, self._log)
+
+    def resume(self, state: Mapping[str, Any]) -> list[str]:
+        """Skip what the run already had when this process continued it; return what a user should know.
+
+        Args:
+            state: The result of `state_dict`.
+        """
+        if self._run.offline:
+            return [_OFFLINE]
+        if self._original is None:
+            return [_NOT_COUNTED]
+        num_logged = state.get("num_rows")
+        if self._num_rows is None or self._num_found is None or num_logged is None:
+            return [_NOT_NUMBERED]
+        self._num_to_pass = max(self._num_found - num_logged, 0)
+        num_lost = max(num_logged - self._num_found, 0)
+        lost = state["rows"][-num_lost:] if num_lost else []
+        if len(lost) < num_lost or None in lost:
+            self._num_rows -= self._num_to_pass
+            return [f"W&B has {self._num_found} of the {num_logged} rows that were logged by then"]
+        for row in lost:
+            self._original(row, None, None)
+        self._num_rows += num_lost - self._num_to_pass
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows were logged so far, each counted once, and the last ones."""
+        while self._kept and self._kept[0][0] < time.monotonic() - _KEPT_SECONDS:
+            self._kept.popleft()
+        return {"num_rows": self._num_rows, "rows": [row for _, row in self._kept]}
+
+    def _log(self, log: Method, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        is_passed = step is None and self._num_to_pass > 0
+        if step is not None or commit is False:
+            self._num_rows = None  # the user numbers them, and W&B itself skips those that it has
+        elif self._num_rows is not None:
+            self._num_rows += 1
+            self._num_to_pass -= is_passed
+            is_plain = all(type(value) in _PLAIN for value in data.values())
+            self._kept.append((time.monotonic(), dict(data) if is_plain else None))
+        if not is_passed:
+            log(data, step, commit)
+
+
+def _num_rows_of(run: Any) -> int | None:
+    """Return the number of rows of a W&B run; ``None`` if it is not known."""
+    try:
+        return max(int(run.step), int(run.starting_step))  # the step is 0 until the first row of this process
+    except Exception:  # noqa: BLE001 - a run that is shared by processes, or is switched off, does not count
+        return None
+
+
+_log = logging.getLogger(__name__)
+
+Point = tuple[int, float]
+
+
+class MLflowPoints:
+    """Counts the points of a run, and skips those that it already has.
+
+    Args:
+        logger: The logger of the run, which has begun.
+        patches: Removes our counting from its client later.
+        is_resumed: Whether the run is continued, so its start is logged again.
+    """
+
+    def __init__(self, logger: MLFlowLogger, patches: Patches, *, is_resumed: bool) -> None:
+        self._client = compat.client_of(logger)
+        self._run_id = str(logger.run_id)
+        self._found = _points_of(self._client, self._run_id)
+        self._num_points = _numbers(self._found)
+        self._num_to_pass: Counter[str] = Counter()
+        self._params = dict(self._client.get_run(self._run_id).data.params) if is_resumed else {}
+        self._changed_params: dict[str, None] = {}
+        patches.around(self._client, "log_batch", self._log_batch)
+        patches.around(self._client, "log_metric", self._log_metric)
+
+    def resume(self, state: Mapping[str, Any]) -> list[str]:
+        """Skip what the run already had when this process continued it; return what a user should know.
+
+        Args:
+            state: The result of `state_dict`.
+        """
+        logged, have = Counter(state["num_points"]), _numbers(self._found)
+        self._num_to_pass = have - logged
+        self._num_points -= self._num_to_pass
+        self._params = {}
+        lost = logged - have
+        notes = []
+        if lost:
+            notes.append(f"MLflow does not have {lost.total()} of the {logged.total()} values that were logged by then")
+        if self._changed_params:
+            notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which is another one now")
+        return notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many points each metric has so far, each point counted once."""
+        return {"num_points": dict(self._num_points)}
+
+    def _log_batch(
+        self,
+        log_batch: Method,
+        run_id: str,
+        metrics: Sequence[Any] = (),
+        params: Sequence[Any] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if run_id != self._run_id:
+            return log_batch(run_id, metrics, params, *args, **kwargs)
+        new = [one for one in metrics if not self._passes(one.key, one.step, one.value)]
+        if metrics and not (new or params or args or kwargs.get("tags")):
+            return None
+        return log_batch(run_id, new, [one for one in params if self._takes(one)], *args, **kwargs)
+
+    def _log_metric(
+        self,
+        log_metric: Method,
+        run_id: str,
+        key: str,
+        value: float,
+        timestamp: Any = None,
+        step: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if run_id == self._run_id and self._passes(key, step or 0, value):
+            return None
+        return log_metric(run_id, key, value, timestamp, step, *args, **kwargs)
+
+    def _takes(self, param: Any) -> bool:
+        """Return whether MLflow accepts a parameter: another value for an existing one is an error there."""
+        if self._params.get(param.key, param.value) == param.value:
+            return True
+        self._changed_params[param.key] = None
+        return False
+
+    def _passes(self, key: str, step: int, value: float) -> bool:
+        """Count a point; return whether the run already has it."""
+        self._num_points[key] += 1
+        if self._num_to_pass[key] <= 0:
+            return False
+        if not self._found[key][_point(step, value)]:
+            _log.warning("MLflow has other values of %s after the autosave than are logged now: it gets both.", key)
+            del self._num_to_pass[key]
+            return False
+        self._num_to_pass[key] -= 1
+        return True
+
+
+def _points_of(client: Any, run_id: str) -> dict[str, Counter[Point]]:
+    """Return the points of a run, by metric."""
+    keys = client.get_run(run_id).data.metrics
+    return {key: Counter(_point(p.step, p.value) for p in client.get_metric_history(run_id, key)) for key in keys}
+
+
+def _numbers(points: Mapping[str, Counter[Point]]) -> Counter[str]:
+    return Counter({key: found.total() for key, found in points.items()})
+
+
+def _point(step: int, value: float) -> Point:
+    number = float(value)
+    return int(step), number if number == number else float("inf")  # NaN equals nothing

@@ -25,10 +25,11 @@ from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity import trials
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
-from lightning_faulttolerant.trainer.identity.matching import Match, match_fit
 from lightning_faulttolerant.trainer.identity.messages import (
     Interrupted,
+    Match,
     discard_line,
+    match_fit,
     tell_interrupted,
     tell_passed_over,
 )

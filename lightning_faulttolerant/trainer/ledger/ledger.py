@@ -3,13 +3,15 @@
 `lightning_faulttolerant.records.ledger` describes the lines.
 
 A line names the samples of a batch as the index samplers have yielded them.
+
+The batches of validation runs and evaluations: what a ledger says of each, and where a drill finds it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,15 +20,17 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.records import ledger as kinds
+from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.evaluation.compat import is_predicting, num_evaluated
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of, stage_of
 from lightning_faulttolerant.trainer.ledger.compat import (
     as_logged,
     fetches_seen,
+    fetching_by_itself,
     is_after_the_batches,
     logger_connector,
 )
@@ -39,19 +43,79 @@ from lightning_faulttolerant.trainer.ledger.digests import (
     optimizers_digest,
     weights_digest,
 )
-from lightning_faulttolerant.trainer.ledger.evaluated_batches import (
-    EvaluatedBatches,
-    around_steps,
-    is_evaluating,
-    returned_by,
-    training_place,
-)
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.run.comparison import surroundings
+from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+
+
+def is_evaluating(trainer: Trainer) -> bool:
+    """Return whether a validation run or an evaluation is in progress."""
+    return trainer.validating or trainer.testing or trainer.predicting
+
+
+def training_place(trainer: Trainer) -> dict[str, int]:
+    """Return the epoch, and how many of its batches are done; zeros outside a fit."""
+    if function_of(trainer) != FIT:
+        return {"epoch": 0, "batch": 0}
+    return {"epoch": trainer.current_epoch, "batch": num_completed(trainer)}
+
+
+def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
+    """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
+
+    def unless_sanity_checking(step: Method, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
+
+    patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
+
+
+class EvaluatedBatches:
+    """Writes a line for each batch.
+
+    Args:
+        trainer: The trainer that evaluates.
+        write: Writes a line of a kind, with these values.
+    """
+
+    def __init__(self, trainer: Trainer, write: Callable[..., None]) -> None:
+        self._trainer = trainer
+        self._write = write
+
+    def around_step(self, original: Method, batch: Any, *args: Any) -> Any:
+        """Run a step, and write its line."""
+        trainer = self._trainer
+        rng = digest(rng_state())
+        if fetching_by_itself(loop_of(trainer)):
+            contents = Digest()
+            with fetches_seen(loop_of(trainer), contents.feed):
+                output = original(batch, *args)
+            content = contents.text()
+        else:
+            content = digest(batch)
+            output = original(batch, *args)
+        number = {"validation_batch": num_evaluated(trainer)}
+        values = {"content": content, "rng": rng, "output": exact(output)}
+        self._write(EVALUATED, **training_place(trainer), **number, **values)
+        return output
+
+
+def returned_by(loop: Any, results: Any) -> dict[str, Any]:
+    """Return what an evaluation returned, in a form that JSON can hold.
+
+    Args:
+        loop: The loop of the evaluation.
+        results: Its results: metrics of each loader, or predictions.
+    """
+    if results is None:
+        return {}
+    if not is_predicting(loop):
+        return {name: value for metrics in results for name, value in exact_metrics(metrics).items()}
+    of_loaders = results if loop.num_dataloaders > 1 else [results]
+    number = sum(len(predictions) for predictions in of_loaders)
+    return {"number of predictions": number, "predictions": digest(of_loaders)}
 
 
 class FitLedger:

@@ -34,8 +34,7 @@ from lightning_faulttolerant.trainer.compat import BEFORE_FETCH
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.ledger.compat import logger_connector
-from lightning_faulttolerant.trainer.ledger.evaluated_batches import around_steps, is_evaluating, training_place
-from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
+from lightning_faulttolerant.trainer.ledger.ledger import FitLedger, around_steps, is_evaluating, training_place
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.run.launched import Script

@@ -16,8 +16,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
-from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
-from lightning_faulttolerant.loader.own_state import OwnState, share_a_state
+from lightning_faulttolerant.loader.own_state import OwnState, share_a_state, stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.replayed_loader import is_replayed

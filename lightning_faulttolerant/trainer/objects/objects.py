@@ -1,12 +1,19 @@
-"""The object state of a fit: the objects that it begins with, and the state that Lightning or another part carries."""
+"""The object state of a fit: the objects that it begins with, and the state that Lightning or another part carries.
+
+User state on objects of Lightning: functions that these objects hold, and attributes of the Trainer.
+
+The changes that training makes to the structure of a module. A new process does not repeat them by itself.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +21,12 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric, MetricCollection
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.derived_class import REPLAYED
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
-from lightning_faulttolerant.loader.own_attributes import has_own_class, has_own_state, names_of_others
+from lightning_faulttolerant.loader.own_attributes import REPLAYED, has_own_class, has_own_state, names_of_others
 from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.decoding import Decoder
@@ -37,10 +44,92 @@ from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import followed_loaders
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
-from lightning_faulttolerant.trainer.objects.holders import functions_of, names_of_trainers
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.process import Registered, is_left_out
-from lightning_faulttolerant.trainer.resume.structure import Structure, made_at_epoch_start
+
+_EPOCH_START = ("on_train_epoch_start", "on_epoch_start")
+
+
+class Structure:
+    """The modules inside a module when the fit began.
+
+    Args:
+        module: The module that is trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = _modules_of(module)
+        self._ids = {id(one) for one in self._modules.values()}
+
+    def lost(self) -> dict[str, str]:
+        """Return the parts that a new process would not create again, by path, with the reason."""
+        now, before = _modules_of(self._module), self._modules
+        added = now.keys() - before.keys()
+        outer = [name for name in sorted(added) if name.rpartition(".")[0] not in added]
+        found = {f"module.{name}": "a module that training has assigned; make it in __init__" for name in outer}
+        moved = [name for name in now.keys() & before.keys() if now[name] is not before[name]]
+        if any(id(now[name]) in self._ids for name in moved):
+            found["module"] = "layers that have changed places: their optimizer states would be those of others"
+        return found
+
+
+def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return all modules by name, without metrics and the modules of metric trackers, which are saved separately."""
+    return {
+        name: one
+        for name, one in module.named_modules(remove_duplicate=False)
+        if not isinstance(one, (Metric, MetricCollection)) and not type(one).__module__.startswith("torchmetrics.")
+    }
+
+
+def made_at_epoch_start(owners: Mapping[str, Any]) -> set[str]:
+    """Return the paths of the attributes that the epoch-start hooks of these objects set."""
+    return {f"{path}.{name}" for path, owner in owners.items() for name in _set_at_epoch_start(type(owner))}
+
+
+@once_per_kind
+def _set_at_epoch_start(kind: type) -> frozenset[str]:
+    hooks = [vars(base)[hook] for base in kind.__mro__ for hook in _EPOCH_START if hook in vars(base)]
+    codes = [hook.__code__ for hook in hooks if isinstance(hook, types.FunctionType)]
+    return frozenset(
+        step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"
+    )
+
+
+_TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
+
+
+def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return the functions that schedulers and Lightning's own callbacks hold, by path: they may keep state.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        callbacks: The callbacks, by name.
+    """
+    owners: dict[str, Any] = {f"schedulers[{i}]": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
+    owners.update({name: one for name, one in callbacks.items() if is_librarys(type(one))})
+    held = ((f"{path}.{name}", value) for path, owner in owners.items() for name, value in vars(owner).items())
+    found: dict[str, Any] = {}
+    for path, value in held:
+        values = value if isinstance(value, list) else [value]
+        found.update({f"{path}[{i}]": one for i, one in enumerate(values) if isinstance(one, types.FunctionType)})
+    return found
+
+
+@functools.cache
+def names_of_trainers() -> frozenset[str]:
+    """Return every name that Lightning's own code for trainers uses. A trainer's attributes are among them."""
+    return names_in_code(_functions())
+
+
+def _functions() -> Iterator[Any]:
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_TRAINERS)]
+    for value in [value for module in modules for value in vars(module).values()]:
+        yield value
+        if isinstance(value, type):
+            yield from vars(value).values()
+
 
 _log = logging.getLogger(__name__)
 

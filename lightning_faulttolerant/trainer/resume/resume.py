@@ -15,8 +15,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.callbacks import restore_best_models
-from lightning_faulttolerant.trainer.adapters.pruning import OwnMasks, without_masks
+from lightning_faulttolerant.trainer.adapters.callbacks import OwnMasks, restore_best_models, without_masks
 from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -33,11 +32,15 @@ from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.loaded_weights import LoadedWeights, convert_module, rounded
 from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
-from lightning_faulttolerant.trainer.run.comparison import Comparison, surroundings
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, as_carried_over, differences
+from lightning_faulttolerant.trainer.run.fingerprint import (
+    Comparison,
+    Fingerprint,
+    as_carried_over,
+    differences,
+    surroundings,
+)
 from lightning_faulttolerant.trainer.save.autosave import VERSION
-from lightning_faulttolerant.trainer.save.capture import put_instead
-from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
+from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState, put_instead
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 

@@ -23,22 +23,22 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
-    WITHOUT_STATE,
-    left_alone,
-    make_loadable,
-    without_state,
-)
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
-from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
+from lightning_faulttolerant.trainer.ranks.sharded import (
+    IN_SHARDS,
+    WITHOUT_STATE,
+    ShardWriter,
+    left_alone,
+    make_loadable,
+    without_shards,
+    without_state,
+    writer_of,
+)
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
-from lightning_faulttolerant.trainer.save.hook_saves import HookSave
-from lightning_faulttolerant.trainer.save.on_save_checkpoint import can_wait
-from lightning_faulttolerant.trainer.save.outage import described
-from lightning_faulttolerant.trainer.save.pace import Pace
-from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
+from lightning_faulttolerant.trainer.save.hook_saves import HookSave, can_wait
+from lightning_faulttolerant.trainer.save.pace import Pace, described
+from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, put_instead
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 

@@ -1,24 +1,31 @@
 """The state of a run that Lightning does not save: `PARTS` lists what it consists of.
 
 Gradients are part of the state at a boundary if they outlive their step.
+
+The state of one instant, which can still be saved when the run is a little further on.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.objects.modules import users_variables
 from lightning_faulttolerant.state.objects.object_state import LOST
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
+    TensorMarks,
     buffers_state,
+    extra_state,
     flags_state,
     gradients_state,
     kinds_of_buffers,
@@ -26,10 +33,11 @@ from lightning_faulttolerant.state.tensors import (
     load_flags,
     load_gradients,
     make_room,
+    shard_of,
 )
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_state
-from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.adapters.callbacks import load_shown, shown_state
+from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -46,11 +54,96 @@ from lightning_faulttolerant.trainer.position import (
 )
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.resume.param_groups import held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE
 from lightning_faulttolerant.trainer.resume.report import ORDER
 from lightning_faulttolerant.trainer.settings.environment import is_manual
 from lightning_faulttolerant.trainer.settings.options import Options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """The state of one instant. It can be saved later, as long as no parameter has moved."""
+
+    position: TrainerPosition
+    state: Mapping[str, Any]
+    loops: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    schedulers: list[Any]
+    param_groups: list[Any]
+    held: list[list[list[int]]]
+    precision: Mapping[str, Any]
+    buffers: Mapping[str, Tensor]
+    extra: Mapping[str, Any]
+    marks: TensorMarks
+    taken_at: float
+
+    def instead(self) -> dict[str, Any]:
+        """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
+        names = ("loops", "callbacks", "schedulers", "param_groups", "precision", "buffers", "extra")
+        return {name: getattr(self, name) for name in names}
+
+    def is_current(self, trainer: Trainer) -> bool:
+        """Return whether parameters and optimizer states are still those of the capture."""
+        if self.held != held_by_groups(trainer):
+            return False  # a parameter was unfrozen
+        return self.marks.unmoved(moving_tensors(trainer))
+
+
+def take_capture(run: RunState, position: TrainerPosition) -> Capture:
+    """Return the state of this instant that a later dump by Lightning would no longer have."""
+    trainer = run.trainer
+    states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
+    return Capture(
+        position=position,
+        state=run.state_dict(position),
+        loops=copy.deepcopy(trainer.fit_loop.state_dict()),
+        callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
+        schedulers=[copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
+        held=held_by_groups(trainer),
+        precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
+        buffers=buffers_state(trainer.lightning_module),
+        extra=extra_state(trainer.lightning_module),
+        marks=TensorMarks(moving_tensors(trainer)),
+        taken_at=perf_counter(),
+    )
+
+
+def put_instead(
+    checkpoint: dict[str, Any], instead: Mapping[str, Any], position: TrainerPosition, trainer: Trainer
+) -> None:
+    """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
+    checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
+    checkpoint["loops"]["fit_loop"] = instead["loops"]
+    checkpoint.update(as_captured(checkpoint, instead, trainer))
+    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
+    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+    whole = {name: value for name, value in weights.items() if shard_of(value) is value}
+    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
+    if weights:  # if a strategy gathers them, only rank 0 has them
+        weights.update(instead["extra"])
+    states = [state for state in checkpoint.get("optimizer_states", ()) if state]
+    for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
+        pairs = zip(state["param_groups"], groups, strict=True)
+        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
+
+
+def moving_tensors(trainer: Trainer) -> list[Tensor]:
+    """Return the tensors that a capture does not copy: parameters, optimizer states, averaged weights."""
+    reshard(trainer)
+    tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors
+
+
+def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
 
 VALIDATION_RUN = "validation"
 """The part of a checkpoint from inside a validation run, or from an evaluation."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from lightning_faulttolerant.streaming.format.compression import decompress_file
 from lightning_faulttolerant.streaming.format.index import parse_index
-from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.readers import open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
+from lightning_faulttolerant.streaming.format.shard_info import ShardInfo
 
 Samples = Iterable[Mapping[str, Any]]
 

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from lightning_faulttolerant.errors import UnsafeDataError
-from lightning_faulttolerant.streaming.format.encodings import ENCODINGS, encoding_of
+from lightning_faulttolerant.streaming.format.index import ENCODINGS, encoding_of
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.foreign import mosaic
 from tests.streaming.format.shards import opened, read, same, write

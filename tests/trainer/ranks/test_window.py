@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from lightning_faulttolerant.loader.remaining_batches import RankShare
-from lightning_faulttolerant.trainer.ranks.generators import Window
+from lightning_faulttolerant.trainer.ranks.elastic import Window
 
 
 def share(num_ranks: int, batch_size: int) -> RankShare:
