@@ -16,7 +16,7 @@ _REFUSED_CLASS = re.compile(r"but got <class '([\w.]+)'>")
 _MAX_ATTEMPTS = 20
 
 
-def lines_to_allow(values: Iterable[Any]) -> list[str] | None:
+def lines_to_allow(values: Iterable[object]) -> list[str] | None:
     """Return lines after which objects load with ``weights_only=True``, or ``None`` if none would help.
 
     Args:
@@ -78,12 +78,12 @@ def _found(name: str) -> Any:
     raise ImportError(name)
 
 
-def _may_be_allowed(value: Any) -> bool:
+def _may_be_allowed(value: object) -> bool:
     # With getattr or a similar function allowed, a file could call anything.
     return isinstance(value, type) or getattr(value, "__module__", None) != builtins.__name__
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def _lines(found: Mapping[str, object]) -> list[str]:
     imports, listed, modules = set(), [], dict[str, str]()
     for name, value in found.items():
         module, path = _place_of(name, value)
@@ -95,7 +95,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     return [*sorted(imports), f"torch.serialization.add_safe_globals([{', '.join(listed)}])"]
 
 
-def _place_of(name: str, value: Any) -> tuple[str, str]:
+def _place_of(name: str, value: object) -> tuple[str, str]:
     """Return the module, and the path in it, from which the object with this full name can be imported."""
     path = str(getattr(value, "__qualname__", name.rpartition(".")[2]))
     return (name.removesuffix(f".{path}") if name.endswith(f".{path}") else str(value.__module__)), path

@@ -19,7 +19,7 @@ from lightning_faulttolerant.storage.store import open_writer
 
 
 def atomic_torch_save(
-    obj: Any, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: Any
+    obj: object, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: Any
 ) -> None:
     """Save an object like ``torch.save``; a crash at any moment leaves the old file or the new one.
 
@@ -55,7 +55,7 @@ def atomic_torch_save(
         _fsync_open_file(f)
 
 
-def save_to_file(obj: Any, file: IO[bytes], **torch_save_kwargs: Any) -> None:
+def save_to_file(obj: object, file: IO[bytes], **torch_save_kwargs: Any) -> None:
     """Write an object with ``torch.save``, each record with the CRC32 that ``verify_file`` checks.
 
     Args:

@@ -53,20 +53,20 @@ class TensorInfo:
     storage: Storage
 
 
-def key_of(value: Any) -> Any:
+def key_of(value: object) -> Any:
     """Return a stand-in for a key: hashing an object from a file could recurse without end or take very long."""
     if isinstance(value, tuple) and len(value) <= 8 and all(_is_plain_key(item) for item in value):
         return value
     return value if _is_plain_key(value) else Made(f"key, a {type(value).__name__}", value)
 
 
-def _is_plain_key(value: Any) -> bool:
+def _is_plain_key(value: object) -> bool:
     if type(value) is int:
         return -_64_BIT <= value < _64_BIT
     return value is None or type(value) in (str, bytes, float, bool, Named, Made, LongData, Storage, TensorInfo)
 
 
-def stored(identity: Any) -> Any:
+def stored(identity: object) -> Any:
     """Return a stand-in for an object that the pickle keeps outside of itself."""
     match identity:
         case ("storage", Named(name), str(key), _, int(num_values)) if 0 <= num_values < _64_BIT:
@@ -75,7 +75,7 @@ def stored(identity: Any) -> Any:
     return Made("something kept elsewhere", identity)
 
 
-def result_of(function: Any, arguments: Any) -> Any:
+def result_of(function: object, arguments: object) -> Any:
     """Return a stand-in for the result of a call."""
     name = name_of(function)
     known = _KNOWN.get(name)
@@ -87,12 +87,12 @@ def result_of(function: Any, arguments: Any) -> Any:
     return Made(name, arguments)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return a display name for an object that the pickle calls."""
     return function.name if isinstance(function, (Named, Made)) else f"a {type(function).__name__}"
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, *rest: Any) -> TensorInfo:
+def _tensor(storage: Any, offset: object, shape: Any, *rest: Any) -> TensorInfo:
     is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
     if not isinstance(storage, Storage) or not is_shape:
         raise TypeError
@@ -104,28 +104,30 @@ def _tensor(storage: Any, offset: Any, shape: Any, *rest: Any) -> TensorInfo:
     return TensorInfo(storage.dtype, shape, num_values, storage)
 
 
-def _tensor_of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any) -> Any:
+def _tensor_of_dtype(
+    storage: object, offset: object, shape: object, stride: object, grad: object, hooks: object, dtype: object
+) -> Any:
     info = _tensor(storage, offset, shape)
     return TensorInfo(name_of(dtype).removeprefix("torch."), info.shape, info.num_values, info.storage)
 
 
-def _first(value: Any, *rest: Any) -> Any:
+def _first(value: object, *rest: Any) -> Any:
     return value
 
 
-def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
+def _ordered_dict(pairs: object = ()) -> dict[Any, Any]:
     if not isinstance(pairs, (list, tuple)):
         raise TypeError
     return {key_of(key): value for key, value in pairs}
 
 
-def _items(items: Any = ()) -> list[Any]:
+def _items(items: object = ()) -> list[Any]:
     if not isinstance(items, (list, tuple)):
         raise TypeError
     return list(items)
 
 
-def _encoded(text: Any, encoding: Any) -> Any:
+def _encoded(text: object, encoding: object) -> Any:
     if isinstance(text, LongData):
         return LongData("bytes", text.num_bytes)
     if not isinstance(text, str) or encoding != "latin1":

@@ -127,7 +127,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
     _check_plain(metadata, place="metadata")
 
 
-def _check_plain(value: Any, *, place: str) -> None:
+def _check_plain(value: object, *, place: str) -> None:
     if type(value) is dict:
         for key, child in value.items():
             if type(key) is not str:
@@ -236,7 +236,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _entry(name: str, value: Any) -> FileEntry:
+def _entry(name: str, value: object) -> FileEntry:
     size_bytes, crc32 = (value.get("size_bytes"), value.get("crc32")) if type(value) is dict else (None, None)
     if type(size_bytes) is not int or size_bytes < 0:
         raise _BadManifest(f"has no size of {name!r}")

@@ -48,7 +48,7 @@ class Packed(NamedTuple):
     """The reason why an object can't be kept as bytes, by its place."""
 
 
-def pack(checkpoint: Mapping[str, Any], *, leave: Collection[str] = ()) -> Packed:
+def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Packed:
     """Keep objects that ``weights_only=True`` would not load as bytes. Objects that can't be pickled stay in place.
 
     Args:
@@ -121,7 +121,7 @@ class _Search:
             if key not in leave:
                 self._look(value, (key,))
 
-    def _look(self, value: Any, path: Path) -> None:
+    def _look(self, value: object, path: Path) -> None:
         if is_surely_safe(value) or id(value) in self.places:
             return
         if _is_for_bytes(value):
@@ -159,7 +159,7 @@ def _items(container: Any) -> Iterator[tuple[Any, Any]]:
     yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
-def _at(checkpoint: Any, path: Collection[Any]) -> Any:
+def _at(checkpoint: Any, path: Collection[object]) -> Any:
     for key in path:
         checkpoint = checkpoint[key]
     return checkpoint
@@ -203,7 +203,7 @@ def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[
     return pool
 
 
-def _class_of(value: Any) -> str:
+def _class_of(value: object) -> str:
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
@@ -218,7 +218,7 @@ class _ReferencePickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
 
-    def next(self, value: Any) -> tuple[bytes, list[Tensor]]:
+    def next(self, value: object) -> tuple[bytes, list[Tensor]]:
         """Return the bytes of an object, and its tensors except those of earlier objects."""
         begin, num_tensors = self._buffer.tell(), len(self._tensors)
         self.dump(value)

@@ -232,7 +232,7 @@ def _appends(machine: _Machine) -> None:
     _extend(machine.stack[-1], items)
 
 
-def _extend(target: Any, items: list[Any]) -> None:
+def _extend(target: object, items: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, Made):
@@ -251,7 +251,7 @@ def _set_items(machine: _Machine) -> None:
     _update(machine.stack[-1], items)
 
 
-def _update(target: Any, items: list[Any]) -> None:
+def _update(target: object, items: list[Any]) -> None:
     if len(items) % 2:
         raise ValueError("a key has no value")
     if isinstance(target, dict):

@@ -36,13 +36,13 @@ class Ranks(Protocol):
     def label(self, rank: int) -> str:
         """Return a rank's name for messages."""
 
-    def to_all(self, step: str, value: Any) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[Any]:
         """Send a value to all ranks, and return all values in order."""
 
-    def to_first(self, step: str, value: Any) -> list[Any] | None:
+    def to_first(self, step: str, value: object) -> list[Any] | None:
         """Send a value to the first rank; return all values in order on that rank, and ``None`` on the others."""
 
-    def from_first(self, step: str, value: Any) -> Any:
+    def from_first(self, step: str, value: object) -> Any:
         """Return the first rank's value on every rank."""
 
     def close(self) -> None:
@@ -61,15 +61,15 @@ class Alone:
         """Return the process's name for messages."""
         return "this process"
 
-    def to_all(self, step: str, value: Any) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[Any]:
         """Return this rank's value."""
         return [value]
 
-    def to_first(self, step: str, value: Any) -> list[Any]:
+    def to_first(self, step: str, value: object) -> list[Any]:
         """Return this rank's value."""
         return [value]
 
-    def from_first(self, step: str, value: Any) -> Any:
+    def from_first(self, step: str, value: object) -> Any:
         """Return this rank's value."""
         return value
 
@@ -115,7 +115,7 @@ class RankGroup:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def to_all(self, step: str, value: Any) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[Any]:
         """Send a value to all ranks, and return all values in order."""
         answers: list[Any] = [None] * len(self._ranks)
         try:
@@ -124,7 +124,7 @@ class RankGroup:
             raise self._silence(step, error) from error
         return self._checked(answers)
 
-    def to_first(self, step: str, value: Any) -> list[Any] | None:
+    def to_first(self, step: str, value: object) -> list[Any] | None:
         """Send a value to the first rank; return all values in order on that rank, and ``None`` on the others."""
         answers: list[Any] | None = [None] * len(self._ranks) if self.rank == 0 else None
         try:
@@ -133,7 +133,7 @@ class RankGroup:
             raise self._silence(step, error) from error
         return None if answers is None else self._checked(answers)
 
-    def from_first(self, step: str, value: Any) -> Any:
+    def from_first(self, step: str, value: object) -> Any:
         """Return the first rank's value on every rank."""
         received = [(step, value if self.rank == 0 else None)]
         try:

@@ -52,7 +52,7 @@ class Staging:
         self._free: dict[_Layout, list[Tensor]] = {}
 
     @torch.no_grad()
-    def copy(self, checkpoint: Any) -> Any:
+    def copy(self, checkpoint: object) -> Any:
         """Return a copy that shares nothing with the original. It takes the memory of the previous copy, which is lost.
 
         Args:
@@ -70,7 +70,7 @@ class Staging:
         self._free = copied.taken
         return whole
 
-    def reserve(self, checkpoint: Any) -> Callable[[], None]:
+    def reserve(self, checkpoint: object) -> Callable[[], None]:
         """Return a function that allocates the memory for copies of a similar checkpoint; any thread may call it.
 
         Args:

@@ -163,7 +163,7 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
 
 
-def walk(values: Iterable[Any]) -> Iterable[Any]:
+def walk(values: Iterable[object]) -> Iterable[Any]:
     """Yield the content of nested values, each container once, at any depth, even if they contain themselves.
 
     Args:
@@ -186,7 +186,7 @@ def _children(value: Any) -> Iterable[Any]:
     return (value.arguments, value.state) if isinstance(value, Made) else value
 
 
-def _num_bytes(value: Any) -> int:
+def _num_bytes(value: object) -> int:
     if isinstance(value, str):
         return len(value.encode("utf-8", "surrogatepass"))
     if isinstance(value, bytes):

@@ -80,7 +80,9 @@ def verify_file(path: str | os.PathLike[str]) -> Verification:
         return _verify(path, file)
 
 
-def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True) -> dict[str, Any]:
+def load_file(
+    path: str | os.PathLike[str], *, map_location: object = "cpu", weights_only: bool = True
+) -> dict[str, Any]:
     """Verify a checkpoint and load it, by default with ``weights_only=True``.
 
     A file that was written without checksums is loaded, with one warning that it could not be verified.
@@ -232,7 +234,7 @@ def _warn_unverified(verification: str) -> None:
     _logger.warning("%s. It loads, but we could not verify that it is what was saved.", verification)
 
 
-def _walk(value: Any, *, place: str, seen: set[int]) -> Iterator[str]:
+def _walk(value: object, *, place: str, seen: set[int]) -> Iterator[str]:
     if is_surely_safe(value):
         return
     if type(value) not in CONTAINERS:
@@ -267,7 +269,7 @@ def is_surely_safe(value: Any) -> bool:
     return kind in _SAFE_LEAVES or (kind is bytes and value != b"") or (kind is int and value.bit_length() < 64)
 
 
-def loads_safely(value: Any) -> bool:
+def loads_safely(value: object) -> bool:
     """Return whether a value loads again with ``weights_only=True``, by writing and loading it."""
     buffer = io.BytesIO()
     try:

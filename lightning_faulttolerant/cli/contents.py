@@ -42,7 +42,7 @@ def describe(summary: Summary, *, path: str) -> dict[str, Any]:
     }
 
 
-def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
+def _describe_part(summary: Summary, part: Mapping[object, object]) -> dict[str, Any]:
     ranks = part.get("ranks")
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
@@ -58,7 +58,7 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _pickled(summary: Summary, part: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+def _pickled(summary: Summary, part: Mapping[object, object]) -> dict[str, dict[str, Any]]:
     """Return the class and the size of each object that only a trusted resume unpickles."""
     return {
         str(plain(place)): {
@@ -76,7 +76,7 @@ def _lost(ranks: list[Any]) -> dict[str, str]:
     return {str(plain(path)): str(plain(reason)) for lost in found for path, reason in lost.items()}
 
 
-def _rank(summary: Summary, state: Any) -> dict[str, int]:
+def _rank(summary: Summary, state: object) -> dict[str, int]:
     """Return the size of each part of a rank's state, including the bytes in the common pool."""
     lengths = mapping(state, BLOBS).get("lengths")
     lengths = lengths if isinstance(lengths, list) else []
@@ -87,7 +87,7 @@ def _rank(summary: Summary, state: Any) -> dict[str, int]:
     }
 
 
-def _pooled(value: Any, lengths: list[Any]) -> int:
+def _pooled(value: object, lengths: list[Any]) -> int:
     references = (
         inner[_REFERENCE] for inner in walk([value]) if isinstance(inner, dict) and set(inner) == {_REFERENCE}
     )
@@ -95,7 +95,7 @@ def _pooled(value: Any, lengths: list[Any]) -> int:
     return sum(whole_number(lengths[number]) or 0 for number in numbers)
 
 
-def _num_parameters(part: Mapping[Any, Any] | None) -> int | None:
+def _num_parameters(part: Mapping[object, object] | None) -> int | None:
     shapes = mapping(part, "fingerprint", "module").get("parameters")
     if not isinstance(shapes, dict) or None in shapes.values():
         return None
@@ -107,12 +107,12 @@ def _product(shape: Any) -> int:
     return math.prod(shape) if is_shape else 0
 
 
-def _size(summary: Summary, value: Any) -> dict[str, int]:
+def _size(summary: Summary, value: object) -> dict[str, int]:
     size = summary.size_of(value)
     return {"num_bytes": size.num_bytes, "num_tensors": size.num_tensors, "num_values": size.num_values}
 
 
-def _is_one(content: Any) -> bool:
+def _is_one(content: object) -> bool:
     return not isinstance(content, (dict, list, tuple))
 
 
@@ -121,7 +121,7 @@ _MAX_VALUES = 100_000
 _LEFT_OUT = "..."
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as dicts with string keys, lists, strings, finite numbers, booleans and None.
 
     Values nested more than 24 deep and values after the first 100,000 are left out.
@@ -140,7 +140,7 @@ class _Plain:
     def __init__(self) -> None:
         self._num_left = _MAX_VALUES
 
-    def of(self, value: Any, *, depth: int) -> Any:
+    def of(self, value: object, *, depth: int) -> Any:
         self._num_left -= 1
         if depth > _MAX_DEPTH or self._num_left < 0:
             return _LEFT_OUT
@@ -161,7 +161,7 @@ class _Plain:
         return made
 
 
-def one(value: Any) -> Any:
+def one(value: object) -> Any:
     """Return a single value, or a description of it.
 
     Args:

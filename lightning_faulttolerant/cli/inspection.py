@@ -81,7 +81,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _key_lines(found["keys"])
 
 
-def _place(position: Mapping[str, Any]) -> str:
+def _place(position: Mapping[str, object]) -> str:
     where, evaluated = str(position.get("where")), position.get("validation_batch")
     if where.rpartition(" ")[2] in ("validate", "test", "predict"):
         return f"{where}: batch {evaluated}"
@@ -120,7 +120,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
             yield from _nested_lines(part[name], level=1)
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     """Return the items of a value that should be a list but may be anything."""
     if isinstance(value, list):
         return value
@@ -149,7 +149,7 @@ def _key_lines(keys: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         yield f"and {len(rows) - _MAX_KEYS} more; --json shows all"
 
 
-def _nested_lines(value: Mapping[str, Any], *, level: int) -> Iterator[str]:
+def _nested_lines(value: Mapping[str, object], *, level: int) -> Iterator[str]:
     width = min(_MAX_WIDTH, max((len(safe(name)) for name in value), default=0))
     for name, child in value.items():
         if isinstance(child, dict) and 0 < len(child) <= _MAX_ENTRIES and level < _MAX_LEVEL:
@@ -159,7 +159,7 @@ def _nested_lines(value: Mapping[str, Any], *, level: int) -> Iterator[str]:
             yield _line(name, child, level=level, width=width)
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     if isinstance(value, dict) and value:
         return f"{len(value)} entries; --json shows them"
     text = str(value)

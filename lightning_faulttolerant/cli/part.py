@@ -8,7 +8,7 @@ from typing import Any
 KEY = "lightning_faulttolerant"
 
 
-def mapping(value: Any, *names: str) -> Mapping[Any, Any]:
+def mapping(value: object, *names: str) -> Mapping[Any, Any]:
     """Return the mapping at a place in nested mappings, or an empty one.
 
     Args:
@@ -20,7 +20,7 @@ def mapping(value: Any, *names: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def own_mapping(rank: Any, *names: str) -> Mapping[Any, Any]:
+def own_mapping(rank: object, *names: str) -> Mapping[Any, Any]:
     """Return what a rank other than rank 0 holds at a place, without values equal to rank 0's (`state.differences`).
 
     Args:
@@ -35,7 +35,7 @@ def own_mapping(rank: Any, *names: str) -> Mapping[Any, Any]:
     return {key: value[0] for key, value in own.items() if isinstance(value, list) and value}
 
 
-def whole_number(value: Any) -> int | None:
+def whole_number(value: object) -> int | None:
     """Return an integer of ordinary size, or None.
 
     Args:
@@ -44,7 +44,7 @@ def whole_number(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < 1 << 63 else None
 
 
-def part_of(content: Any) -> Mapping[Any, Any] | None:
+def part_of(content: object) -> Mapping[Any, Any] | None:
     """Return our part of a checkpoint, or None if it has none.
 
     Args:
@@ -54,7 +54,7 @@ def part_of(content: Any) -> Mapping[Any, Any] | None:
     return part if isinstance(part, Mapping) else None
 
 
-def step_of(content: Any) -> int | None:
+def step_of(content: object) -> int | None:
     """Return the number of optimizer steps.
 
     Args:
@@ -64,7 +64,7 @@ def step_of(content: Any) -> int | None:
     return whole_number(mapping(content).get("global_step")) if step is None else step
 
 
-def epoch_of(content: Any) -> int | None:
+def epoch_of(content: object) -> int | None:
     """Return the epoch of the run, from 0.
 
     Args:
@@ -74,7 +74,7 @@ def epoch_of(content: Any) -> int | None:
     return whole_number(mapping(content).get("epoch")) if epoch is None else epoch
 
 
-def batch_of(content: Any) -> int | None:
+def batch_of(content: object) -> int | None:
     """Return the number of consumed batches in the epoch; without our part, Lightning's count of finished batches.
 
     Args:
@@ -87,7 +87,7 @@ def batch_of(content: Any) -> int | None:
     return whole_number(progress.get("completed"))
 
 
-def world_size_of(content: Any) -> int | None:
+def world_size_of(content: object) -> int | None:
     """Return the number of ranks of the run; None if our part does not contain it.
 
     Args:

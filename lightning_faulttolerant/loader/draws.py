@@ -94,7 +94,7 @@ _LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"
 """It notes the indices of ``predict``, for prediction writers, and passes them on."""
 
 
-def draws_only_at_its_start(sampler: Any) -> bool:
+def draws_only_at_its_start(sampler: object) -> bool:
     """Return whether torch's code shows that `sampler` makes no mid-epoch draws from a generator that others use."""
     sampler = _of_samples(sampler)
     if type(sampler) is RandomSampler:
@@ -104,7 +104,7 @@ def draws_only_at_its_start(sampler: Any) -> bool:
     return type(sampler) in _DRAW_ONCE or is_interruptible(sampler)
 
 
-def order_follows_from_start(sampler: Any) -> bool:
+def order_follows_from_start(sampler: object) -> bool:
     """Return whether the length and the states at its start determine all that `sampler` yields.
 
     The states are those of its generator, or its seed and epoch. They are restored, and the length is compared.
@@ -115,14 +115,14 @@ def order_follows_from_start(sampler: Any) -> bool:
     return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
-def _of_samples(sampler: Any) -> Any:
+def _of_samples(sampler: object) -> Any:
     """Return the sampler that yields single indices, if only torch's and Lightning's classes are around it."""
     if type(sampler).__name__ == _LIGHTNINGS_WRAPPER:
         sampler = vars(sampler).get("_batch_sampler")
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
-def generators_of(sampler: Any) -> list[Any]:
+def generators_of(sampler: object) -> list[Any]:
     """Return the generators that `sampler`, one of torch's, and the samplers inside it were given."""
     own = getattr(sampler, "generator", None)
     inner = getattr(sampler, "sampler", None)

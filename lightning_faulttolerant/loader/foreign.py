@@ -55,7 +55,7 @@ def why_not_followed(loader: Any) -> str | None:
     )
 
 
-def _library_held(dataset: Any, depth: int) -> str | None:
+def _library_held(dataset: object, depth: int) -> str | None:
     if not depth or not isinstance(dataset, IterableDataset):
         return None
     held = [child for value in list(vars(dataset).values()) for child in _items(value)]
@@ -63,7 +63,7 @@ def _library_held(dataset: Any, depth: int) -> str | None:
     return next((library for library in found if library is not None), None)
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -81,7 +81,7 @@ class ForeignEpochs:
         self._counts_itself = self.library == LITDATA and is_loader_of(type(loader))
         self._begun: int | None = None
 
-    def follow(self, copy: Any) -> None:
+    def follow(self, copy: object) -> None:
         """Count with the followed copy of the loader. It is not referenced, so no cycle keeps its workers alive."""
         self._copy = weakref.ref(copy)
 
@@ -103,7 +103,7 @@ class ForeignEpochs:
         epoch = self._begun if in_iteration else self._next()
         return {"library": self.library, "epoch": epoch}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration be the epoch in `state`."""
         if self.library is None or state.get("library") != self.library:
             return

@@ -11,12 +11,12 @@ from typing import Any
 _LOOKED_AT = 100  # of the attributes or items of one object
 
 
-def is_hugging_face(value: Any) -> bool:
+def is_hugging_face(value: object) -> bool:
     """Return whether `value` is an object of Hugging Face's library."""
     return type(value).__module__.startswith("datasets.")
 
 
-def refills_its_buffer(value: Any, depth: int = 3) -> bool:
+def refills_its_buffer(value: object, depth: int = 3) -> bool:
     """Return whether `value` is or forwards a Hugging Face stream: the stream's state lacks its shuffle buffer."""
     if is_hugging_face(value):
         return True
@@ -27,7 +27,7 @@ def refills_its_buffer(value: Any, depth: int = 3) -> bool:
     return depth > 0 and any(refills_its_buffer(child, depth - 1) for child in held[:_LOOKED_AT])
 
 
-def drawn_orders(dataset: Any) -> dict[str, Sequence[Any]]:
+def drawn_orders(dataset: object) -> dict[str, Sequence[Any]]:
     """Return the orders of one of their data sets. `shuffle` without a seed draws them immediately."""
     indices = getattr(dataset, "_indices", None)
     if indices is not None:
@@ -42,7 +42,7 @@ def drawn_orders(dataset: Any) -> dict[str, Sequence[Any]]:
     return found
 
 
-def _shard(item: Any) -> Any:
+def _shard(item: object) -> Any:
     # Shards of a table look alike from outside. Their first rows differ, and reading them runs no data set code.
     table = getattr(item, "_data", None)
     return item if table is None else table.slice(0, 1).to_pydict()
@@ -66,7 +66,7 @@ _ROOT = "webdataset"
 _RNG, _SEED = 2, 3  # among the arguments of its shuffle, after the data
 
 
-def why_drawn_by_the_clock(dataset: Any) -> str | None:
+def why_drawn_by_the_clock(dataset: object) -> str | None:
     """Return why the samples of a pipeline can't be drawn again, or ``None`` if they can."""
     for stage in _stages(dataset, _DEPTH):
         kind = type(stage).__name__
@@ -86,7 +86,7 @@ def _has_seed(shuffle: Any) -> bool:
     return any(value is not None for value in given)
 
 
-def _stages(pipeline: Any, depth: int) -> Iterator[Any]:
+def _stages(pipeline: object, depth: int) -> Iterator[Any]:
     if not depth:
         return
     for stage in list(vars(pipeline).get("pipeline", ())) if hasattr(pipeline, "__dict__") else ():

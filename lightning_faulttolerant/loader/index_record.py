@@ -48,7 +48,7 @@ def unpack_indices(packed: list[Any]) -> list[Any]:
     return [_unpack(item) for item in packed]
 
 
-def _pack_or_leave(batch: Any) -> Any:
+def _pack_or_leave(batch: object) -> Any:
     try:
         return _pack(batch)
     except _HoldsObjectError:
@@ -97,7 +97,7 @@ def _unpack(item: list[Any]) -> Any:
     return tuple(children) if kind == "tuple" else children
 
 
-def _is_numpy(value: Any) -> bool:
+def _is_numpy(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 

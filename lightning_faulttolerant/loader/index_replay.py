@@ -56,7 +56,7 @@ class Replay:
         again = list(islice(indices, len(plan.recent)))
         return self._rest(again, indices) if self._is_recent(again) else None
 
-    def run_through(self, indices: Iterator[Any], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
+    def run_through(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
         """Return the batches after the position of an iterator that has just been started.
 
         Args:
@@ -76,7 +76,7 @@ class Replay:
         )
         return self._rest(found, indices)
 
-    def _drawn(self, indices: Iterator[Any], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
+    def _drawn(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
         num_drawn = 0
         for number, states in DrawLog(self._plan.log).states():
             yield from islice(indices, number - num_drawn)
@@ -87,14 +87,14 @@ class Replay:
     def _is_recent(self, again: list[Any]) -> bool:
         return pack_indices(again) == pack_indices(list(self._plan.recent))
 
-    def _rest(self, again: list[Any], indices: Iterator[Any]) -> Iterator[Any]:
+    def _rest(self, again: list[Any], indices: Iterator[object]) -> Iterator[Any]:
         kept = list(self._plan.recent)
         if any(isinstance(batch, NotKept) for batch in kept):
             kept = again
         return chain(kept[self._plan.position - self._num_known :], indices)
 
 
-def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
+def rest_of(sampler: object, num_batches: int) -> Iterator[Any] | None:
     """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it can't be skipped.
 
     The generators must be in the state for its first index. The first ``next`` advances them as `sampler` itself would.

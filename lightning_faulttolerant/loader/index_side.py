@@ -50,10 +50,10 @@ class Side(Protocol):
     def only_passes_on(self) -> bool:
         """Whether drawing the next batch needs no more than a call of the sampler."""
 
-    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
+    def open(self, indices: Iterator[object] | None) -> Iterator[Any]:
         """Return the iterator to draw from. It is called right before the first index is drawn."""
 
-    def draw(self, indices: Iterator[Any]) -> Any:
+    def draw(self, indices: Iterator[object]) -> Any:
         """Draw the next batch."""
 
 
@@ -306,11 +306,11 @@ class IndexSide:
         """Return the positions that this package's samplers keep: the user may advance them."""
         return [s.progress_state() if is_interruptible(s) else None for s in self._samplers_with_epoch()]
 
-    def load_own_progress(self, states: Sequence[Any]) -> None:
+    def load_own_progress(self, states: Sequence[object]) -> None:
         """Set this package's samplers to the positions that `own_progress` returned."""
         put_epochs(self._samplers_with_epoch(), states)
 
-    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
+    def open(self, indices: Iterator[object] | None) -> Iterator[Any]:
         """Return the iterator to draw from. It is called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         if plan is not None and plan.deal is not None:
@@ -339,7 +339,7 @@ class IndexSide:
         epoch = epoch_in(record.first.sampler_epochs)
         return order_of(self._sampler, epoch=epoch, generator=generator, is_own_generator=bool(held))
 
-    def _open(self, indices: Iterator[Any] | None, plan: IndexPlan | None) -> Iterator[Any]:
+    def _open(self, indices: Iterator[object] | None, plan: IndexPlan | None) -> Iterator[Any]:
         record = self.record
         if indices is None and (plan is None or plan.start is None or plan.first is None):
             record.start = self._start_moment()
@@ -366,7 +366,7 @@ class IndexSide:
             rest = indices if self.is_endless else self._run_through(replay, indices, plan)
         return rest
 
-    def _run_through(self, replay: Replay, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+    def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[Any]:
         rest = replay.run_through(indices, self._go_back_to)
         if not replay.is_same:
             self._differs(plan)
@@ -379,7 +379,7 @@ class IndexSide:
             )
         return rest
 
-    def draw(self, indices: Iterator[Any]) -> Any:
+    def draw(self, indices: Iterator[object]) -> Any:
         """Draw the next batch, and record the states in which the sampler drew random numbers for it."""
         parked = self._parked
         if self._is_first_due and parked is None:

@@ -380,7 +380,7 @@ def between(position: Position | None) -> Position | None:
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
 
 
-def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
+def _rebuilt(dataset: object, strict: Any) -> IterableSide:
     side = IterableSide(dataset)
     side.strict = strict
     return side
@@ -393,7 +393,7 @@ _MAX_CHARACTERS = 200
 _DEPTH = 3
 
 
-def plain_values(dataset: Any) -> dict[str, int | str]:
+def plain_values(dataset: object) -> dict[str, int | str]:
     """Return the integers and short strings among the attributes of a data set, and of those that it holds, by path.
 
     Floats are left out: they are more often a clock than a position. Values set by ``set_epoch`` are left out, too.
@@ -423,7 +423,7 @@ def _said(values: Values, name: str) -> str:
     return repr(values[name]) if name in values else "as at first"
 
 
-def _walk(owner: Any, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
+def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
     is_told = callable(getattr(owner, "set_epoch", None))
     for name, value in list(getattr(owner, "__dict__", {}).items()):
         if is_told and name == "epoch":

@@ -26,7 +26,7 @@ _LOADER, _GLOBALS = "loader", "globals"
 _RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
 
 
-def _left_out(value: Any) -> Collection[str]:
+def _left_out(value: object) -> Collection[str]:
     if isinstance(value, Namespace) and isinstance(value.owner, DataLoader):
         return TORCHS | names_in_libraries(type(value.owner))
     return names_in_libraries(type(value))
@@ -61,7 +61,7 @@ class LiveObjects:
                 own.share(other._globals)
                 own.share(other._state)
 
-    def _globals_around(self, loader: Any) -> ObjectState:
+    def _globals_around(self, loader: object) -> ObjectState:
         """Return the globals of the user's modules, without the loader's own objects."""
         own = self._state.things_of(lambda value: True)
         ids = {id(value) for value in own.values()}
@@ -120,7 +120,7 @@ class LiveObjects:
         return {path: value for path, value in _things_in(self._roots()).items() if _is_live(value)}
 
 
-def torch_loaders_in(loader: Any) -> dict[str, DataLoader[Any]]:
+def torch_loaders_in(loader: object) -> dict[str, DataLoader[Any]]:
     """Return the torch loaders that `loader` is or holds, and those that these hold, by path."""
     found: dict[str, DataLoader[Any]] = {}
     queue = [(_LOADER, loader)]
@@ -138,11 +138,11 @@ def torch_loaders_in(loader: Any) -> dict[str, DataLoader[Any]]:
     return found
 
 
-def _things_in(roots: Mapping[str, Any]) -> dict[str, Any]:
+def _things_in(roots: Mapping[str, object]) -> dict[str, Any]:
     return graph_of(roots, _NEAR, lambda one: None, with_contents=False).things
 
 
-def _is_live(value: Any) -> bool:
+def _is_live(value: object) -> bool:
     if isinstance(value, Iterator):
         return not is_walked(value)
     kind = type(value)
@@ -154,7 +154,7 @@ def _is_users(name: str) -> bool:
     return name not in TORCHS and not name.startswith("__")
 
 
-def _is_no_part(value: Any) -> bool:
+def _is_no_part(value: object) -> bool:
     return isinstance(value, _NO_PART) or is_shared(value)
 
 

@@ -25,21 +25,21 @@ _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")
 
 
-def is_iterated(value: Any) -> bool:
+def is_iterated(value: object) -> bool:
     """Return whether `value` is an iterable data set with its own state: its iteration reports its position."""
     return isinstance(value, IterableDataset) and has_state_methods(value)
 
 
-def goes_by_attributes(value: Any) -> bool:
+def goes_by_attributes(value: object) -> bool:
     """Return whether `value` is a data set or a sampler: its ``state_dict``, if it has one, reports a position."""
     return isinstance(value, (Dataset, Sampler))
 
 
-def _left_out(value: Any) -> Collection[str]:
+def _left_out(value: object) -> Collection[str]:
     return names_of_others(type(value)) if isinstance(value, DataLoader) else names_in_libraries(type(value))
 
 
-def _is_no_part(value: Any) -> bool:
+def _is_no_part(value: object) -> bool:
     is_torchs = isinstance(value, DataLoader) and not has_own_class(value)
     return isinstance(value, nn.Module) or is_torchs or is_iterated(value) or is_shared(value)
 
@@ -81,7 +81,7 @@ class DatasetObjects:
         """Return the state that the next iteration depends on; ``None`` if it is part of the trained module's state."""
         return None if self.is_fed else self._state.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
         """Restore a state of `at_start` or `between`; return a line for each thing that could not be restored."""
         return self._state.load_state_dict(state)
 
@@ -90,12 +90,12 @@ class DatasetObjects:
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
 
 
-def _is_trained(value: Any) -> bool:
+def _is_trained(value: object) -> bool:
     return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
 @contextmanager
-def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, object]]) -> Iterator[None]:
     """Restore the current values after the block; the block may load `states`."""
     now = [objects.values_of(state) for state in states]
     try:
@@ -105,7 +105,7 @@ def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, Any]]) -> It
             objects.load_state_dict(state)
 
 
-def of_workers_in(states: Mapping[str, Any]) -> dict[str, Any]:
+def of_workers_in(states: Mapping[str, object]) -> dict[str, Any]:
     """Return the part of a state of `LoaderObjects.of_start` that `LoaderObjects.of_workers` would have returned."""
     return {name: state for name, state in states.items() if name == _DATASET}
 

@@ -31,7 +31,7 @@ def class_of(
     return type(user_class.__name__, (user_class,), {**namespace, "__doc__": user_class.__doc__})
 
 
-def swap(loader: Any, other: type) -> None:
+def swap(loader: object, other: type) -> None:
     """Give `loader` another class, even if its own refuses attribute assignment.
 
     Raises:
@@ -81,10 +81,10 @@ def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, 
         owner_of: Returns the other object; ``None`` as long as none exists.
     """
 
-    def owner_for(self: Any, name: str) -> Any:
+    def owner_for(self: object, name: str) -> Any:
         return None if name in names or name.startswith("__") else owner_of(self)
 
-    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807 - they become methods
+    def __getattribute__(self: object, name: str) -> Any:  # noqa: N807 - they become methods
         owner = owner_for(self, name)
         if owner is not None and name in vars(owner):
             return vars(owner)[name]
@@ -97,7 +97,7 @@ def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, 
         else:
             DataLoader.__setattr__(self, name, value)
 
-    def __delattr__(self: Any, name: str) -> None:  # noqa: N807
+    def __delattr__(self: object, name: str) -> None:  # noqa: N807
         owner = owner_for(self, name)
         if owner is not None:
             delattr(owner, name)

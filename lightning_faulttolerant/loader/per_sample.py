@@ -78,7 +78,7 @@ class SampleSeeds:
             self.num_begun += 1
         return self.num_begun - 1
 
-    def of(self, batch: Any, *, epoch: int, place: int, step: int = 1) -> SeededIndices:
+    def of(self, batch: object, *, epoch: int, place: int, step: int = 1) -> SeededIndices:
         """Return `batch` with the values that seed its samples."""
         own = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
         return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch, step)
@@ -260,7 +260,7 @@ def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> 
     return generators.keys()
 
 
-def _seed_generator(generator: Any, seed: int) -> None:
+def _seed_generator(generator: object, seed: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):

@@ -68,7 +68,7 @@ class SeededSamples:
             self._seeds.load_state_dict(state)
             self._had_workers = [self._num_workers, *(n for n in state["had_workers"] if n != self._num_workers)]
 
-    def plan(self, record: Mapping[str, Any], consumed: int) -> IndexPlan:
+    def plan(self, record: Mapping[str, object], consumed: int) -> IndexPlan:
         """Return the plan to continue after `consumed` batches of `record`.
 
         If the run never had workers, the sampler draws a batch again that was fetched ahead.

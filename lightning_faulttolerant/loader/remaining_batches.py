@@ -158,7 +158,7 @@ class RemainingBatches:
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
-def share_of(sampler: Any, *, rank: int, num_ranks: int) -> RankShare | None:
+def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
@@ -191,7 +191,7 @@ def _is_one_pass(sampler: Any) -> bool:
     return is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:
+def order_of(sampler: object, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:
     """Return the order of an epoch that `sampler` began. `share_of` must return a share for the sampler.
 
     Args:

@@ -74,7 +74,7 @@ class Chain:
         """The number of batches it has yielded."""
         return sum(run.num_out for run in self.runs)
 
-    def begin(self, objects: Mapping[str, Any]) -> ChainIteration:
+    def begin(self, objects: Mapping[str, object]) -> ChainIteration:
         """Note that an iteration begins now."""
         last = self.runs[-1] if self.runs else None
         run = ChainIteration(num_before=0 if last is None else last.num_steps, objects=objects)
@@ -86,7 +86,7 @@ class Chain:
         """Note the moments before and after the last iteration's iterator was created."""
         self.log.note(self.runs[-1].num_before, before.states(), after.states())
 
-    def note(self, batch: Any, before: RandomStates, after: RandomStates) -> None:
+    def note(self, batch: object, before: RandomStates, after: RandomStates) -> None:
         """Note a batch of the last iteration, and the moments before and after it was drawn."""
         run = self.runs[-1]
         self.log.note(run.num_steps, before.states(), after.states())
@@ -99,7 +99,7 @@ class Chain:
             self.log.note(run.num_steps, before.states(), after.states())
             run.has_ended = True
 
-    def _count(self, run: ChainIteration, batch: Any) -> None:
+    def _count(self, run: ChainIteration, batch: object) -> None:
         run.num_out += 1
         run.digests.append((run.num_out, sample_digest(batch, run.digests[-1][1])))
 

@@ -39,12 +39,12 @@ class ReplayedIteration:
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
 
-    def note_first(self, objects: Mapping[str, Any]) -> None:
+    def note_first(self, objects: Mapping[str, object]) -> None:
         """Note the changes on the loader's objects right before the first batch."""
         for _, run in self.places:
             run.first = objects if digest_of(objects) != digest_of(run.objects) else {}
 
-    def note(self, batch: Any, before: RandomStates, after: RandomStates) -> None:
+    def note(self, batch: object, before: RandomStates, after: RandomStates) -> None:
         """Note a batch, and the moments before and after it was drawn."""
         for chain, _ in self.places:
             chain.note(batch, before, after)
@@ -161,7 +161,7 @@ class Replayer:
             reason = f"{self._name} is begun again: {lacks_generators(missing)}"
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
-    def _load(self, objects: Mapping[str, Any]) -> None:
+    def _load(self, objects: Mapping[str, object]) -> None:
         for line in self.objects.load_state_dict(objects):
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
 

@@ -159,7 +159,7 @@ class ResumableDataLoader(DataLoader[T]):
         return self._started_run.state_dict()
 
     @_shown
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Let the next iteration continue from a state, and restore the random states of this process.
 
         An iterator created earlier yields no more batches: its next call raises `NotExactError`.
@@ -189,7 +189,7 @@ class ResumableDataLoader(DataLoader[T]):
             len(self._run.followed)  # torch warns about too many samples only on a loader whose length was read
         return length
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         run: LoaderRun | None = vars(self).get("_run")
         if run is None or name not in _ARGUMENTS:

@@ -200,7 +200,7 @@ class LoaderRun:
             }
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, restores_rng: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, restores_rng: bool = True) -> None:
         """Let the next iteration continue from a position of `state_dict`.
 
         Args:
@@ -305,7 +305,7 @@ class LoaderRun:
         self._epoch += 1
         self._iteration = self._loaded = None
 
-    def fetch(self, handed: _Handed, batches: Iterator[Any]) -> Any:
+    def fetch(self, handed: _Handed, batches: Iterator[object]) -> Any:
         """Return the next batch of an iteration."""
         self._before_fetch(handed)
         if not self._told.is_listening:
@@ -404,7 +404,7 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
     }
 
 
-def _unpacked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _unpacked(state_dict: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"This is no state of a ResumableDataLoader: it is {state_dict!r}.")
     if not {POOL, "version"} <= state_dict.keys():
@@ -435,7 +435,7 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sample
 _TENSOR, _TUPLE, _PAIRS = "<tensor>", "<tuple>", "<pairs>"
 
 
-def to_json(state: Mapping[str, Any]) -> dict[str, Any]:
+def to_json(state: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of `state` that ``json.dumps`` and ``torch.load(weights_only=True)`` accept."""
     packed = pack_blobs({name: _encoded(part) for name, part in state.items()})
     data = base64.b64encode(tensor_to_blob(packed[POOL]["data"])).decode("ascii")
@@ -450,7 +450,7 @@ def from_json(packed: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _decoded(part) for name, part in unpack_blobs(packed).items()}
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> Any:
     if isinstance(value, dict):
         if len(value) != 1 and all(type(key) is str for key in value):
             return {key: _encoded(child) for key, child in value.items()}
@@ -465,7 +465,7 @@ def _encoded(value: Any) -> Any:
     return value
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     if isinstance(value, list):
         return [_decoded(child) for child in value]
     if not isinstance(value, dict):

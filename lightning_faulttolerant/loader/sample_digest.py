@@ -30,7 +30,7 @@ _SHOWN = (bool, int, float, complex, type(None), enum.Enum, datetime.date, datet
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def sample_digest(sample: Any, digest: int = 0) -> int:
+def sample_digest(sample: object, digest: int = 0) -> int:
     """Return a checksum of every number, string, and array in `sample`, including those inside objects of any class.
 
     Args:
@@ -42,7 +42,7 @@ def sample_digest(sample: Any, digest: int = 0) -> int:
     return digest
 
 
-def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value)
@@ -62,7 +62,7 @@ def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | mem
         yield from _of_object(value, seen)
 
 
-def _of_object(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+def _of_object(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     if isinstance(value, Mapping):
         yield f"{len(value)}".encode()
         for key, child in value.items():

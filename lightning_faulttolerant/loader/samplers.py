@@ -18,7 +18,7 @@ from lightning_faulttolerant.samplers.progress import Interruptible
 from lightning_faulttolerant.state.objects.kinds import follow_protocol
 
 
-def is_interruptible(sampler: Any) -> bool:
+def is_interruptible(sampler: object) -> bool:
     """Return whether `sampler` is one of this package's: its order follows from seed and epoch, not from draws."""
     return isinstance(sampler, Interruptible) and type(sampler).__module__.startswith("lightning_faulttolerant.")
 
@@ -67,13 +67,13 @@ def has_state(value: Any) -> bool:
     return has_state_methods(value) and what_is_not_plain(value.state_dict()) is None
 
 
-def has_state_methods(value: Any) -> bool:
+def has_state_methods(value: object) -> bool:
     """Return whether `value` has both methods, with the arguments of torch's protocol."""
     methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
     return all(callable(method) for method in methods) and follow_protocol(*methods)
 
 
-def what_is_not_plain(value: Any, path: str = "") -> str | None:
+def what_is_not_plain(value: object, path: str = "") -> str | None:
     """Return the place and the type of the first value in a state that a checkpoint can't hold safely, or ``None``."""
     if isinstance(value, Mapping):
         strange = [key for key in value if not isinstance(key, (str, int))]

@@ -29,7 +29,7 @@ def is_streaming_loader(loader: object) -> bool:
     return isinstance(loader, StreamingDataLoader)
 
 
-def streams_of(dataset: Any, depth: int = _DEPTH) -> list[StreamingDataset]:
+def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
     """Return the streaming data sets that `dataset` is or holds."""
     if isinstance(dataset, StreamingDataset):
         return [dataset]
@@ -39,7 +39,7 @@ def streams_of(dataset: Any, depth: int = _DEPTH) -> list[StreamingDataset]:
     return [stream for child in held for stream in streams_of(child, depth - 1)]
 
 
-def _items(value: Any) -> Iterator[Any]:
+def _items(value: object) -> Iterator[Any]:
     yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -119,7 +119,7 @@ class StreamedEpochs:
                 )
         return [{**place, "is_begun": True} for place in self._begun]
 
-    def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, places: Sequence[Mapping[str, object]]) -> None:
         """Let the next iterations begin at these positions. An iteration that had begun continues."""
         self._resumed = [place for place in places if place.get("is_begun")]
         self._put(places)

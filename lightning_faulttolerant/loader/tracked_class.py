@@ -77,7 +77,7 @@ def _followed_sampler(user_class: type[DataLoader[Any]], self: DataLoader[Any]) 
     return tracker.index_side
 
 
-def _users(followed: Any) -> Any:
+def _users(followed: object) -> Any:
     """Return the user's loader. A followed copy shares its attributes: both sides may set them in the fit."""
     tracker = object.__getattribute__(followed, "__dict__").get(TRACKER)
     return None if tracker is None else tracker.user_loader
@@ -97,12 +97,12 @@ def _before(maker: Any) -> type[DataLoader[Any]]:
     return Tracked
 
 
-def _no_state(self: Any) -> dict[str, Any]:
+def _no_state(self: object) -> dict[str, Any]:
     # Lightning calls it at each checkpoint. The tracker's state has the position; nothing must be restored twice.
     return {}
 
 
-def _load_no_state(self: Any, state_dict: Mapping[str, Any]) -> None:
+def _load_no_state(self: object, state_dict: Mapping[str, object]) -> None:
     if not state_dict:
         return
     message = (

@@ -150,7 +150,7 @@ class WorkerSide:
             for line in self._objects.load_state_dict(self._owed):
                 refuse(f"A worker continues without {line}", strict=self.strict, not_exact=self._not_exact)
 
-    def collate(self, samples: Any) -> Any:
+    def collate(self, samples: object) -> Any:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
         if self._worker >= 0 and self._per_sample is None:
@@ -159,7 +159,7 @@ class WorkerSide:
             self._leave_state()
         return batch
 
-    def state_bytes(self, dataset: Any) -> int:
+    def state_bytes(self, dataset: object) -> int:
         """Return the approximate length of a worker's state, from the main process's copy of the data set."""
         roots = {"dataset": dataset, "collate_fn": self._collate_fn}
         held = HeldGenerators({**roots, **users_variables(roots)})
@@ -226,7 +226,7 @@ def _pack(
     iterable: IterableSide | None = None,
     dataset: Any = None,
     *,
-    objects: Mapping[str, Any] | None = None,
+    objects: Mapping[str, object] | None = None,
 ) -> bytes:
     state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:

@@ -55,7 +55,7 @@ def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> RunHistory:
     return RunHistory(chapters=chapters, num_forgotten=reader.num_forgotten, num_unread=num_unread)
 
 
-def place_of(line: Any) -> RunPlace | None:
+def place_of(line: object) -> RunPlace | None:
     """Return the place that a line names, or ``None`` if it names none.
 
     Args:
@@ -297,12 +297,12 @@ def _number(value: Any) -> float | None:
     return float(value) if is_one else None
 
 
-def _time(value: Any) -> float | None:
+def _time(value: object) -> float | None:
     found = _number(value)
     return found if found is not None and 0 <= found < _MAX_TIME else None
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < _MAX_NUMBER else None
 
 

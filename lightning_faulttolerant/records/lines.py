@@ -24,7 +24,7 @@ class LineFile:
         size = os.fstat(self._descriptor).st_size
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Add one object in a single write; after a line that a killed process has torn, begin a new line.
 
         Raises:
@@ -44,7 +44,7 @@ class LineFile:
             self._descriptor = -1
 
 
-def append_line(path: str | os.PathLike[str], line: Mapping[str, Any]) -> None:
+def append_line(path: str | os.PathLike[str], line: Mapping[str, object]) -> None:
     """Add one object in a single write; after a line that a killed process has torn, begin a new line.
 
     Args:

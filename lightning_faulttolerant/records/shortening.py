@@ -30,7 +30,7 @@ _MARK_BYTES = 150
 _IN_SUM = ("epoch", "batch", "global_step", "seconds", "time")
 
 
-def text_of(lines: Iterable[Mapping[str, Any]]) -> bytes:
+def text_of(lines: Iterable[Mapping[str, object]]) -> bytes:
     """Return lines as the content of a file.
 
     Args:
@@ -169,7 +169,7 @@ def _began(autosave: Line) -> Any:
     return _number(autosave, "time") - _number(autosave, "seconds")
 
 
-def sum_of_validations(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> Line:
+def sum_of_validations(one: Mapping[str, object] | None, other: Mapping[str, object]) -> Line:
     """Return one line for two about validation runs, of the same fit.
 
     Args:
@@ -182,7 +182,7 @@ def sum_of_validations(one: Mapping[str, Any] | None, other: Mapping[str, Any]) 
     return {**other, **sums, "since": one.get("since"), "first": one.get("first")}
 
 
-def _number(line: Mapping[str, Any], name: str) -> Any:
+def _number(line: Mapping[str, object], name: str) -> Any:
     found = line.get(name)
     return found if isinstance(found, (int, float)) else 0
 

@@ -172,11 +172,11 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         return len(self.files)
 
 
-def _applied(transform: Callable[[Any], Any] | None, value: Any) -> Any:
+def _applied(transform: Callable[[Any], Any] | None, value: object) -> Any:
     return value if transform is None else transform(value)
 
 
-def _tensor(sample: Any, path: str) -> Tensor:
+def _tensor(sample: object, path: str) -> Tensor:
     if not isinstance(sample, Tensor):
         raise TypeError(
             f"device_id stacks the samples, and that of {path} is a {type(sample).__name__}. Turn them into tensors of"

@@ -89,7 +89,7 @@ class InterruptibleSamples(Interruptible):
             **self._order_arguments(),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, strict: bool = True) -> None:
         """Continue from a state of `state_dict`, of this package or of the original library.
 
         Args:

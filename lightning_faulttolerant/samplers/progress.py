@@ -230,7 +230,7 @@ class Interruptible(ABC):
         """Return all that is kept of the epoch, as plain values, for the same object recreated with as many ranks."""
         return {name: copy.deepcopy(getattr(self, name)) for name in self._kept}
 
-    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+    def load_progress_state(self, state: Mapping[str, object]) -> None:
         """Restore a state of `progress_state`. Code that keeps positions itself moves a sampler this way."""
         for name in self._kept:
             setattr(self, name, copy.deepcopy(state[name]))
@@ -250,7 +250,7 @@ class Interruptible(ABC):
         """Return the state that is needed to continue from here."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], *, strict: bool = True) -> None:
         """Continue from a state of `state_dict`."""
 
 

@@ -36,7 +36,7 @@ class SamplerPosition:
         return self.num_replicas == 0
 
 
-def read_position(state: Mapping[str, Any], *, kind: str) -> SamplerPosition:
+def read_position(state: Mapping[str, object], *, kind: str) -> SamplerPosition:
     """Return the position of `state`.
 
     Args:
@@ -77,7 +77,7 @@ def _count(state: Mapping[str, Any], key: str, *, least: int = 0) -> int:
     return number
 
 
-def check_same(state: Mapping[str, Any], now: Mapping[str, Any], *, strict: bool) -> None:
+def check_same(state: Mapping[str, object], now: Mapping[str, object], *, strict: bool) -> None:
     """Check that everything that determines the order is as it was saved.
 
     Args:

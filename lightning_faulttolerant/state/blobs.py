@@ -38,7 +38,7 @@ def tensor_to_blob(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def pack_blobs(state: Mapping[str, Any]) -> dict[str, Any]:
+def pack_blobs(state: Mapping[str, object]) -> dict[str, Any]:
     """Return a copy of `state` (dicts, lists, plain values, tensors) with all ``bytes`` moved under the key `POOL`.
 
     Raises:
@@ -66,7 +66,7 @@ def is_packed(state: dict[Any, Any]) -> bool:
     return type(pool) is dict and pool.keys() == {"lengths", "data"}
 
 
-def _pack(state: Any, numbers: dict[bytes, int]) -> Any:
+def _pack(state: object, numbers: dict[bytes, int]) -> Any:
     if isinstance(state, bytes):
         return {_REFERENCE: numbers.setdefault(state, len(numbers))}
     if isinstance(state, dict):
@@ -78,7 +78,7 @@ def _pack(state: Any, numbers: dict[bytes, int]) -> Any:
     return state
 
 
-def _unpack(state: Any, blobs: list[bytes]) -> Any:
+def _unpack(state: object, blobs: list[bytes]) -> Any:
     if isinstance(state, dict):
         if state.keys() == {_REFERENCE}:
             return blobs[state[_REFERENCE]]

@@ -19,7 +19,7 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 _KEYS, _OWN = "keys", "own"
 
 
-def digests_of(state: Any) -> Any:
+def digests_of(state: object) -> Any:
     """Return the dicts of `state` with a digest in place of every other value."""
     if isinstance(state, Mapping):
         return {key: digests_of(value) for key, value in state.items()}
@@ -28,7 +28,7 @@ def digests_of(state: Any) -> Any:
     return digest.digest()
 
 
-def difference(state: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
+def difference(state: Mapping[str, object], digests: Mapping[str, object]) -> dict[str, Any]:
     """Return the input that `patched` needs to turn the state with `digests` into `state`.
 
     Args:

@@ -115,7 +115,7 @@ class HeldGenerators:
                     name,
                 )
 
-    def _watch(self, path: Path, value: Any) -> None:
+    def _watch(self, path: Path, value: object) -> None:
         is_container = isinstance(value, (dict, list, deque))
         if isinstance(value, types.FunctionType) or is_opaque(value):
             return  # a function never gets a generator later
@@ -126,7 +126,7 @@ class HeldGenerators:
             self._watched.append(_Watched(path=path, value=value, container=container, kind=kind, left_out=left_out))
             self._known.add(id(value))  # the id stays valid: the entry holds the object
 
-    def state_dict(self, *, of: Sequence[Any] | None = None) -> dict[str, bytes]:
+    def state_dict(self, *, of: Sequence[object] | None = None) -> dict[str, bytes]:
         """Return the state of each generator by its path; a generator that no longer exists is left out.
 
         Args:
@@ -218,11 +218,11 @@ class _Watched:
         self.size, self.empty = size, tuple(key for key, child in items if child is None)
         return [((self.kind, key), child) for key, child in came if not self._is_left_out(key)]
 
-    def _is_left_out(self, key: Any) -> bool:
+    def _is_left_out(self, key: object) -> bool:
         return is_pythons(key) or key in self.left_out
 
 
-def _last_step(path: str, owner: Any, name: str) -> tuple[str, Any] | None:
+def _last_step(path: str, owner: object, name: str) -> tuple[str, Any] | None:
     """Return the step from `owner` to the place called `name`, if that is empty: an attribute, or a key of a dict."""
     rest = name.removeprefix(path)
     if not name.startswith(path) or not rest:
@@ -282,7 +282,7 @@ def unpack_generator(generator: Any, blob: bytes) -> None:
         raise ValueError(f"A {type(generator).__name__} can't take the saved state of a {kind} generator.")
 
 
-def _has_bits(generator: Any) -> bool:
+def _has_bits(generator: object) -> bool:
     return hasattr(generator, "bit_generator")
 
 
@@ -340,7 +340,7 @@ def _holds(container: Any, key: Any) -> bool:
         return True
 
 
-def _assign(owner: Any, attribute: str, generator: Any) -> bool:
+def _assign(owner: object, attribute: str, generator: object) -> bool:
     try:
         setattr(owner, attribute, generator)
     except (AttributeError, TypeError):  # a slot that does not exist, a frozen object

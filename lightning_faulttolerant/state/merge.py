@@ -81,38 +81,38 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
 Merge = Callable[[Sequence[Any], Any, int], tuple[Any, str]]
 
 
-def _merge_sum(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
     total = torch.stack(list(values)).sum(0)
     return (total if rank == 0 else torch.zeros_like(total)), ""
 
 
-def _merge_mean(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_mean(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
     stacked = torch.stack(list(values))
     return (stacked if stacked.is_floating_point() else stacked.float()).mean(0), ""
 
 
-def _merge_max(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_max(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
     return torch.stack(list(values)).amax(0), ""
 
 
-def _merge_min(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_min(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
     return torch.stack(list(values)).amin(0), ""
 
 
-def _merge_cat(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_cat(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
     if isinstance(values[0], list):
         return ([item for value in values for item in value] if rank == 0 else []), ""
     joined = torch.cat(list(values))
     return (joined if rank == 0 else joined[:0]), ""
 
 
-def _merge_unknown(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_unknown(values: Sequence[object], default: object, rank: int) -> tuple[Any, str]:
     if all(_equal(values[0], value) for value in values) and _equal(values[0], default):
         return values[0], ""
     return values[min(rank, len(values) - 1)], "has its own reduction, which can't be applied to some ranks only"
 
 
-def _merge_none(values: Sequence[Any], default: Any, rank: int) -> tuple[Any, str]:
+def _merge_none(values: Sequence[object], default: object, rank: int) -> tuple[Any, str]:
     if isinstance(values[0], list):
         return _merge_cat(values, default, rank)
     return _merge_unknown(values, default, rank)
@@ -128,7 +128,7 @@ _MERGES: dict[Callable[..., Any] | None, Merge] = {
 }
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b.to(a.device))
     if isinstance(a, list) and isinstance(b, list):

@@ -20,7 +20,7 @@ def named_metrics(module: nn.Module) -> dict[str, Metric]:
     return _of_kind(Metric, _children(module))
 
 
-def _of_kind(kind: type[Any], children: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _of_kind(kind: type[object], children: Mapping[str, nn.Module]) -> dict[str, Any]:
     return {name: child for name, child in children.items() if kind in type(child).__mro__}
 
 
@@ -53,7 +53,7 @@ def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
             yield from ((f"{path}{key}", held) for key, held in _items(value))
 
 
-def _items(value: Any) -> Iterator[tuple[str, nn.Module]]:
+def _items(value: object) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((f"[{key!r}]", item) for key, item in items if _is_kept(item))
@@ -97,7 +97,7 @@ def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> l
     return missing
 
 
-def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, object]]) -> None:
     """Give each MetricTracker a metric for each step that it had; does nothing the second time."""
     trackers = _of_kind(MetricTracker, _children(module))
     for name in state["trackers"].keys() & trackers.keys():
@@ -153,7 +153,7 @@ def _attributes(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _copy(value: Any, device: Any = None) -> Any:
+def _copy(value: object, device: Any = None) -> Any:
     if isinstance(value, Tensor):
         copy = value.detach().clone()
         return copy if device is None else copy.to(device)

@@ -92,7 +92,7 @@ def unpack_numpy(blob: bytes) -> dict[str, Any]:
     return state if has_gauss < 0 else {**state, "has_gauss": has_gauss, "gauss": gauss}
 
 
-def _array_to_json(value: Any) -> Any:
+def _array_to_json(value: object) -> Any:
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         return {"dtype": str(value.dtype), "array": value.tolist()}
     raise TypeError(f"A generator's state holds a {type(value).__name__}, which can't be kept in a checkpoint.")

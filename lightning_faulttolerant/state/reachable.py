@@ -55,7 +55,7 @@ def path_name(path: Path) -> str:
     return name
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Return whether `value` has a state that draws change: a generator of Python, NumPy or torch, or its seeds."""
     if torch.Generator in type(value).__mro__:  # its metaclass makes `isinstance` slow
         return True
@@ -90,7 +90,7 @@ def walk(queue: deque[tuple[Path, Any]], *, known: Collection[int] = ()) -> Iter
             queue.extend(((*path, step), child) for step, child in _children(value))
 
 
-def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+def _children(value: object) -> Iterator[tuple[tuple[str, Any], Any]]:
     if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > MAX_ITEMS:
         return
     if isinstance(value, (dict, types.MappingProxyType)):
@@ -114,19 +114,19 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         yield from ((("attribute", name), child) for name, child in attributes(value) if name not in left_out)
 
 
-def is_pythons(key: Any) -> bool:
+def is_pythons(key: object) -> bool:
     """Return whether `key` is one of Python's own names in the globals of a module, such as ``__builtins__``."""
     return isinstance(key, str) and key.startswith("__") and key.endswith("__")
 
 
-def _is_bare(value: Any) -> bool:
+def _is_bare(value: object) -> bool:
     """Return whether `value` is a function that holds nothing."""
     if type(value) is not types.FunctionType:
         return False
     return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__)
 
 
-def is_opaque(value: Any) -> bool:
+def is_opaque(value: object) -> bool:
     """Return whether the walk skips the attributes of `value`."""
     return not isinstance(value, (dict, list, deque)) and not _is_walked(type(value))
 
@@ -152,7 +152,7 @@ def _has_dict(kind: Any) -> bool:
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 
-def own_dict(value: Any) -> dict[str, Any] | None:
+def own_dict(value: object) -> dict[str, Any] | None:
     """Return the ``__dict__`` of an object directly, without running code of its class."""
     if not has_dict(type(value)) or isinstance(value, type):
         return None
@@ -160,7 +160,7 @@ def own_dict(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes(value: object) -> Iterator[tuple[str, Any]]:
     """Yield an object's own attributes, slots included, without running code of its class."""
     yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:

@@ -57,7 +57,7 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
             _set_device(name, blob)
 
 
-def _generator_of(function: Any) -> Any:
+def _generator_of(function: object) -> Any:
     """Return the global generator that a module's function is a method of, if it is one."""
     return getattr(function, "__self__", None)
 

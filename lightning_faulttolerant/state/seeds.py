@@ -11,13 +11,13 @@ import sys
 from typing import Any
 
 
-def is_sequence(value: Any) -> bool:
+def is_sequence(value: object) -> bool:
     """Return whether `value` is one of NumPy's seed sequences."""
     numpy_random = sys.modules.get("numpy.random")
     return numpy_random is not None and type(value) is numpy_random.SeedSequence
 
 
-def sequence_of(bits: Any) -> Any:
+def sequence_of(bits: object) -> Any:
     """Return the seed sequence that a bit generator spawns from, or ``None`` if it has none that is known."""
     sequence = getattr(bits, "seed_seq", None)  # public since NumPy 1.25, as is `spawn`
     return sequence if is_sequence(sequence) else None

@@ -17,7 +17,7 @@ LAZY = "not made yet"
 """Stands for the shape of a tensor that follows from the first batch, as in torch's lazy modules."""
 
 
-def shard_of(tensor: Any) -> Any:
+def shard_of(tensor: object) -> Any:
     """Return this rank's part of a tensor that is spread over ranks (torch's ``DTensor``); any other as it is.
 
     The part shares its memory with the tensor, but not always its version counter.
@@ -34,7 +34,7 @@ def gradients_state(module: nn.Module) -> dict[str, Any]:
     return {name: _gradient_state(grad) for name, grad in grads.items() if grad is not None}
 
 
-def load_gradients(module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_gradients(module: nn.Module, state: Mapping[str, object]) -> None:
     """Set the gradients of `module` to those of `state`; a parameter that is not in it gets none."""
     for name, parameter in module.named_parameters():
         grad = state.get(name)

@@ -59,12 +59,12 @@ def file_system(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def is_s3(fs: Any) -> bool:
+def is_s3(fs: object) -> bool:
     """Return whether a file system is from s3fs."""
     return _protocols(fs) == set(S3_PROTOCOLS)
 
 
-def is_gcs(fs: Any) -> bool:
+def is_gcs(fs: object) -> bool:
     """Return whether a file system is from gcsfs."""
     return _protocols(fs) == set(_GCS_PROTOCOLS)
 

@@ -41,7 +41,7 @@ class Upload(Protocol):
         """Return how the published file differs from the sent bytes."""
 
 
-def begin_upload(fs: Any, path: str) -> Upload:
+def begin_upload(fs: object, path: str) -> Upload:
     """Begin a file, in the way that its store supports.
 
     Args:

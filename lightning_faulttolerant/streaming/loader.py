@@ -88,7 +88,7 @@ class StreamingDataLoader(DataLoader[Any]):
             return self._batches.state_dict()
         return dataset.state_at(*dataset.book.place)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> None:
         """Let the next iteration begin at the position of a state, even if one was created but no batch requested yet.
 
         Args:

@@ -72,7 +72,7 @@ def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
     return (0, 0) if epoch < 0 else (epoch, max(0, sample))
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], what: Mapping[str, str]) -> list[str]:
+def differences(saved: Mapping[str, object], now: Mapping[str, object], what: Mapping[str, str]) -> list[str]:
     """Return the differences between two fingerprints, each with both values."""
     return [
         f"{what.get(key, key)}: {saved[key]} -> {now[key]}" for key in now if key in saved and saved[key] != now[key]

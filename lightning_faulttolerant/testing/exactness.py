@@ -161,9 +161,9 @@ class Interruption:
 
 def assert_resumes_exactly(
     fit: Fit,
-    faults: Sequence[Any],
+    faults: Sequence[object],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     without: str | None = None,
     directory: Path | None = None,
     may_begin_anew: bool = False,
@@ -259,7 +259,7 @@ class Runs:
         return self.start(name, [], seed=_SEED, with_callback=with_callback)
 
     def start(
-        self, name: str, faults: Sequence[Any], *, seed: int, with_callback: bool, options: Mapping[str, Any] = {}
+        self, name: str, faults: Sequence[object], *, seed: int, with_callback: bool, options: Mapping[str, object] = {}
     ) -> RunOutcome:
         """Run `fit` in the directory `name`, and wait until it finishes."""
         self._num_started += 1
@@ -284,7 +284,7 @@ class Runs:
         """Return the autosaves of the runs in the directory `name`."""
         return sorted((self._root / name).rglob("autosave-*.ckpt"))
 
-    def _run(self, path: Path, directory: Path, faults: Sequence[Any], options: dict[str, Any] | None) -> None:
+    def _run(self, path: Path, directory: Path, faults: Sequence[object], options: dict[str, Any] | None) -> None:
         recorder = Recorder(path)
         leave_out(faults)
         callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
@@ -319,7 +319,7 @@ class _Interrupted:
         self.left_out: set[str] = set()
         """The attributes that were left out."""
 
-    def run(self, faults: Sequence[Any]) -> list[Interruption]:
+    def run(self, faults: Sequence[object]) -> list[Interruption]:
         """Run it with one fault after the other, then to the end."""
         try:
             for fault in faults:
@@ -330,7 +330,7 @@ class _Interrupted:
                 raise
             raise NotTheSame(f"{error}\nLeft out: {', '.join(sorted(self.left_out))}") from error
 
-    def interrupt(self, fault: Any) -> None:
+    def interrupt(self, fault: object) -> None:
         faults = list(fault) if isinstance(fault, Sequence) else [fault]
         outcome = self._start(faults)
         if outcome.exit_code == 0:

@@ -99,7 +99,7 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
     protocol = _PROTOCOL
 
     @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
+    def _strip_protocol(cls, path: object) -> Any:
         return super()._strip_protocol(path.removeprefix(f"{_PROTOCOL}://") if isinstance(path, str) else path)
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:

@@ -55,7 +55,7 @@ def names_of_hooks() -> set[str]:
     return {name for base in AnyCallback.__bases__ for name in dir(base)}
 
 
-def is_empty_hook(function: Any, name: str) -> bool:
+def is_empty_hook(function: object, name: str) -> bool:
     """Return whether `function` is the empty hook `name` that every callback inherits, in one of the packages."""
     return any(function is getattr(base, name, None) for base in AnyCallback.__bases__)
 

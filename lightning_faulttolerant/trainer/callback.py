@@ -183,7 +183,7 @@ class FaultTolerance(AnyCallback):
         return self._log
 
     @log.setter
-    def log(self, log: Any) -> None:
+    def log(self, log: object) -> None:
         # Lightning sets this first in a run. By the time of setup, loggers have begun new files and removed old ones.
         self._log = log
         module = getattr(log, "__self__", None)  # a user's function in its place has none: setup begins the fit
@@ -226,7 +226,7 @@ class FaultTolerance(AnyCallback):
         own = {name: value for name, value in vars(self).items() if name not in of_the_fit}
         return {**own, "_log": None, "_session": None, "_ledger": None}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: object, pl_module: object, stage: str) -> None:
         """Take over the fit or the evaluation."""
         if self._is_of_another(trainer):
             return
@@ -240,26 +240,26 @@ class FaultTolerance(AnyCallback):
             under_way.begin(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
         if self._session is not None and not self._is_of_another(trainer):
             self._session.put_part(checkpoint)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Save what can be saved, and undo our changes to the trainer."""
         session = self._ended(trainer)
         with self._ledger_ended(trainer, finished=False):
             if session is not None:
                 session.interrupt(exception)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: object, pl_module: object, stage: str) -> None:
         """Mark the fit or the evaluation as finished, and undo our changes to the trainer."""
         session = self._ended(trainer)
         with self._ledger_ended(trainer, finished=True):
             if session is not None:
                 session.finish()
 
-    def _ended(self, trainer: Any) -> AnySession | None:
+    def _ended(self, trainer: object) -> AnySession | None:
         """Return the session of a fit that ends, or ``None`` if there is none, and forget it."""
         if self._session is None or self._is_of_another(trainer):
             return None
@@ -284,12 +284,12 @@ class FaultTolerance(AnyCallback):
         if self._options.script.is_elsewhere and session.trainer.is_global_zero:
             self._options.script.tell_report(self._number, None if report is None else asdict(report))
 
-    def _is_of_another(self, trainer: Any) -> bool:
+    def _is_of_another(self, trainer: object) -> bool:
         """Return whether this callback follows another fit, and `trainer` got it inside a hook of that fit."""
         own = self._session.trainer if self._session is not None else trainer
         return own is not trainer and under_way.is_under_way(own)
 
-    def _is_in_charge(self, trainer: Any) -> bool:
+    def _is_in_charge(self, trainer: object) -> bool:
         """Return whether this callback is the one that acts: the first that the user added, if there are several."""
         callbacks = served(trainer).compat.callbacks(trainer)
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]

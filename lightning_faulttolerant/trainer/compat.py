@@ -271,7 +271,7 @@ def end_fetching(trainer: Trainer) -> None:
 
 
 def renew_iterator(
-    trainer: Trainer, state: Mapping[str, Any] | None, skip: Callable[[list[Any], list[Any]], None]
+    trainer: Trainer, state: Mapping[str, object] | None, skip: Callable[[list[Any], list[Any]], None]
 ) -> None:
     """Create the training loaders' iterators again, as at the beginning of an epoch, if any exist already.
 

@@ -15,7 +15,7 @@ from lightning_faulttolerant.trainer.bases import is_empty_hook, is_lightnings
 from lightning_faulttolerant.trainer.patches import Patches
 
 
-def overridden(owner: Any, hook: str) -> Any:
+def overridden(owner: object, hook: str) -> Any:
     """Return the function of a hook, unless it is the empty one, or `owner` has no such hook."""
     function = getattr(owner, hook, None)
     function = getattr(function, "__func__", function)
@@ -24,17 +24,17 @@ def overridden(owner: Any, hook: str) -> Any:
     return None if is_empty else function
 
 
-def is_lightnings_function(function: Any) -> bool:
+def is_lightnings_function(function: object) -> bool:
     """Return whether Lightning defines `function`."""
     return is_lightnings(getattr(function, "__module__", ""))
 
 
-def is_users_function(function: Any) -> bool:
+def is_users_function(function: object) -> bool:
     """Return whether neither Lightning nor this package defines `function`."""
     return not is_lightnings_function(function) and not is_our_function(function)
 
 
-def is_our_function(function: Any) -> bool:
+def is_our_function(function: object) -> bool:
     """Return whether this package defines `function`."""
     return str(getattr(function, "__module__", "")).startswith("lightning_faulttolerant.")
 

@@ -16,18 +16,18 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, make: Callable[[Method], Method]) -> None:
+    def wrap(self, owner: object, name: str, make: Callable[[Method], Method]) -> None:
         """Replace the method `name` of `owner` by the result of `make` for it."""
         replacement = make(getattr(owner, name))
         # Scripts copy callbacks in the middle of a fit, to train another model with them.
         is_copied = isinstance(owner, Callback)
         self.replace(owner, name, _ReplacedMethod(owner, name, replacement) if is_copied else replacement)
 
-    def around(self, owner: Any, name: str, wrapper: Method) -> None:
+    def around(self, owner: object, name: str, wrapper: Method) -> None:
         """Let `wrapper` run instead of the method `name` of `owner`. It takes that method, and then its arguments."""
         self.wrap(owner, name, lambda original: lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
-    def replace(self, owner: Any, name: str, value: Any) -> None:
+    def replace(self, owner: object, name: str, value: object) -> None:
         """Replace the attribute `name` of `owner` by `value`."""
         had_own = name in vars(owner)
         original = getattr(owner, name)

@@ -29,12 +29,12 @@ left_out: dict[int, weakref.ref[Any]] = {}
 """Callbacks that are not part of a run, by their IDs: a user's callback may have no hash."""
 
 
-def leave_out(callbacks: Iterable[Any]) -> None:
+def leave_out(callbacks: Iterable[object]) -> None:
     """Leave the state of these callbacks out of a run: they count what happens in one process."""
     left_out.update((id(callback), weakref.ref(callback)) for callback in callbacks)
 
 
-def is_left_out(callback: Any) -> bool:
+def is_left_out(callback: object) -> bool:
     """Return whether a callback is left out of a run."""
     known = left_out.get(id(callback))
     return known is not None and known() is callback

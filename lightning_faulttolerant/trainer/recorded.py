@@ -27,7 +27,7 @@ from lightning_faulttolerant.trainer.recorder import Recorder
 from lightning_faulttolerant.trainer.save.run_state import named_callbacks
 
 
-def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:
+def batch_event(trainer: Trainer, batch: object, batch_idx: int) -> dict[str, Any]:
     """Return the contents of a batch, and the metrics that the trainer shows before it."""
     fetches = compat.step_fetches(trainer)  # then Lightning passes the batch of the previous step
     place = compat.num_completed(trainer) if fetches else batch_idx
@@ -37,7 +37,7 @@ def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:
     return {"epoch": trainer.current_epoch, "batch": place, "content": content, "shown": shown}
 
 
-def step_event(trainer: Trainer, outputs: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
+def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int) -> dict[str, Any]:
     """Return the loss of a step, and the learning rates after it."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     rates = learning_rates(trainer)

@@ -33,21 +33,23 @@ class Recorder(AnyCallback):
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps({"event": event, **values}, sort_keys=True).encode() + b"\n")
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: object, pl_module: object, stage: str) -> None:
         """Listen to the loggers."""
         if stage == "fit":
             served(trainer).recorded.listen(trainer, self)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: object, pl_module: object, batch: object, batch_idx: int) -> None:
         """Record the contents of a batch, and the metrics that the trainer shows before it."""
         self._tell_resume(trainer)
         self.write("batch", **served(trainer).recorded.batch_event(trainer, batch, batch_idx))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: object, pl_module: object, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Record the loss and the learning rates."""
         self.write("step", **served(trainer).recorded.step_event(trainer, outputs, batch, batch_idx))
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: object) -> None:
         """Record that a validation run begins."""
         if not trainer.sanity_checking:
             self._tell_resume(trainer)
@@ -55,7 +57,7 @@ class Recorder(AnyCallback):
             self.write("validation", epoch=trainer.current_epoch, batch=batch)
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, pl_module: object, batch: object, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the contents of a validation batch."""
         if not trainer.sanity_checking:
@@ -63,13 +65,13 @@ class Recorder(AnyCallback):
             content = served(trainer).recorded.digest(batch)
             self.write("validation batch", batch=batch_idx, loader=dataloader_idx, content=content)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: object) -> None:
         """Record the results of a validation run."""
         if not trainer.sanity_checking:
             metrics = served(trainer).recorded.shown_metrics(trainer)
             self.write("validated", epoch=trainer.current_epoch, metrics=metrics)
 
-    def _tell_resume(self, trainer: Any) -> None:
+    def _tell_resume(self, trainer: object) -> None:
         if self._told_resume:
             return
         self._told_resume = True
@@ -108,12 +110,12 @@ class KillAt(AnyCallback):
         self._rank = rank
         self._seen = -1
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: object, *_: Any) -> None:
         """Count, and strike if it is time."""
         self._seen += 1
         self._strike("start", trainer)
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: object, *_: Any) -> None:
         """Strike if it is time."""
         self._strike("end", trainer)
 
@@ -132,6 +134,6 @@ class KillAt(AnyCallback):
                 os.kill(os.getpid(), self._signum)
 
 
-def record_end(recorder: Recorder, trainer: Any, draws: Mapping[str, Any]) -> None:
+def record_end(recorder: Recorder, trainer: object, draws: Mapping[str, object]) -> None:
     """Record the final state of a fit: weights, optimizers, metrics, callbacks, and the generators' next draws."""
     recorder.write("end", draws=dict(draws), **served(trainer).recorded.end_event(trainer))

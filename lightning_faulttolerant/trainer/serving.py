@@ -19,7 +19,7 @@ def is_module(value: object) -> bool:
     return _package_with("LightningModule", value) is not None
 
 
-def served(trainer: Any) -> Any:
+def served(trainer: object) -> Any:
     """Return the module that serves a Trainer of its package.
 
     Raises:

@@ -178,7 +178,7 @@ class Session(AnySession):
         assert self.run_state is not None
         return self.run_state
 
-    def _around_process_dataloader(self, original: Method, loader: Any) -> Any:
+    def _around_process_dataloader(self, original: Method, loader: object) -> Any:
         return self._loaders.process(self._reloads.follow(original(loader)))
 
     def _around_setup_data(self, stage: str, original: Method) -> None:
@@ -243,7 +243,7 @@ class Session(AnySession):
         else:
             original()
 
-    def _around_epoch_start(self, original: Method, data_fetcher: Any) -> None:
+    def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
         self._loaders.fetches_ahead = compat.fetches_ahead(self._trainer)
         if self._resumed_epoch is not None:
             self._resumed_epoch.start(original, data_fetcher, self._state())
@@ -282,7 +282,7 @@ class Session(AnySession):
         return self._boundary
 
     def _wrap_advance(self, original: Method) -> Method:
-        def advance(data_fetcher: Any) -> None:
+        def advance(data_fetcher: object) -> None:
             if self._boundary is not None:
                 self._boundary.before_batch()
             elif self.autosaver is not None:

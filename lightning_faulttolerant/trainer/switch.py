@@ -58,7 +58,7 @@ def follow_trainer(*, is_on: bool) -> None:
         EARLY.give_back()
 
 
-def _has_callback(trainer: Any) -> bool:
+def _has_callback(trainer: object) -> bool:
     module = sys.modules.get("lightning_faulttolerant.trainer.callback")
     callbacks = getattr(trainer, "callbacks", ())
     return module is not None and any(isinstance(callback, module.FaultTolerance) for callback in callbacks)

@@ -236,7 +236,7 @@ def difference_of(mismatch: Mismatch) -> Difference:
     )
 
 
-def _values(name: str, expected: Any, found: Any) -> list[Value]:
+def _values(name: str, expected: object, found: object) -> list[Value]:
     """Return the leaves that differ between two values."""
     if expected == found:
         return []
@@ -257,7 +257,7 @@ def _values(name: str, expected: Any, found: Any) -> list[Value]:
     return [Value(name=shown, expected=shown_value(expected), found=shown_value(found))]
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """Return a value of a ledger as readable text. A number is written in decimals, to the last digit.
 
     Args:
@@ -273,7 +273,7 @@ def shown_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def number_of(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
     """Return a number that the ledger has as text, or None if the text is not a number.
 
     Args:

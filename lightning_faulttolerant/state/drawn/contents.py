@@ -73,7 +73,7 @@ class DrawnContents:
     datasets: dict[str, Any]
 
 
-def contents_of(roots: Mapping[str, Any], rules: Rules) -> DrawnContents:
+def contents_of(roots: Mapping[str, object], rules: Rules) -> DrawnContents:
     """Return the content that can be reached from `roots`.
 
     Args:
@@ -100,13 +100,13 @@ def contents_of(roots: Mapping[str, Any], rules: Rules) -> DrawnContents:
     return found
 
 
-def is_part(value: Any) -> bool:
+def is_part(value: object) -> bool:
     """Return whether `value` is a part of a split; its indices identify it."""
     return issubclass(type(value), PARTS)
 
 
 def _add(
-    found: DrawnContents, look_into: Callable[[tuple[str, Any]], None], path: str, owner: Any, name: str, value: Any
+    found: DrawnContents, look_into: Callable[[tuple[str, Any]], None], path: str, owner: object, name: str, value: Any
 ) -> None:
     if is_number(value):
         found.numbers[path] = text_of(value)
@@ -122,7 +122,7 @@ def _add(
         look_into((path, value))
 
 
-def _held_by(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _held_by(path: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         yield from ((f"{path}.{name}", child) for name, child in value.named_children())
     elif isinstance(value, dict):

@@ -36,7 +36,7 @@ def elements_of(value: Any) -> Any:
     return list(value) if isinstance(value, deque) else value
 
 
-def array_of(numbers: Sequence[Any], dtype: str) -> Any:
+def array_of(numbers: Sequence[object], dtype: str) -> Any:
     """Return numbers in a NumPy array, which sorts them a hundred times faster than Python does.
 
     Raises:
@@ -84,7 +84,7 @@ def are_sorted(keys: Keys) -> bool:
     return all(starmap(le, pairwise(keys)))
 
 
-def is_sorted_by_name(elements: Sequence[Any]) -> bool:
+def is_sorted_by_name(elements: Sequence[object]) -> bool:
     """Return whether file names are in an order in which a program lists them.
 
     In a long list, up to 8,192 neighbors are compared.

@@ -46,7 +46,7 @@ def is_ordered(value: Any) -> bool:
     return type(value) is tuple or (kinds.is_plain_container(value) and not isinstance(value, set))
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return a digest of the elements and their order; in a long list, up to 1,024 elements are read.
 
     All UUIDs in a mapping count as equal: libraries draw new ones in each process, to name objects.
@@ -60,7 +60,7 @@ def digest(value: Any) -> str:
     return " to ".join(map(_digest, lists.values()))
 
 
-def kept_order(value: Any) -> dict[str, Any] | None:
+def kept_order(value: object) -> dict[str, Any] | None:
     """Return the order of `value`, for `in_order`; ``None`` if it is sorted, or too large to keep."""
     lists = _lists(value)
     try:
@@ -74,7 +74,7 @@ def kept_order(value: Any) -> dict[str, Any] | None:
     return {name: _kept(elements, keys[name]) for name, elements in lists.items()}
 
 
-def in_order(value: Any, kept: Mapping[str, Any]) -> Any:
+def in_order(value: object, kept: Mapping[str, Any]) -> Any:
     """Return the elements of `value` in an order that was kept: a list, or the pairs of a mapping.
 
     Returns:
@@ -115,13 +115,13 @@ def fill(value: Any, elements: Any) -> bool:
     return True
 
 
-def _lists(value: Any) -> dict[str, Sequence[Any]]:
+def _lists(value: object) -> dict[str, Sequence[Any]]:
     if isinstance(value, dict):
         return {_KEYS: list(value), _VALUES: list(value.values())}
     return {_VALUES: elements_of(value)}
 
 
-def _is_uuid(value: Any) -> bool:
+def _is_uuid(value: object) -> bool:
     return isinstance(value, uuid.UUID) or (isinstance(value, str) and _UUID.fullmatch(value) is not None)
 
 
@@ -131,13 +131,13 @@ def _digest(elements: Any) -> str:
     return digest_of(elements)
 
 
-def _is_too_large(elements: Sequence[Any]) -> bool:
+def _is_too_large(elements: Sequence[object]) -> bool:
     if kinds.is_array(elements):
         return False
     return len(elements) > _MAX_ELEMENTS or len(elements) * _mean_length(elements) > _MAX_CHARACTERS
 
 
-def _kept(elements: Sequence[Any], keys: Keys) -> dict[str, Any]:
+def _kept(elements: Sequence[object], keys: Keys) -> dict[str, Any]:
     order, summed = _sorted(elements, keys)
     found: dict[str, Any] = {"length": len(keys), "elements": summed}
     if are_sorted(order):
@@ -147,7 +147,7 @@ def _kept(elements: Sequence[Any], keys: Keys) -> dict[str, Any]:
     return {**found, "order": zlib.compress(places.tobytes(), _LEVEL)}
 
 
-def _order(elements: Sequence[Any], kept: Mapping[str, Any]) -> Any:
+def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> Any:
     """Return the indices of the elements in the order that was kept; ``None`` if the elements are others."""
     if len(elements) != kept["length"]:
         return None
@@ -166,7 +166,7 @@ def _taken(elements: Sequence[Any], order: Any) -> Sequence[Any]:
     return [elements[i] for i in order.tolist()]
 
 
-def _sorted(elements: Sequence[Any], keys: Keys) -> tuple[Any, str]:
+def _sorted(elements: Sequence[object], keys: Keys) -> tuple[Any, str]:
     """Return the indices that sort the keys, and a digest of the sorted keys."""
     if kinds.is_array(keys):
         bits = bits_of(keys)
@@ -184,6 +184,6 @@ def _hash_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _mean_length(elements: Sequence[Any]) -> float:
+def _mean_length(elements: Sequence[object]) -> float:
     measured = elements[:: max(1, len(elements) // _NUM_MEASURED)]
     return sum(8 if is_number(one) else len(text_of(one)) for one in measured) / max(1, len(measured))

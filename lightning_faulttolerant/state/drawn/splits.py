@@ -45,7 +45,7 @@ class Parts:
         self.digests: dict[str, str] = {}
         """A digest of each part's indices, by path."""
 
-    def note(self, known: Mapping[str, Any]) -> None:
+    def note(self, known: Mapping[str, object]) -> None:
         """Record the parts that training can reach, by path, and the other parts that the script holds."""
         found = {path: part for path, part in known.items() if _indices_of(part) is not None}
         if not found:
@@ -63,7 +63,7 @@ class Parts:
             if path in found or path not in self._noted:
                 self._note(path, part)
 
-    def _note(self, path: str, part: Any) -> None:
+    def _note(self, path: str, part: object) -> None:
         indices = _indices_of(part)
         if indices is None:  # another thread has just changed them
             return
@@ -73,7 +73,7 @@ class Parts:
         if (indices[1:] < indices[:-1]).any():
             self._drawn.add(path)
 
-    def has(self, part: Any) -> bool:
+    def has(self, part: object) -> bool:
         """Return whether a part was recorded before."""
         return any(_own(one, INDICES) is _own(part, INDICES) for one in self._parts.values())
 
@@ -91,7 +91,7 @@ class Parts:
         same = {path: first.setdefault(id(_own(part, INDICES)), path) for path, part in self._parts.items()}
         return {path: {**self._noted[path], "same": same[path]} for path in self._parts}
 
-    def put_back(self, saved: Mapping[str, Any], digests: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    def put_back(self, saved: Mapping[str, object], digests: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Restore the indices of each part, if all parts of a data set are known.
 
         Args:
@@ -193,18 +193,18 @@ def _living_parts() -> Iterator[Any]:
     yield from [value for value in gc.get_objects() if id(type(value)) in wanted]
 
 
-def _own(part: Any, name: str) -> Any:
+def _own(part: object, name: str) -> Any:
     """Return a part's own attribute: a property of a subclass may read a file."""
     return kinds.attributes(part).get(name)
 
 
-def _of(part: Any) -> str:
+def _of(part: object) -> str:
     """Return a name for the whole of a part: all data sets of one class and length count as one."""
     dataset = _own(part, "dataset")
     return f"{type(part).__qualname__} of {type(dataset).__qualname__} [{length_of(dataset)}]"
 
 
-def _indices_of(part: Any) -> Any:
+def _indices_of(part: object) -> Any:
     """Return the indices of a part in an array, or ``None`` if they are not integers in a plain container."""
     indices = _own(part, INDICES)
     if isinstance(indices, Tensor):
@@ -230,7 +230,7 @@ def _unpacked(packed: bytes) -> list[int]:
     return found
 
 
-def _set(part: Any, indices: list[int]) -> None:
+def _set(part: object, indices: list[int]) -> None:
     Content(value=_own(part, INDICES), owner=part, name=INDICES, digest="").set(indices)
 
 
@@ -243,7 +243,7 @@ def length_of(dataset: Any) -> int | None:
     return None
 
 
-def may_be_samples(value: Any, datasets: Iterable[Any]) -> bool:
+def may_be_samples(value: object, datasets: Iterable[object]) -> bool:
     """Return whether `value` may hold the samples of one of these data sets, or a value for each of them.
 
     A value that is shorter than each of them does not. Arrays and lists of names are exceptions: they may be data of

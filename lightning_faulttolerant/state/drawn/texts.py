@@ -24,7 +24,7 @@ class NotPlainError(Exception):
     """A value has no text that would be the same in another process."""
 
 
-def text_of(value: Any, *, prefix: str = "") -> str:
+def text_of(value: object, *, prefix: str = "") -> str:
     """Return the text of an element of a data set: a name, a number, a mapping of these, a small tensor or object.
 
     Args:
@@ -42,7 +42,7 @@ def text_of(value: Any, *, prefix: str = "") -> str:
     return "".join(parts)
 
 
-def digest_of(values: Sequence[Any]) -> str:
+def digest_of(values: Sequence[object]) -> str:
     """Return a digest of a list of elements; file names count without their common directory.
 
     In a long list, up to 1,024 elements are read.
@@ -56,7 +56,7 @@ def digest_of(values: Sequence[Any]) -> str:
     return f"[{len(values)}] crc {zlib.crc32(chr(0).join(texts).encode('utf-8', 'surrogatepass')):08x}"
 
 
-def directory_of(values: Sequence[Any]) -> str:
+def directory_of(values: Sequence[object]) -> str:
     """Return the common directory of a list of files, with a slash at its end; empty if it is not such a list."""
     texts = names_of(values)
     if not texts:
@@ -77,17 +77,17 @@ def names_of(values: Sequence[Any]) -> Sequence[str]:
     return list(map(str, names))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether `value` is a single number."""
     return isinstance(value, _NUMBERS) or kinds.is_numpy(value, "number")
 
 
-def _sampled(values: Sequence[Any]) -> Iterator[Any]:
+def _sampled(values: Sequence[object]) -> Iterator[Any]:
     stride = max(1, len(values) // _NUM_SAMPLED)
     return (values[i] for i in range(0, len(values), stride))
 
 
-def _write(value: Any, parts: list[str], prefix: str) -> None:
+def _write(value: object, parts: list[str], prefix: str) -> None:
     if len(parts) > _MAX_PARTS:
         raise NotPlainError("a large element")
     if isinstance(value, (str, PurePath)):

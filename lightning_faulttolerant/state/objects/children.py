@@ -76,7 +76,7 @@ def items_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.value", child) for child in kinds.contents_of_cell(value))
 
 
-def _key_text(key: Any, place: int) -> str:
+def _key_text(key: object, place: int) -> str:
     if (type(key) is tuple and all(map(kinds.is_leaf, key))) or kinds.is_leaf(key):
         return repr(key)
     return f"{type(key).__name__} {place}"  # two keys of one class get two paths
@@ -97,7 +97,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
 
 
-def of_hooks(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+def of_hooks(path: str, owner: object) -> Iterator[tuple[str, Any]]:
     """Yield the hooks on a module, a tensor, or an optimizer; their keys differ in each process."""
     for name in _HOOKS:
         hooks = getattr(owner, name, None) or {}

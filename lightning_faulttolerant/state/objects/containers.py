@@ -9,12 +9,12 @@ from typing import Any
 KINDS = (list, dict, set, deque)
 
 
-def length_of(value: Any) -> int:
+def length_of(value: object) -> int:
     """Return the number of items in a container."""
     return int(_own(value).__len__(value))
 
 
-def items_of(value: Any) -> list[Any]:
+def items_of(value: object) -> list[Any]:
     """Return the items of a list, a set, or a deque; the keys of a dict."""
     return [key for key, _ in pairs_of(value)] if isinstance(value, dict) else list(_own(value).__iter__(value))
 
@@ -42,5 +42,5 @@ def fill(value: Any, items: Iterable[Any]) -> None:
         set.update(value, found)
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     return next(kind for kind in KINDS if isinstance(value, kind))

@@ -271,7 +271,7 @@ _MAPPINGS = ("dict", "defaultdict", "OrderedDict", "Counter")
 _CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
 
 
-def _progress_bar(name: str, position: Any, total: Any, description: Any, is_shown: bool) -> Any:
+def _progress_bar(name: str, position: object, total: object, description: Any, is_shown: bool) -> Any:
     """Return a progress bar that continues where the old one was."""
     kind = found_progress_bar(name)
     if kind is None:
@@ -302,7 +302,7 @@ def _empty(kind: type) -> Any:
     return maker.__new__(kind)  # type: ignore[call-overload]  # mypy: takes it for `type`
 
 
-def set_attribute(value: Any, name: str, child: Any) -> None:
+def set_attribute(value: object, name: str, child: object) -> None:
     """Set an attribute directly in the object, without calling a property or ``__setattr__`` of its class."""
     slots = dict(kinds.slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
@@ -315,7 +315,7 @@ def set_attribute(value: Any, name: str, child: Any) -> None:
         vars(value)[name] = child
 
 
-def delete_attribute(value: Any, name: str) -> None:
+def delete_attribute(value: object, name: str) -> None:
     """Remove an attribute directly from the object, if it exists."""
     slots = dict(kinds.slots_of(type(value)))
     with contextlib.suppress(AttributeError):
@@ -333,7 +333,7 @@ def _fill_array(array: Any, content: Any) -> None:
     array[...] = content
 
 
-def _fill_memory(value: Any, content: bytes) -> None:
+def _fill_memory(value: object, content: bytes) -> None:
     if not kinds.is_shared_value(value) or len(kinds.memory_of(value)) != len(content):
         raise NothingThereError(f"{len(content)} bytes of shared memory were there, and now it is something else")
     kinds.memory_of(value)[:] = content

@@ -80,7 +80,7 @@ class Aliases:
         self._new.setdefault(key, tensor)
         return None
 
-    def forget(self, values: Iterable[Any]) -> None:
+    def forget(self, values: Iterable[object]) -> None:
         """Forget tensors that are not carried after all."""
         gone = {id(value) for value in values}
         self._new = {key: tensor for key, tensor in self._new.items() if id(tensor) not in gone}
@@ -166,7 +166,7 @@ class Encoder:
         self.table: list[Any] = []
         """The objects that the fit did not begin with, each by its number."""
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """Return the encoded form of `value`.
 
         Raises:
@@ -174,7 +174,7 @@ class Encoder:
         """
         return self._or_nothing(self._encode, value)
 
-    def state(self, state_dict: Any) -> Any:
+    def state(self, state_dict: object) -> Any:
         """Return the encoded form of a ``state_dict``: like `encode`, but tensors are copies without a graph.
 
         Raises:
@@ -186,7 +186,7 @@ class Encoder:
         finally:
             self._has_graphs = True
 
-    def content(self, value: Any) -> list[Any]:
+    def content(self, value: object) -> list[Any]:
         """Return the content of an object that the fit began with, to be restored into that object.
 
         Raises:
@@ -195,7 +195,7 @@ class Encoder:
         encoded: list[Any] = self._or_nothing(self._content_or_bytes, value)
         return encoded
 
-    def _content_or_bytes(self, value: Any) -> list[Any]:
+    def _content_or_bytes(self, value: object) -> list[Any]:
         try:
             return self._content(value)
         except CantCarryError as error:
@@ -203,7 +203,7 @@ class Encoder:
                 raise
             return self._pickled(value, error)
 
-    def _or_nothing(self, encode: Callable[[Any], Any], value: Any) -> Any:
+    def _or_nothing(self, encode: Callable[[Any], Any], value: object) -> Any:
         num_before, bytes_before = len(self.table), self._bytes_left
         try:
             encoded = encode(value)
@@ -268,11 +268,11 @@ class Encoder:
             return ["enum", name, value.name]
         return ["flag", name, self._encode(value.value)]  # several of its members together
 
-    def _is_shared(self, value: Any) -> bool:
+    def _is_shared(self, value: object) -> bool:
         is_alias = isinstance(value, Tensor) and self._aliases.base_of(value) is not None
         return is_alias or id(value) in self._numbers or self._graph.path_of(value) is not None
 
-    def _pickled(self, value: Any, reason: CantCarryError) -> list[Any]:
+    def _pickled(self, value: object, reason: CantCarryError) -> list[Any]:
         """Return the bytes of an object that can't be carried in any other way."""
         is_handle = isinstance(reason, LiveError) or (self.may_be_handle and isinstance(reason, OpaqueError))
         if self._pickles is None or is_handle or isinstance(reason, TooLargeError):
@@ -285,7 +285,7 @@ class Encoder:
         self._take(len(row[-1]))
         return row
 
-    def _number(self, value: Any) -> int:
+    def _number(self, value: object) -> int:
         if self._pickles is not None and self._pickles.has_met(value):
             raise CantCarryError(f"a {type(value).__name__} that is a part of what only its library can read, too")
         self.is_torn |= id(value) in self._in_plain
@@ -296,14 +296,14 @@ class Encoder:
             self._owed.append((number, self._is_part, self._where))
         return self._numbers[id(value)]
 
-    def _made(self, value: Any) -> list[Any]:
+    def _made(self, value: object) -> list[Any]:
         """Return the encoded form that recreates an object."""
         try:
             return self._readable(value)
         except CantCarryError as error:
             return self._pickled(value, error)
 
-    def _readable(self, value: Any) -> list[Any]:
+    def _readable(self, value: object) -> list[Any]:
         if type(value) in (list, dict):  # the most frequent kinds
             return self._content(value)
         if is_generator(value):
@@ -339,7 +339,7 @@ class Encoder:
         place = [list(tensor.shape), list(tensor.stride()), offset]
         return ["alias", self._encode(other), *place, tensor.requires_grad and tensor.is_leaf]
 
-    def _value(self, value: Any) -> list[Any]:
+    def _value(self, value: object) -> list[Any]:
         """Return the encoded form of an object whose class derives from a number, a string, or a similar type."""
         base = next(kind for kind in VALUES if isinstance(value, kind))
         if type(value).__new__ is not base.__new__ and not is_users(type(value)):
@@ -347,26 +347,26 @@ class Encoder:
         name, plain = class_name(type(value), self._graph), self._encode(VALUES[base](value))
         return ["value", name, base.__name__, plain, self._attributes(value)]
 
-    def _rest(self, value: Any) -> list[Any]:
+    def _rest(self, value: object) -> list[Any]:
         """Return the class of a user's own container, and its attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
         return [class_name(type(value), self._graph), self._attributes(value)]
 
-    def _attributes(self, value: Any) -> list[Any]:
+    def _attributes(self, value: object) -> list[Any]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
-    def _attribute(self, value: Any, name: str, child: Any) -> Any:
+    def _attribute(self, value: object, name: str, child: object) -> Any:
         is_part = self._is_part or is_users(type(value))
         return self._inside(child, is_part=is_part, where=f", in {type(value).__name__}.{name}")
 
-    def _item(self, child: Any) -> Any:
+    def _item(self, child: object) -> Any:
         if type(child) in _PLAIN:
             self._take(_ITEM_BYTES)
             return child
         return self._inside(child, is_part=True, where=self._where)
 
-    def _inside(self, child: Any, *, is_part: bool, where: str) -> Any:
+    def _inside(self, child: object, *, is_part: bool, where: str) -> Any:
         """Encode an object that another one refers to.
 
         Args:
@@ -420,7 +420,7 @@ class Encoder:
             return ["cell", self._items(kinds.contents_of_cell(value))]
         raise why_not(value)
 
-    def _plain(self, value: Any) -> list[Any] | None:
+    def _plain(self, value: object) -> list[Any] | None:
         """Return the encoded form of plain data; ``None`` for other values, and if other objects refer to its parts."""
         found = plain_of(value)
         if found is None or self._graph.may_have_met(found.ids) or not self._numbers.keys().isdisjoint(found.ids):
@@ -460,7 +460,7 @@ class Encoder:
             return ["same factory"]  # the factory of the existing dict
         return self._encode(value.default_factory)
 
-    def _items(self, items: Iterable[Any]) -> Any:
+    def _items(self, items: Iterable[object]) -> Any:
         values = list(items)
         self._take(8 * len(values))
         if len(values) >= _MIN_NUMBERS:

@@ -35,7 +35,7 @@ class Graph:
     classes: dict[str, type] = field(default_factory=dict)
     records: dict[str, Records] = field(default_factory=dict)
 
-    def path_of(self, value: Any) -> str | None:
+    def path_of(self, value: object) -> str | None:
         """Return the path of `value`, if it was met."""
         path = self._path_of_single(value)
         if path is not None:
@@ -50,12 +50,12 @@ class Graph:
                 return self.paths.get(id(value))
         return None
 
-    def _path_of_single(self, value: Any) -> str | None:
+    def _path_of_single(self, value: object) -> str | None:
         path = self.paths.get(id(value))
         # A large tensor may be gone, and another object may have its id.
         return path if path is not None and held(self.things.get(path)) is value else None
 
-    def is_met(self, value: Any) -> bool:
+    def is_met(self, value: object) -> bool:
         """Return whether `value` was met."""
         if self._path_of_single(value) is not None:
             return True
@@ -139,7 +139,7 @@ class Graph:
                 self.forget_one(value)
         self.nodes.update(shared)
 
-    def forget_one(self, value: Any) -> None:
+    def forget_one(self, value: object) -> None:
         """Drop an object, but not the objects that were met from there."""
         path = self.path_of(value)
         if path is not None:

@@ -68,7 +68,7 @@ def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
 
 
-def is_leaf(value: Any) -> bool:
+def is_leaf(value: object) -> bool:
     """Return whether `value` can't change and refers to nothing that can."""
     return type(value) in _LEAVES or is_leaf_kind(type(value))
 
@@ -86,7 +86,7 @@ def is_leaf_type(kind: type) -> bool:
     return kind in _LEAVES
 
 
-def is_named(value: Any) -> bool:
+def is_named(value: object) -> bool:
     """Return whether `value` is a part of the program: a class, a function, a module."""
     return isinstance(value, _NAMED)
 
@@ -99,7 +99,7 @@ def contents_of_cell(cell: types.CellType) -> list[Any]:
         return []
 
 
-def is_shared_value(value: Any) -> bool:
+def is_shared_value(value: object) -> bool:
     """Return whether `value` is a number, or an array of numbers, that processes share (``multiprocessing.Value``)."""
     is_simple = type(value).__module__ == "ctypes" and hasattr(value, "value")
     return is_simple or isinstance(value, ctypes.Array) or hasattr(type(value), "get_obj")
@@ -110,7 +110,7 @@ def memory_of(value: Any) -> memoryview:
     return memoryview(value.get_obj() if hasattr(value, "get_obj") else value).cast("B")
 
 
-def is_buffer(value: Any) -> bool:
+def is_buffer(value: object) -> bool:
     """Return whether `value` is one of Python's own arrays of bytes or numbers, or a file in memory."""
     return type(value) in (bytearray, array.array, io.StringIO, io.BytesIO)
 
@@ -122,7 +122,7 @@ def content_of_buffer(value: Any) -> tuple[Any, int]:
     return bytes(value), 0
 
 
-def is_shared(value: Any) -> bool:
+def is_shared(value: object) -> bool:
     """Return whether other processes see writes to `value`."""
     if isinstance(value, torch.Tensor):
         is_dense = value.layout is torch.strided and value.device.type == "cpu"
@@ -130,7 +130,7 @@ def is_shared(value: Any) -> bool:
     return is_shared_value(value)
 
 
-def is_numpy(value: Any, kind: str) -> bool:
+def is_numpy(value: object, kind: str) -> bool:
     """Return whether `value` is an instance of this NumPy class; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, getattr(numpy, kind))
@@ -141,7 +141,7 @@ def is_array(value: Any) -> bool:
     return is_numpy(value, "ndarray") and not value.dtype.hasobject
 
 
-def is_plain_array(value: Any) -> bool:
+def is_plain_array(value: object) -> bool:
     """Return whether `value` is an array of NumPy's own class, in memory."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
@@ -156,17 +156,17 @@ def is_mapped(array: Any) -> bool:
     return isinstance(array, mmap.mmap)
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Return whether `value` is a list, dict, set, or deque, or an instance of a user's subclass of these."""
     return isinstance(value, containers.KINDS)
 
 
-def is_plain_container(value: Any) -> bool:
+def is_plain_container(value: object) -> bool:
     """Return whether `value` is one of Python's own containers, which have no attributes."""
     return type(value) in _EXACT_CONTAINERS
 
 
-def num_bytes(value: Any) -> float:
+def num_bytes(value: object) -> float:
     """Return the approximate size of a table or a similar object; infinity if it does not report one."""
     try:
         if hasattr(value, "memory_usage"):  # of pandas
@@ -186,27 +186,27 @@ def num_items(value: Any) -> int:
     return containers.length_of(value) if is_container(value) else 0
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Return whether `value` is the result of a Python generator function."""
     return isinstance(value, types.GeneratorType)
 
 
-def is_loader_iterator(value: Any) -> bool:
+def is_loader_iterator(value: object) -> bool:
     """Return whether `value` is an iterator of a torch ``DataLoader``."""
     return type(value).__module__ == "torch.utils.data.dataloader" and hasattr(value, "__next__")
 
 
-def is_iterator(value: Any) -> bool:
+def is_iterator(value: object) -> bool:
     """Return whether `value` is one of Python's own iterators, such as that of a list, or of itertools."""
     return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
 
 
-def is_optimizer(value: Any) -> bool:
+def is_optimizer(value: object) -> bool:
     """Return whether `value` is an optimizer of torch's kind: its tensors are carried by parameter, in place."""
     return isinstance(value, torch.optim.Optimizer)
 
 
-def is_walked(value: Any) -> bool:
+def is_walked(value: object) -> bool:
     """Return whether `value` is an instance whose attributes are its state."""
     return _is_walked_kind(type(value))
 
@@ -231,7 +231,7 @@ def _is_walked_kind(kind: type) -> bool:
     return has_dict(kind) or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
 
 
-def is_progress_bar(value: Any) -> bool:
+def is_progress_bar(value: object) -> bool:
     """Return whether `value` is a tqdm bar that its user moves by hand."""
     return is_progress_bar_class(type(value)) and getattr(value, "iterable", None) is None and hasattr(value, "total")
 
@@ -246,21 +246,21 @@ def is_progress_bar_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "tqdm" and callable(getattr(kind, "refresh", None))
 
 
-def is_hash(value: Any) -> bool:
+def is_hash(value: object) -> bool:
     """Return whether `value` is a hash of `hashlib` that is being fed."""
     return (type(value).__module__ or "").startswith(("_hashlib", "_blake2", "_md5", "_sha")) and hasattr(
         value, "digest"
     )
 
 
-def is_live(value: Any) -> bool:
+def is_live(value: object) -> bool:
     """Return whether `value` stands for a resource outside of Python: a file, a connection, a logger of a service."""
     module = type(value).__module__ or ""
     root = module.partition(".")[0]
     return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN or module.startswith(MANIFESTS)
 
 
-def holds_data(value: Any) -> bool:
+def holds_data(value: object) -> bool:
     """Return whether `value` keeps data that no other code can read: a table, an image."""
     return (type(value).__module__ or "").partition(".")[0] in _DATA_ROOTS and not is_users(type(value))
 
@@ -292,11 +292,11 @@ def _is_ipythons(name: str) -> bool:
     return name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     return is_named(value) or hasattr(type(value), "__get__") or type(value).__module__ in ("typing", "abc", "_abc")
 
 
-def attributes(value: Any) -> dict[str, Any]:
+def attributes(value: object) -> dict[str, Any]:
     """Return an object's own attributes, slots included; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
@@ -331,7 +331,7 @@ def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 
 
-def has_state_methods(value: Any) -> bool:
+def has_state_methods(value: object) -> bool:
     """Return whether `value` has ``state_dict`` and ``load_state_dict`` itself, with the arguments of torch's protocol.
 
     The user's ``__getattr__`` is not called.
@@ -361,7 +361,7 @@ def is_record_kind(kind: type) -> bool:
     return has_dict(kind) and not slots_of(kind) and _is_walked_kind(kind) is True
 
 
-def follow_protocol(state_dict: Any, load_state_dict: Any) -> bool:
+def follow_protocol(state_dict: object, load_state_dict: object) -> bool:
     """Return whether two methods have the arguments of torch's protocol."""
     return _num_required(state_dict) == 0 and _num_required(load_state_dict) == 1
 

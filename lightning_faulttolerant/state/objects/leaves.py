@@ -74,7 +74,7 @@ def encode_array(array: Any) -> list[Any]:
     return [dtype, list(array.shape), array.tobytes()]
 
 
-def decode_array(dtype: Any, shape: Sequence[int], content: bytes) -> Any:
+def decode_array(dtype: object, shape: Sequence[int], content: bytes) -> Any:
     """Return the array that `encode_array` encoded."""
     import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 

@@ -38,13 +38,13 @@ class Weak(weakref.ref[Any]):
     """Stands for a large tensor or array: training may replace it, and then its memory is freed."""
 
 
-def hold(value: Any) -> Any:
+def hold(value: object) -> Any:
     """Return `value`, or a weak stand-in if it is large."""
     is_data = isinstance(value, Tensor) or kinds.is_numpy(value, "ndarray")
     return Weak(value) if is_data and is_large(value) else value
 
 
-def held(value: Any) -> Any:
+def held(value: object) -> Any:
     """Return the value that `hold` was called with; ``None`` if it no longer exists."""
     return value() if type(value) is Weak else value
 
@@ -91,7 +91,7 @@ def mark_of(value: Any) -> Mark | None:
     return None
 
 
-def length_mark(value: Any) -> Mark | None:
+def length_mark(value: object) -> Mark | None:
     """Return a mark of a container that finds added and removed items; ``None`` for anything else."""
     if not kinds.is_container(value):
         return None
@@ -138,7 +138,7 @@ def _digest(value: Any) -> bytes | None:
         return None
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Return whether two values are one object, or equal leaves; the second may be a result of `hold`."""
     if type(other) is Weak:
         return one is other()
@@ -150,7 +150,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def same_items(items: Iterable[Any], others: Iterable[Any]) -> bool:
+def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
     """Return whether two collections hold the same objects; at the speed of C if they do."""
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
@@ -167,7 +167,7 @@ def _keys_and_values(mapping: Any) -> list[Any]:
     return [key for key, _ in pairs] + [child for _, child in pairs]
 
 
-def _items_mark(value: Any, items_of: Callable[[Any], list[Any]], before: list[Any] | None = None) -> Mark:
+def _items_mark(value: object, items_of: Callable[[Any], list[Any]], before: list[Any] | None = None) -> Mark:
     copied = _held_weakly(items_of(value) if before is None else before)
 
     def is_same() -> bool:
@@ -177,13 +177,13 @@ def _items_mark(value: Any, items_of: Callable[[Any], list[Any]], before: list[A
     return is_same
 
 
-def _data_mark(value: Any) -> Mark | None:
+def _data_mark(value: object) -> Mark | None:
     """Return a mark of a small table, or a similar object, by its pickle; ``None`` for a large one."""
     digest = _pickled(value)
     return None if digest is None else lambda: _pickled(value) == digest
 
 
-def _pickled(value: Any) -> bytes | None:
+def _pickled(value: object) -> bytes | None:
     if kinds.num_bytes(value) > _DATA_BYTES:
         return None
     try:
@@ -280,17 +280,17 @@ def _same_place(one: tuple[int, Mapping[str, Any]], other: tuple[int, Mapping[st
     return same_items(one[1].values(), other[1].values())
 
 
-def _loader_iterator_mark(iterator: Any) -> Mark:
+def _loader_iterator_mark(iterator: object) -> Mark:
     num_yielded = getattr(iterator, "_num_yielded", None)
     return lambda: getattr(iterator, "_num_yielded", None) == num_yielded
 
 
-def _iterator_mark(iterator: Any) -> Mark:
+def _iterator_mark(iterator: object) -> Mark:
     place = _iterator_place(iterator)
     return lambda: place is not None and _iterator_place(iterator) == place
 
 
-def _iterator_place(iterator: Any) -> Any:
+def _iterator_place(iterator: object) -> Any:
     """Return the position of an iterator, as numbers; ``None`` if it does not report one."""
     try:
         with warnings.catch_warnings():
@@ -301,7 +301,7 @@ def _iterator_place(iterator: Any) -> Any:
         return None if " at 0x" in text else text
 
 
-def _numbers_in(value: Any) -> Any:
+def _numbers_in(value: object) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_numbers_in, value))
     if kinds.is_iterator(value):

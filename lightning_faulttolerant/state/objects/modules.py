@@ -29,7 +29,7 @@ class _Detached:
         self.__dict__ = variables
 
 
-def users_namespaces(roots: Mapping[str, Any]) -> dict[str, Namespace]:
+def users_namespaces(roots: Mapping[str, object]) -> dict[str, Namespace]:
     """Return the globals of the user's modules, and the attributes of the classes defined there, by name.
 
     Args:
@@ -44,12 +44,14 @@ def users_namespaces(roots: Mapping[str, Any]) -> dict[str, Namespace]:
     return found
 
 
-def users_variables(roots: Mapping[str, Any]) -> dict[str, Any]:
+def users_variables(roots: Mapping[str, object]) -> dict[str, Any]:
     """Return the same as direct mappings of names to values."""
     return {name: vars(namespace.owner) for name, namespace in users_namespaces(roots).items()}
 
 
-def _with_detached(modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _with_detached(
+    modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, object]
+) -> Iterator[tuple[str, Any]]:
     """Yield modules, and globals that do not belong to a module."""
     yield from modules
     names = {name for name, _ in modules}
@@ -72,7 +74,7 @@ def _of_frames() -> list[dict[str, Any]]:
     return found[::-1]
 
 
-def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _of_classes(roots: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """Yield the globals of the functions of some objects' classes."""
     for root in roots.values():
         parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else [root]
@@ -96,7 +98,7 @@ def _users_modules() -> list[tuple[str, types.ModuleType]]:
     return _found[2]
 
 
-def _looked_at(name: str, module: Any) -> tuple[Any, bool]:
+def _looked_at(name: str, module: object) -> tuple[Any, bool]:
     known = _whose.get(name)
     if known is not None and known[0] is module:
         return known

@@ -47,7 +47,7 @@ def check_not_saved(value: dict[Any, Any]) -> None:
         raise SavedError("a state that was saved")
 
 
-def why_not(value: Any) -> CantCarryError:
+def why_not(value: object) -> CantCarryError:
     """Return why an unreadable value can't be carried."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if kinds.is_generator(value) or kinds.is_iterator(value) or kinds.is_loader_iterator(value):
@@ -79,7 +79,7 @@ def class_name(kind: type, graph: Graph) -> str:
     return name
 
 
-def part_name(part: Any, graph: Graph) -> str:
+def part_name(part: object, graph: Graph) -> str:
     """Return the name of a class or a function.
 
     Raises:
@@ -168,7 +168,7 @@ def method_name(method: types.MethodType) -> str:
     raise CantCarryError(f"the method {own.__qualname__}, which can't be found by its name")
 
 
-def found_method(owner: Any, name: str) -> types.MethodType | None:
+def found_method(owner: object, name: str) -> types.MethodType | None:
     """Return the method of this name from the class of `owner`."""
     found = inspect.getattr_static(type(owner), name, None)
     return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else None

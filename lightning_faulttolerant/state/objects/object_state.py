@@ -52,7 +52,7 @@ class ObjectState:
     def __len__(self) -> int:
         return len(self._graph.nodes)
 
-    def add(self, roots: Mapping[str, Any]) -> None:
+    def add(self, roots: Mapping[str, object]) -> None:
         """Track more objects from now on; those that are already known keep their baseline.
 
         If the name of one of `roots` stood for another object before, that object is forgotten.
@@ -113,7 +113,7 @@ class ObjectState:
         """The paths of all objects that can change, the nearest first."""
         return list(self._graph.nodes)
 
-    def not_known(self, roots: Mapping[str, Any]) -> list[Any]:
+    def not_known(self, roots: Mapping[str, object]) -> list[Any]:
         """Return the containers and tensors that did not exist at the baseline, except large ones, which are data."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
         nodes = (node.value for node in now.nodes.values())
@@ -121,7 +121,7 @@ class ObjectState:
         kept = (value for value in found if kinds.is_container(value) or isinstance(value, Tensor))
         return [value for value in kept if kinds.num_items(value) <= _MANY_ITEMS]
 
-    def forget(self, values: Iterable[Any]) -> None:
+    def forget(self, values: Iterable[object]) -> None:
         """Treat objects as new: a value that refers to one carries it whole."""
         for value in values:
             self._graph.forget_one(value)
@@ -326,7 +326,7 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {path: [encoded, *_rows_of(encoded, state[TABLE])] for path, encoded in found.items()}
 
 
-def _rows_of(encoded: Any, table: Sequence[Any]) -> list[Any]:
+def _rows_of(encoded: object, table: Sequence[object]) -> list[Any]:
     """Return the rows of the table that a value refers to, directly or through other rows."""
     rows: dict[int, Any] = {}
     queue = [encoded]
@@ -388,7 +388,7 @@ class _Missing:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         reason = str(error) if isinstance(error, NothingThereError) else f"{type(error).__name__}: {error}"

@@ -30,11 +30,11 @@ class Pickles:
         self._is_shared = is_shared
         self._met: dict[int, Any] = {}
 
-    def has_met(self, value: Any) -> bool:
+    def has_met(self, value: object) -> bool:
         """Return whether an object is a part of one that was already pickled."""
         return id(value) in self._met
 
-    def row(self, value: Any, reason: CantCarryError) -> list[Any]:
+    def row(self, value: object, reason: CantCarryError) -> list[Any]:
         """Return the encoded form of an object.
 
         Args:
@@ -69,7 +69,7 @@ class _UnsharedPickler(pickle.Pickler):
         """Values that a class shares between all its objects: a pandas table includes them in its state."""
         self.met: dict[int, Any] = {}
 
-    def persistent_id(self, value: Any) -> None:
+    def persistent_id(self, value: object) -> None:
         for kind in type(value).__mro__:
             self._of_classes.update(map(id, vars(kind).values()))
         if value is self._root or id(value) in self._of_classes or _can_not_change(value):
@@ -82,19 +82,19 @@ class _UnsharedPickler(pickle.Pickler):
         self.met[id(value)] = value
 
 
-def _can_not_change(value: Any) -> bool:
+def _can_not_change(value: object) -> bool:
     """Return whether a copy of a value is as good: texts and numbers. Functions and classes are pickled by name."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes, tuple, frozenset):
         return True
     return kinds.is_leaf(value) or kinds.is_numpy(value, "dtype") or getattr(value, "__qualname__", None) is not None
 
 
-def has_pickles(state: Mapping[str, Any]) -> bool:
+def has_pickles(state: Mapping[str, object]) -> bool:
     """Return whether an object state holds objects as bytes."""
     return any(True for _ in _rows_of(state))
 
 
-def unpickled(state: Mapping[str, Any]) -> dict[str, Any]:
+def unpickled(state: Mapping[str, object]) -> dict[str, Any]:
     """Return an object state with its objects in place of their bytes: this runs any code in the bytes.
 
     An object that can't be created again stays as bytes, and is not restored.
@@ -111,7 +111,7 @@ def _made(row: list[Any]) -> list[Any]:
         return [PICKLED, f"{row[1]} ({type(error).__name__}: {error})", row[2]]
 
 
-def has_whole_state(value: Any) -> bool:
+def has_whole_state(value: object) -> bool:
     """Return whether an object can take the state of another of its class: pickle's last step sets all of it."""
     if not hasattr(type(value), "__setstate__"):
         return False

@@ -37,7 +37,7 @@ class Plain:
         return pickle.loads(pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL)) if self.ids else self.value.copy()
 
 
-def plain_of(value: Any) -> Plain | None:
+def plain_of(value: object) -> Plain | None:
     """Return `value` as plain data, or ``None`` if it is something else or refers to a list or dict twice.
 
     All items of one depth are checked together, at the speed of C.

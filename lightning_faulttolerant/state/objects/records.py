@@ -176,7 +176,7 @@ def records_of(value: Any) -> Records | None:
     return found
 
 
-def _layers_of(value: Sequence[Any]) -> list[Layer] | None:
+def _layers_of(value: Sequence[object]) -> list[Layer] | None:
     """Return all objects that can be reached from the items of a list; ``None`` if one is not plain."""
     layers: list[Layer] = []
     level = [(list(value), list(range(len(value))))]

@@ -19,11 +19,11 @@ class _LostGraph(torch.autograd.Function):
     """Stands for the operations that computed a tensor before the run was interrupted."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: object, *gradients: Any) -> Any:
         raise NotExactError(
             "A gradient is to go back through a tensor that was computed before the run was interrupted. A checkpoint"
             " has the tensor, but not the steps that made it. Detach it, or compute it again from its batch."

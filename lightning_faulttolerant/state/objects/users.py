@@ -149,7 +149,7 @@ def names_in_libraries(kind: type) -> frozenset[str]:
     return _known[kind]
 
 
-def names_in_code(methods: Iterable[Any]) -> frozenset[str]:
+def names_in_code(methods: Iterable[object]) -> frozenset[str]:
     """Return every name that some methods and properties use."""
     functions = [method.fget if isinstance(method, property) else method for method in methods]
     return frozenset(n for f in functions if isinstance(f, types.FunctionType) for n in f.__code__.co_names)

@@ -69,7 +69,7 @@ class Rules:
 
 
 def graph_of(
-    roots: Mapping[str, Any],
+    roots: Mapping[str, object],
     rules: Rules,
     state_of: Callable[[Any], Any],
     *,
@@ -115,7 +115,7 @@ def graph_of(
 
 
 def _met(
-    graph: Graph, path: str, value: Any, rules: Rules, state_of: Callable[[Any], Any], *, with_contents: bool
+    graph: Graph, path: str, value: object, rules: Rules, state_of: Callable[[Any], Any], *, with_contents: bool
 ) -> Iterator[tuple[str, Any]]:
     """Add `value` to the nodes, if it can change, and yield the objects that it refers to."""
     if isinstance(value, (Tensor, nn.Module)) or kinds.is_optimizer(value):
@@ -163,7 +163,7 @@ def _held_weakly(attributes: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if attributes is None else {name: hold(value) for name, value in attributes.items()}
 
 
-def _has_records(graph: Graph, path: str, value: Any, rules: Rules) -> bool:
+def _has_records(graph: Graph, path: str, value: object, rules: Rules) -> bool:
     """Record the items of a large list together if they are alike; return whether they are."""
     found = None if rules.max_items < math.inf else records_of(value)
     if found is None or not found.suits(rules.left_out, rules.is_live):
@@ -174,14 +174,14 @@ def _has_records(graph: Graph, path: str, value: Any, rules: Rules) -> bool:
     return True
 
 
-def is_carried_by_state(value: Any) -> bool:
+def is_carried_by_state(value: object) -> bool:
     """Return whether an object's own ``state_dict`` and ``load_state_dict`` carry its state."""
     if isinstance(value, nn.Module) or not kinds.is_walked(value) or kinds.is_optimizer(value):
         return False
     return kinds.has_state_methods(value)
 
 
-def attributes_of(value: Any, rules: Rules) -> dict[str, Any] | None:
+def attributes_of(value: object, rules: Rules) -> dict[str, Any] | None:
     """Return the attributes of `value` that are the user's, or ``None`` if its attributes don't count."""
     if isinstance(value, types.FunctionType):
         return kinds.attributes(value)
@@ -197,7 +197,7 @@ def attributes_of(value: Any, rules: Rules) -> dict[str, Any] | None:
     }
 
 
-def _is_wrappers(owner: Any, name: str, value: Any) -> bool:
+def _is_wrappers(owner: object, name: str, value: object) -> bool:
     """Return whether Lightning's wrappers (DDP) put `value` in place of a method for a call, and left it there.
 
     They set their own function as an attribute, and afterwards the method that the class has anyway.
@@ -221,7 +221,7 @@ def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, Any]]:
         yield path, kinds.Namespace(owner=kind)
 
 
-def _raw_of(value: Any) -> tuple[list[str], list[int]] | None:
+def _raw_of(value: object) -> tuple[list[str], list[int]] | None:
     if isinstance(value, kinds.Namespace) and value.names is not None:
         return None
     if kinds.has_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is not Hashable

@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
 from lightning_faulttolerant.storage.atomic_file import atomic_writer
@@ -46,7 +45,7 @@ def fetch_index(
     remote: str | None,
     retry: int = 2,
     timeout: float = 60,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> FetchedIndex:
     """Return the current index of a data set.
 

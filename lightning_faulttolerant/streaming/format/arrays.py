@@ -94,7 +94,7 @@ class FixedArray(Encoding):
         self.size = dtype.itemsize * self._num_elements
         self.is_lent = self.size > _MAX_SHARED_BYTES
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         array = _checked(value, self._dtype)
         if array.shape != self._shape:
@@ -133,7 +133,7 @@ class DynamicArray(Encoding):
     def __init__(self, dtype: np.dtype[Any] | None) -> None:
         self._dtype = dtype
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         array = _checked(value, self._dtype)
         if array.ndim > _MAX_NDIM:

@@ -35,7 +35,7 @@ class Encoding(ABC):
     """Whether decoding bytes of unknown origin runs no code from them."""
 
     @abstractmethod
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value.
 
         Raises:
@@ -65,7 +65,7 @@ class WrongTypeError(TypeError, AttributeError):
     """A value is not of its column's type. As in the original library, this is also an ``AttributeError``."""
 
 
-def expect_type(value: Any, types: type | tuple[type, ...], *, encoding: str) -> None:
+def expect_type(value: object, types: type | tuple[type, ...], *, encoding: str) -> None:
     """Raise TypeError unless a value is of a type that an encoding supports."""
     if not isinstance(value, types):
         names = " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))

@@ -121,7 +121,7 @@ class _Parser:
             raise self._error(f"its version is {index.get('version')!r}, the one that is known is {VERSION}")
         return tuple(self._shard(number, entry) for number, entry in enumerate(index["shards"]))
 
-    def _shard(self, number: int, entry: Any) -> ShardInfo:
+    def _shard(self, number: int, entry: object) -> ShardInfo:
         try:
             if not isinstance(entry, dict):
                 raise ValueError("it is not an object")
@@ -153,7 +153,7 @@ class _Parser:
             columns=self._columns_of(entry, format_),
         )
 
-    def _file(self, entry: Any) -> ShardFile:
+    def _file(self, entry: object) -> ShardFile:
         if not isinstance(entry, dict):
             raise ValueError(f"the entry of a file is {entry!r}")
         hashes = entry.get("hashes") or {}
@@ -191,7 +191,7 @@ class _Parser:
         )
 
 
-def check_basename(basename: Any) -> None:
+def check_basename(basename: object) -> None:
     """Raise ValueError unless a name stays in the directory that it is joined to."""
     if not isinstance(basename, str) or _LEAVES_DIRECTORY.match(basename):
         raise ValueError(f"the name {basename!r} of a file does not stay in the directory of the data set")
@@ -220,7 +220,7 @@ def _check_columns(columns: Columns, *, is_mds: bool) -> None:
             raise ValueError(f"column {name!r} of encoding {encoding!r} has {size} bytes, but that has {expected}")
 
 
-def _count(value: Any, what: str) -> int:
+def _count(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"its number of {what} is {value!r}")
     return value

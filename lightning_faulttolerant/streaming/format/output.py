@@ -140,7 +140,7 @@ class Output:
 
 
 def _places(
-    out: str | os.PathLike[str] | tuple[str, str], storage_options: Mapping[str, Any] | None
+    out: str | os.PathLike[str] | tuple[str, str], storage_options: Mapping[str, object] | None
 ) -> tuple[FilePlace | None, FilePlace | None]:
     """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):

@@ -50,7 +50,7 @@ class FilePlace(ABC):
         """Return the name of a file by its address, or ``None`` if it is not below this place."""
 
 
-def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> FilePlace:
+def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> FilePlace:
     """Return the place at an address.
 
     Args:

@@ -35,7 +35,7 @@ class Bytes(Encoding):
 class Str(Encoding):
     """Text as UTF-8."""
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         expect_type(value, str, encoding="str")
         return str(value).encode()
@@ -86,7 +86,7 @@ class Scalar(Encoding):
         self._dtype = np.dtype(dtype)
         self.size = self._dtype.itemsize
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         converted = self._dtype.type(value)
         if self._dtype.kind in "iu" and converted != value:
@@ -130,7 +130,7 @@ class Digits(Encoding):
 class Json(Encoding):
     """Any value that JSON supports; arrays become lists."""
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
 
@@ -144,7 +144,7 @@ class Pickled(Encoding):
 
     is_safe = False
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         return pickle.dumps(value)
 

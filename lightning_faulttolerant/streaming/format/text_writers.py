@@ -37,14 +37,14 @@ class TextWriter(DatasetWriter):
         super().__init__(**options)
 
     @abstractmethod
-    def _line(self, sample: Mapping[str, Any]) -> str:
+    def _line(self, sample: Mapping[str, object]) -> str:
         """Return the line of a sample without its line end."""
 
     def _header(self) -> str:
         """Return the text before the first line."""
         return ""
 
-    def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
+    def encode_sample(self, sample: Mapping[str, object]) -> bytes:
         """Return the line of a sample."""
         for name, encoding in self.columns.items():
             expect_type(sample[name], _TYPES[encoding], encoding=encoding)
@@ -66,7 +66,7 @@ class JSONWriter(TextWriter):
         """Return the description of each shard in the index and in its meta file."""
         return {**super().get_config(), "columns": self.columns, "newline": self.newline}
 
-    def _line(self, sample: Mapping[str, Any]) -> str:
+    def _line(self, sample: Mapping[str, object]) -> str:
         return json.dumps({name: sample[name] for name in self.columns}, sort_keys=True)
 
 
@@ -111,7 +111,7 @@ class XSVWriter(TextWriter):
     def _header(self) -> str:
         return self.separator.join(self.column_names) + self.newline
 
-    def _line(self, sample: Mapping[str, Any]) -> str:
+    def _line(self, sample: Mapping[str, object]) -> str:
         values = [str(_TYPES[self.columns[name]](sample[name])) for name in self.column_names]
         for value in values:
             self._check_plain(value, self.newline)

@@ -91,7 +91,7 @@ class DatasetWriter(ABC):
         )
 
     @abstractmethod
-    def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
+    def encode_sample(self, sample: Mapping[str, object]) -> bytes:
         """Return the bytes of a sample."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class DatasetWriter(ABC):
             "size_limit": self.size_limit,
         }
 
-    def write(self, sample: Mapping[str, Any]) -> None:
+    def write(self, sample: Mapping[str, object]) -> None:
         """Write a sample.
 
         Args:
@@ -268,7 +268,7 @@ class MDSWriter(DatasetWriter):
     def _config_text(self) -> bytes:
         return json.dumps(self.get_config(), sort_keys=True).encode()
 
-    def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
+    def encode_sample(self, sample: Mapping[str, object]) -> bytes:
         """Return the bytes of a sample: lengths of the columns of variable size, then all payloads."""
         lengths, payloads = [], []
         for name, encoding in zip(self.column_names, self._encodings, strict=True):

@@ -148,7 +148,7 @@ def load_shown(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             setattr(modules[prefix], name, value.to(mask.device))
 
 
-def without_masks(weights: Mapping[str, Any], *, here: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def without_masks(weights: Mapping[str, object], *, here: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Return `weights` under the names that they have before any pruning.
 
     Args:
@@ -160,7 +160,7 @@ def without_masks(weights: Mapping[str, Any], *, here: Mapping[str, Any] | None 
     return {hidden.get(name, name): value for name, value in weights.items() if name not in masks}
 
 
-def _pruned(weights: Mapping[str, Any]) -> set[str]:
+def _pruned(weights: Mapping[str, object]) -> set[str]:
     pruned = {name.removesuffix(_MASK) for name in weights if name.endswith(_MASK)}
     return {name for name in pruned if name + _HIDDEN in weights}
 

@@ -164,6 +164,6 @@ def _windows(throughput: Throughput) -> dict[str, Any]:
     }
 
 
-def _as_plain(window: Iterable[Any]) -> list[Any]:
+def _as_plain(window: Iterable[object]) -> list[Any]:
     # A NumPy or torch number becomes a Python number: a checkpoint must load with weights_only=True.
     return [value.item() if hasattr(value, "item") else value for value in window]

@@ -49,7 +49,7 @@ def num_batches_of(loop: Any) -> float:
     return float(loop.batch_progress.current.ready + fetcher.length - fetcher.fetched)
 
 
-def is_predicting(loop: Any) -> bool:
+def is_predicting(loop: object) -> bool:
     """Return whether a loop is that of ``predict``, which logs nothing and returns predictions."""
     return isinstance(loop, _PredictionLoop)
 
@@ -86,7 +86,7 @@ def loaders_of(loop: Any) -> list[Any]:
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
 
-def num_in_order(loader: Any, *, rank: int, num_ranks: int) -> int | None:
+def num_in_order(loader: object, *, rank: int, num_ranks: int) -> int | None:
     """Return how many samples all ranks together have, if Lightning's sampler of ``predict`` deals them in order.
 
     Args:
@@ -124,7 +124,7 @@ def set_num_batches(loop: Any, nums: list[int]) -> None:
     loop.max_batches = nums
 
 
-def count_from(loop: Any, first: list[int], patches: Patches) -> None:
+def count_from(loop: object, first: list[int], patches: Patches) -> None:
     """Number the batches of each loader from `first` on. The loop itself counts from 0."""
 
     def wrap_step(original: Any) -> Any:

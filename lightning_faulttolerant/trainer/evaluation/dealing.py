@@ -108,7 +108,7 @@ class Dealing:
             return "a batch norm takes the mean of each batch, so that samples depend on the others of their batch"
         return ""
 
-    def why_not_dealt(self, states: Sequence[Mapping[str, Any]]) -> str:
+    def why_not_dealt(self, states: Sequence[Mapping[str, object]]) -> str:
         """Return why what is left can't be dealt to these ranks, or an empty string.
 
         Args:
@@ -142,7 +142,7 @@ class Dealing:
         runs.set_num_batches(loop, [one.first + one.num_batches for one in self._dealt])
         runs.count_from(loop, [one.first for one in self._dealt], patches)
 
-    def begin_again(self, seeds: Sequence[Mapping[str, Any] | None]) -> None:
+    def begin_again(self, seeds: Sequence[Mapping[str, object] | None]) -> None:
         """Let each loader begin with new workers, which repeat nothing that earlier ones have drawn.
 
         Args:
@@ -162,7 +162,7 @@ class Dealing:
             tracker.load_state_dict(state)
 
 
-def states_after(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def states_after(ranks: Sequence[Sequence[Mapping[str, object]]]) -> list[dict[str, Any]]:
     """Return for each loader what is left after all ranks that saved, in the form that `Dealing.deal` takes.
 
     Args:

@@ -183,7 +183,7 @@ class EvaluationResume:
         if self._other_ranks is not None:
             dealing.begin_again(self._other_ranks.seeds)
 
-    def _compare_loader(self, place: str, now: Mapping[str, Any]) -> None:
+    def _compare_loader(self, place: str, now: Mapping[str, object]) -> None:
         saved = self._saved["loaders"].get(place)
         if saved is not None and self._other_ranks is not None:
             saved = {**saved, "sampler": now.get("sampler")}  # `deal` compares the orders

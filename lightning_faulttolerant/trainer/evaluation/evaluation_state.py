@@ -79,6 +79,6 @@ class EvaluationState:
         return self._run_state.load_state_dict(state)
 
 
-def changes_tensors(state: Mapping[str, Any]) -> bool:
+def changes_tensors(state: Mapping[str, object]) -> bool:
     """Return whether the evaluation had changed weights, buffers, or gradients when it was saved."""
     return not {_WEIGHTS, _GRADIENTS}.isdisjoint(state)

@@ -141,7 +141,7 @@ class EvaluationSaver:
         """Return whether an autosave is due, by rank 0's clock; a collective."""
         return bool(self._ranks.from_first("due", self.now() >= self.due_at))
 
-    def save(self, position: TrainerPosition, state: Mapping[str, Any], results: Any = None) -> str:
+    def save(self, position: TrainerPosition, state: Mapping[str, object], results: object = None) -> str:
         """Save a state; a collective. Return why it could not be written, or an empty string.
 
         Args:
@@ -178,7 +178,7 @@ class EvaluationSaver:
         began: float,
         *,
         failure: str = "",
-        more: Mapping[str, Any] = {},
+        more: Mapping[str, object] = {},
     ) -> str:
         """Write an autosave, unless something has failed already. Note it, and return what has failed."""
         if not failure:
@@ -188,7 +188,7 @@ class EvaluationSaver:
         return failure
 
     def _checkpoint(
-        self, position: TrainerPosition, state: dict[str, Any], more: Mapping[str, Any]
+        self, position: TrainerPosition, state: dict[str, Any], more: Mapping[str, object]
     ) -> dict[str, Any] | None:
         header = self._header()
         if self._ranks.num_ranks > 1:

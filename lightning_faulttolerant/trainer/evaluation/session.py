@@ -173,7 +173,7 @@ class EvaluationSession(AnySession):
 
     # What the seams do.
 
-    def _around_resume_start(self, original: Method, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+    def _around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
         if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
             checkpoint_path, self._is_without_weights = None, True
         original(checkpoint_path, *args, **kwargs)
@@ -185,7 +185,7 @@ class EvaluationSession(AnySession):
         is_finished = part is not None and TrainerPosition(**part["position"]).is_finished
         return is_finished and self._beginning.has_later_autosaves()
 
-    def _around_process_dataloader(self, original: Method, loader: Any) -> Any:
+    def _around_process_dataloader(self, original: Method, loader: object) -> Any:
         return self._loaders.process(original(loader))
 
     def _around_setup_data(self, original: Method) -> None:
@@ -233,7 +233,7 @@ class EvaluationSession(AnySession):
         position = None if self._resume is None else self._resume.position
         self._beginning.history.start(self._continued, self.report, position)
 
-    def _returned(self, results: Any) -> Any:
+    def _returned(self, results: object) -> Any:
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
     def _around_reset(self, original: Method) -> None:

@@ -142,7 +142,7 @@ class ValidationRun:
         in_use = {number: one for number, one in iterations.items() if one is not None and current in (None, number)}
         return {f"{self.stage}/{number}": one.num_out for number, one in in_use.items()}
 
-    def prepare(self, state: Mapping[str, Any]) -> None:
+    def prepare(self, state: Mapping[str, object]) -> None:
         """Set up the run again, at the place of `state`. Call this before the random states are restored.
 
         The loaders have their places already. They are requested here if they are not set up, and the first of them
@@ -256,7 +256,7 @@ def _functions(trainer: Trainer) -> Iterator[Any]:
                 yield function
 
 
-def _only_sets(function: Any) -> bool:
+def _only_sets(function: object) -> bool:
     if not isinstance(function, types.FunctionType):
         return False
     for step in dis.get_instructions(function):

@@ -47,7 +47,7 @@ class _ServiceFollower(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return how much was logged."""
 
-    def resume(self, state: Mapping[str, Any]) -> list[str]:
+    def resume(self, state: Mapping[str, object]) -> list[str]:
         """Skip what the run already had when it was continued; return what a user should know."""
 
 
@@ -147,7 +147,7 @@ class Experiments:
         compat.set_run_id(logger, run_id)
         return True
 
-    def _begin(self, key: str, logger: compat.TrackingLogger, state: Mapping[str, Any]) -> None:
+    def _begin(self, key: str, logger: compat.TrackingLogger, state: Mapping[str, object]) -> None:
         """Begin the run of a logger, and find out what it already has."""
         try:
             found = logger.experiment.id if isinstance(logger, WandbLogger) else _set_running(logger)
@@ -261,7 +261,9 @@ class WandbRows:
             self._kept.popleft()
         return {"num_rows": self._num_rows, "rows": [row for _, row in self._kept]}
 
-    def _log(self, log: Method, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+    def _log(
+        self, log: Method, data: Mapping[str, object], step: int | None = None, commit: bool | None = None
+    ) -> None:
         is_passed = step is None and self._num_to_pass > 0
         if step is not None or commit is False:
             self._num_rows = None  # the user numbers them, and W&B itself skips those that it has
@@ -334,7 +336,7 @@ class MLflowPoints:
         log_batch: Method,
         run_id: str,
         metrics: Sequence[Any] = (),
-        params: Sequence[Any] = (),
+        params: Sequence[object] = (),
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -351,7 +353,7 @@ class MLflowPoints:
         run_id: str,
         key: str,
         value: float,
-        timestamp: Any = None,
+        timestamp: object = None,
         step: Any = None,
         *args: Any,
         **kwargs: Any,

@@ -76,7 +76,7 @@ class CheckpointFiles:
         self.notes: list[str] = []
         """Where a ModelCheckpoint saves, if the directories of this start differ."""
 
-    def move(self, moves: Moves, state: Mapping[str, Any]) -> None:
+    def move(self, moves: Moves, state: Mapping[str, object]) -> None:
         """Let each ModelCheckpoint save where it did at the first start. Call it before they are set up.
 
         Args:
@@ -131,14 +131,14 @@ class CheckpointFiles:
             around(callback, compat.SAVE_TOPK, partial(self._save_by, callback, True))
             around(callback, compat.SAVE_LAST, partial(self._save_by, callback, False))
 
-    def _write_or_remove(self, write_or_remove: Method, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def _write_or_remove(self, write_or_remove: Method, filepath: object, *args: Any, **kwargs: Any) -> None:
         if not self._is_there_already(filepath):
             self._file = str(filepath)
             write_or_remove(filepath, *args, **kwargs)
         self._num_changes += 1
         self._touched.add(str(filepath))
 
-    def _is_there_already(self, path: Any) -> bool:
+    def _is_there_already(self, path: object) -> bool:
         """Return whether this is the file that the run resumed from, about to be written again."""
         own, here = self._own_file, (_real(path), self._trainer.global_step)
         if own is not None and (own == here or own[1] != here[1]):
@@ -241,7 +241,7 @@ class CheckpointFiles:
             if callback.state_key in state["callbacks"]:
                 compat.load_model_checkpoint(callback, state["callbacks"][callback.state_key])
 
-    def _file_exists(self, file_exists: Method, filepath: Any, trainer: Trainer) -> bool:
+    def _file_exists(self, file_exists: Method, filepath: object, trainer: Trainer) -> bool:
         if self._own_file is not None and _real(filepath) == self._own_file[0]:
             return False
         return self._would_be_there(str(filepath), is_there=file_exists(filepath, trainer))

@@ -88,7 +88,7 @@ class LoggerFiles:
             self._undo.pop()()
 
     def _without_hp_metric(
-        self, log_hyperparams: Method, params: Any, metrics: Any = None, *args: Any, **kwargs: Any
+        self, log_hyperparams: Method, params: object, metrics: object = None, *args: Any, **kwargs: Any
     ) -> None:
         is_there = metrics is None and self._is_starting  # the first start wrote the default one
         log_hyperparams(params, {} if is_there else metrics, *args, **kwargs)
@@ -169,7 +169,7 @@ class _CSVRows:
         log_metrics(*args, **kwargs)
         self._add(self._writer.metrics[-1])
 
-    def _add(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: Mapping[str, object]) -> None:
         self._num_rows += 1
         if not row.keys() <= set(self._columns):
             self._columns = tuple(sorted({*self._columns, *row}))
@@ -198,7 +198,7 @@ class _TensorBoardSteps:
         if writer is not None:
             patches.around(writer, "add_event", self._add_event)
 
-    def _add_event(self, add_event: Method, event: Any, step: Any = None, walltime: Any = None) -> None:
+    def _add_event(self, add_event: Method, event: object, step: Any = None, walltime: object = None) -> None:
         add_event(event, step, walltime)
         self._logged = True
         if step is not None and step > self._last_step:
@@ -324,5 +324,5 @@ class MetricsFile:
                 yield from csv.reader(file)
 
 
-def _is_local(file_system: Any) -> bool:
+def _is_local(file_system: object) -> bool:
     return type(file_system).__name__ == "LocalFileSystem"

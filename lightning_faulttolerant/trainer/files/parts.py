@@ -49,6 +49,6 @@ def part_of(path: str | None) -> Mapping[str, Any] | None:
     return part
 
 
-def are_of_one_run(part: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def are_of_one_run(part: Mapping[str, object] | None, other: Mapping[str, object] | None) -> bool:
     """Return whether two checkpoints with these parts were written by processes of one run."""
     return part is not None and other is not None and MARK in part and part[MARK] == other.get(MARK)

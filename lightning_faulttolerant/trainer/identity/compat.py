@@ -29,7 +29,7 @@ def given_loaders(trainer: Trainer) -> dict[str, Any]:
     return dict(_loaders(given, "train" if function == FIT else function))
 
 
-def _loaders(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _loaders(value: object, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, CombinedLoader):
         value = value.iterables
     if isinstance(value, Mapping):
@@ -42,6 +42,6 @@ def _loaders(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def storage_of(study: Any) -> Any:
+def storage_of(study: object) -> Any:
     """Return the storage of an Optuna study; nothing public tells whether it is in memory only."""
     return getattr(study, "_storage", None)

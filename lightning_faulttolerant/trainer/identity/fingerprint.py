@@ -66,30 +66,30 @@ class StartFingerprint:
         """A short name for `core`."""
         return hashlib.blake2b(repr(self.core).encode(), digest_size=4).hexdigest()
 
-    def differs(self, saved: Mapping[str, Any]) -> list[str]:
+    def differs(self, saved: Mapping[str, object]) -> list[str]:
         """Return a line for each difference in `core` and `data` from another fingerprint's `state_dict`."""
         return [
             *differences(saved.get("core", {}), self.core),
             *differences(saved.get("data", {}), self.data),
         ]
 
-    def has_core(self, saved: Mapping[str, Any]) -> bool:
+    def has_core(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint has the same `core`."""
         return bool(saved.get("core") == self.core)
 
-    def has_data(self, saved: Mapping[str, Any]) -> bool:
+    def has_data(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint has the same `data`."""
         return bool(saved.get("data") == self.data)
 
-    def has_weights(self, saved: Mapping[str, Any]) -> bool:
+    def has_weights(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint has the same `weights`."""
         return bool(saved.get("weights") == self.weights)
 
-    def is_alike(self, saved: Mapping[str, Any]) -> bool:
+    def is_alike(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint is the same except for the weights, which vary without a seed."""
         return self.has_core(saved) and self.has_data(saved)
 
-    def is_exactly(self, saved: Mapping[str, Any]) -> bool:
+    def is_exactly(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint is the same in everything."""
         return self.is_alike(saved) and self.has_weights(saved)
 
@@ -126,7 +126,7 @@ def _limit_of(trainer: Trainer, function: str) -> Any:
     return _jsonable(getattr(trainer, limits[function]))
 
 
-def _data_of(loader: Any) -> Any:
+def _data_of(loader: object) -> Any:
     """Return what is known of a loader's data; how the loader batches it may change in an elastic resume."""
     try:
         found = loader_fingerprint(loader)
@@ -147,7 +147,7 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
     return {name: _jsonable(value) for name, value in kept.items() if not is_passing(value, now=now)}
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> Any:
     """Return a value in the form in which JSON returns it."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(child) for key, child in value.items()}

@@ -28,7 +28,7 @@ class Digest:
         self._met: dict[int, tuple[int, Any]] = {}
         """The objects with attributes found in the current value: kept, so that no other object gets their id."""
 
-    def feed(self, value: Any) -> None:
+    def feed(self, value: object) -> None:
         """Add a value: nested containers of tensors, arrays, and plain values, or objects with such attributes."""
         value = shard_of(value)
         if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ def _parts_of(value: Tensor) -> dict[str, Any] | None:
     return None if has_memory else dict(vars(value))
 
 
-def _attributes(value: Any) -> Any:
+def _attributes(value: object) -> Any:
     """Return the parts of an object; if it shows none, its text, unless the text contains an address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -127,7 +127,7 @@ def _attributes(value: Any) -> Any:
     return None if " at 0x" in text else text
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return a digest of nested tensors and plain values."""
     state = Digest()
     state.feed(value)
@@ -149,7 +149,7 @@ def exact(value: Any) -> Any:
     return digest(value)
 
 
-def exact_metrics(metrics: Any) -> dict[str, Any]:
+def exact_metrics(metrics: object) -> dict[str, Any]:
     """Return metrics in a form that JSON can hold, including those that a user has passed to a custom logger."""
     if not isinstance(metrics, Mapping):
         return {} if metrics is None else {"": exact(metrics)}
@@ -179,5 +179,5 @@ def _in_order(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {name: _sorted(values) for name, values in found.items()}}
 
 
-def _sorted(values: Any) -> Any:
+def _sorted(values: object) -> Any:
     return dict(sorted(values.items(), key=lambda item: str(item[0]))) if isinstance(values, Mapping) else values

@@ -84,7 +84,7 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def around_step(self, original: Method, batch: Any, *args: Any) -> Any:
+    def around_step(self, original: Method, batch: object, *args: Any) -> Any:
         """Run a step, and write its line."""
         trainer = self._trainer
         rng = digest(rng_state())
@@ -270,13 +270,13 @@ class FitLedger:
 
         return before_fetch
 
-    def _around_batch_start(self, original: Method, batch: Any, *args: Any, **kwargs: Any) -> None:
+    def _around_batch_start(self, original: Method, batch: object, *args: Any, **kwargs: Any) -> None:
         if self._trainer.training:
             self._batch = self._known_of(batch)
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
         original(batch, *args, **kwargs)
 
-    def _known_of(self, batch: Any) -> dict[str, Any]:
+    def _known_of(self, batch: object) -> dict[str, Any]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
@@ -302,7 +302,7 @@ class FitLedger:
         """Run a step that fetches its batches by itself, and note all of them."""
         contents, orders = Digest(), []
 
-        def seen(batch: Any) -> None:
+        def seen(batch: object) -> None:
             contents.feed(batch)
             orders.append(None if self._order is None else self._order.of_batch())
 
@@ -336,14 +336,14 @@ class FitLedger:
         finally:
             self._is_logging = False
 
-    def _around_logger(self, logger: Any, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_logger(self, logger: object, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
             metrics = args[0] if args else kwargs.get("metrics")
             step = args[1] if len(args) > 1 else kwargs.get("step")
             self._log(exact(step), metrics, logger=type(logger).__name__)
         return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
-    def _log(self, step: Any, metrics: Any, *, closes_epoch: bool = False, logger: str | None = None) -> None:
+    def _log(self, step: object, metrics: object, *, closes_epoch: bool = False, logger: str | None = None) -> None:
         validating = is_evaluating(self._trainer)
         if not self._has_told_resume:
             self._tell_resume()
@@ -408,7 +408,7 @@ def _marked(mark: PrefetchState | None) -> Places:
     return {} if mark is None else mark.iterations
 
 
-def _same(before: tuple[Any, int] | None, iteration: Any, num_out: int) -> bool:
+def _same(before: tuple[Any, int] | None, iteration: object, num_out: int) -> bool:
     if before is None or before[0] is not iteration:
         return num_out == 0
     return before[1] == num_out

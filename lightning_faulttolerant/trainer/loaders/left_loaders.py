@@ -42,7 +42,12 @@ def place_or_none(place: str, state_of: Callable[[], _T], *, strict: bool, not_e
 
 
 def skip_consumed(
-    iterators: Sequence[Iterator[Any]], loaders: Sequence[Any], state: Mapping[str, Any], *, stage: str, num_ahead: int
+    iterators: Sequence[Iterator[object]],
+    loaders: Sequence[object],
+    state: Mapping[str, Any],
+    *,
+    stage: str,
+    num_ahead: int,
 ) -> None:
     """Draw and drop the consumed batches of each loader whose place was left out.
 

@@ -212,7 +212,7 @@ class Loaders:
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
 
-    def _follow_own(self, place: str, loader: Any) -> tuple[OfWholeLoader, Any]:
+    def _follow_own(self, place: str, loader: object) -> tuple[OfWholeLoader, Any]:
         others = [tracker for tracker in self._followed if tracker.loader is loader]
         has_state = keeps_own_state(loader)
         if has_state and any(tracker.place != place for tracker in others):
@@ -235,7 +235,7 @@ class Loaders:
         tell(f"Loader {place} needs the same number of workers at each resume: {reason}.")
         return None
 
-    def _leave(self, stage: str, place: str, loader: Any) -> Any:
+    def _leave(self, stage: str, place: str, loader: object) -> Any:
         own = self._own[place] = OwnState(loader)
         self.untracked[place] = loader
         if isinstance(loader, DataLoader):

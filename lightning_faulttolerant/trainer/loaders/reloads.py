@@ -73,7 +73,7 @@ class Reloads:
             state = self._state.state_dict()
             self.last = state if state[NODES] else {}
 
-    def follow(self, loader: Any) -> Any:
+    def follow(self, loader: object) -> Any:
         """Follow the objects of a loader, too, and return the loader."""
         if self._state is None or not self._is_asked:
             return loader

@@ -19,19 +19,19 @@ OfWholeLoader = OwnLoader | ReplayedLoader
 Tracker = TrackedLoader | OfWholeLoader
 
 
-def why_not_whole(loader: Any) -> str | None:
+def why_not_whole(loader: object) -> str | None:
     """Return why a loader can't be followed as a whole, or ``None`` if it can."""
     return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
 
 
-def track(loader: Any, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
+def track(loader: object, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
     """Return the tracker that follows a loader as a whole: by its own state if it has one, or else by a replay."""
     if keeps_own_state(loader):
         return OwnLoader(loader, place=place)
     return ReplayedLoader(loader, place=place, older=older)
 
 
-def user_loader(loader: Any) -> Any:
+def user_loader(loader: object) -> Any:
     """Return the loader that `loader` is our copy of, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
     return user_loader_of(loader) if tracker is None else tracker.user_loader

@@ -61,7 +61,7 @@ class Drawn:
         self._saved: Mapping[str, Any] = {}
         self._take_late: Callable[[DrawnOutcome], None] = lambda outcome: None
 
-    def note(self, roots: Mapping[str, Any], *, of_loader: bool) -> None:
+    def note(self, roots: Mapping[str, object], *, of_loader: bool) -> None:
         """Note the contents of objects before training changes them. Restore those of a loader that is set up late.
 
         Args:
@@ -183,7 +183,7 @@ _INDICES = ".indices"
 _PART_OF_CONCAT = re.compile(r"\.parts\.(\d+)")
 
 
-def parts_of_loaders(loaders: Mapping[str, Any]) -> dict[str, Any]:
+def parts_of_loaders(loaders: Mapping[str, object]) -> dict[str, Any]:
     """Return the parts of the loaders, by place and name."""
     found = {}
     for place, loader in loaders.items():
@@ -192,7 +192,7 @@ def parts_of_loaders(loaders: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _line(path: str, saved: Any, now: Any) -> str:
+def _line(path: str, saved: object, now: object) -> str:
     return f"{path}: {saved!r} when it was saved, {now!r} now"
 
 
@@ -216,7 +216,7 @@ def _makes_loaders_again(module: Any) -> bool:
     return False
 
 
-def _is_permuted(value: Any) -> bool:
+def _is_permuted(value: object) -> bool:
     """Return whether a value looks shuffled: it may hold names or numbers of samples, and no element occurs twice.
 
     Labels occur twice. Sentences are in the order in which they were read, and so are names that a program listed.

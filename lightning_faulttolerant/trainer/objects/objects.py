@@ -83,7 +83,7 @@ def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def made_at_epoch_start(owners: Mapping[str, Any]) -> set[str]:
+def made_at_epoch_start(owners: Mapping[str, object]) -> set[str]:
     """Return the paths of the attributes that the epoch-start hooks of these objects set."""
     return {f"{path}.{name}" for path, owner in owners.items() for name in _set_at_epoch_start(type(owner))}
 
@@ -251,7 +251,7 @@ class Objects:
                 remedy = "Let the training loaders give these batches, too, or pass strict=False."
                 refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
 
-    def state_dict(self, where: str, places: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, where: str, places: Mapping[str, object]) -> dict[str, Any]:
         """Return the changes since the baseline, and those among them that can't be carried.
 
         Args:
@@ -418,7 +418,7 @@ def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> di
     return {**state, NODES: nodes}
 
 
-def _made_again(loaders: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:
+def _made_again(loaders: Mapping[str, object], lost: Mapping[str, str]) -> list[str]:
     """Return the paths of the iterators that samplers and iterable data sets create again when a loader resumes."""
     own = [f"{place}.{name}" for place in loaders for name in ("sampler", "batch_sampler")]
     own += [
@@ -436,12 +436,12 @@ def _rules(trainer: Trainer) -> Rules:
     own |= {id(experiment) for experiment in experiments_of(trainer.loggers)} - {id(None)}
     optimizers = {id(optimizer) for optimizer in trainer.optimizers}
 
-    def is_live(value: Any) -> bool:
+    def is_live(value: object) -> bool:
         is_replayed = hasattr(type(value), REPLAYED)
         is_loader = is_replayed or (isinstance(value, DataLoader) and not has_own_class(value))
         return id(value) in own or is_loader or isinstance(value, Trainer) or is_iterated(value)
 
-    def left_out(value: Any) -> Collection[str]:
+    def left_out(value: object) -> Collection[str]:
         if isinstance(value, Namespace):
             return names_of_trainers() if value.owner is trainer and value.names is None else ()
         if isinstance(value, DataLoader):

@@ -38,7 +38,7 @@ def call_off_observers() -> None:
             observer._child_processes = []
 
 
-def saves_shards(strategy: Any) -> bool:
+def saves_shards(strategy: object) -> bool:
     """Return whether a strategy writes a checkpoint as a directory in which each rank has its own files."""
     if isinstance(strategy, ModelParallelStrategy):
         return bool(strategy._save_distributed_checkpoint)

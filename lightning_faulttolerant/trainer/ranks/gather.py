@@ -37,7 +37,7 @@ SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHT
 
 
 def full_state(
-    state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any, *, buffers: Mapping[str, Any] = {}
+    state: Mapping[str, Any], checkpoint: Mapping[str, object], module: Any, *, buffers: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Return a rank's state, including the parts that Lightning would keep for rank 0 only.
 
@@ -52,7 +52,7 @@ def full_state(
 
 
 def as_captured(
-    checkpoint: Mapping[str, Any], instead: Mapping[str, Any] | None, trainer: Trainer
+    checkpoint: Mapping[str, object], instead: Mapping[str, object] | None, trainer: Trainer
 ) -> Mapping[str, Any]:
     """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
     if instead is None:
@@ -65,7 +65,7 @@ def as_captured(
 
 
 def gather(
-    ranks: Ranks, position: TrainerPosition, state: Mapping[str, Any], full: Mapping[str, Any]
+    ranks: Ranks, position: TrainerPosition, state: Mapping[str, object], full: Mapping[str, object]
 ) -> list[dict[str, Any]] | None:
     """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
 
@@ -91,7 +91,7 @@ def gather(
     return [packed for _, packed in told]
 
 
-def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:
     """Return the state of a rank; empty if the checkpoint was saved without this rank.
 
     Args:
@@ -136,7 +136,7 @@ def changed_objects(objects: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**contents_of(objects), **objects.get("stores", {})} if objects else {}
 
 
-def _names(first: Any, other: Any, path: str = "", depth: int = 2) -> list[str]:
+def _names(first: object, other: object, path: str = "", depth: int = 2) -> list[str]:
     if digests_of(first) == digests_of(other):
         return []
     if not depth or not isinstance(first, Mapping) or not isinstance(other, Mapping):
@@ -146,7 +146,7 @@ def _names(first: Any, other: Any, path: str = "", depth: int = 2) -> list[str]:
     return [name for key in keys for name in _names(first.get(key), other.get(key), f"{inner}{key}", depth - 1)]
 
 
-def _with_found(state: dict[str, Any], found: Any) -> dict[str, Any]:
+def _with_found(state: dict[str, Any], found: object) -> dict[str, Any]:
     files = state["files"]
     return {**state, "files": {**files, "checkpoints": {**files["checkpoints"], "found": found}}}
 
@@ -157,7 +157,7 @@ def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, PICKLED: pool} if pool else found
 
 
-def on_cpu(state: Any) -> Any:
+def on_cpu(state: object) -> Any:
     """Return `state` with its tensors on the CPU."""
     if isinstance(state, Tensor):
         return state.detach().cpu()

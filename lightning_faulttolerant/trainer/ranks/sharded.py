@@ -267,7 +267,7 @@ def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> 
     return ShardWriter(trainer, series, ranks) if saves_shards(trainer.strategy) else None
 
 
-def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def without_shards(checkpoint: Mapping[str, object]) -> dict[str, Any]:
     """Return the parts of a checkpoint that go into the file next to the shards."""
     return {key: value for key, value in checkpoint.items() if key not in IN_SHARDS}
 

@@ -122,7 +122,7 @@ def set_aside(series: AutosaveSeries, choice: Choice) -> None:
     )  # fmt: skip
 
 
-def _as_given(given: Any) -> str | None:
+def _as_given(given: object) -> str | None:
     return None if given is None else str(given)
 
 

@@ -31,7 +31,7 @@ def convert_module(trainer: Trainer) -> None:
         plugin.convert_module(trainer.lightning_module)
 
 
-def rounded(module: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
+def rounded(module: nn.Module, state_dict: Mapping[str, object]) -> list[str]:
     """Return the weights of a checkpoint that a load would round now, with both types.
 
     Args:

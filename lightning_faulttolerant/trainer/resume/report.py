@@ -82,7 +82,7 @@ class ResumeReport:
         return (*self.not_exact, *(f"without {line}" for line in self.objects))
 
     @classmethod
-    def load(cls, fields: Mapping[str, Any] | None) -> ResumeReport | None:
+    def load(cls, fields: Mapping[str, object] | None) -> ResumeReport | None:
         """Return the report that another process has passed on, with its lists as tuples again."""
         if fields is None:
             return None

@@ -97,7 +97,7 @@ class Restoring:
             GROWN: self._grown.state_dict(),
         }
 
-    def around_resume_start(self, original: Method, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+    def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
         """Choose the checkpoint, and begin the resume from it."""
         if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
             with own_file_restored(self._trainer):
@@ -189,7 +189,7 @@ class GrownBuffers:
         names = {name for name in {*now, *self._first} if now.get(name) != self._first.get(name)}
         return {name: self._first.get(name, _NOTHING) for name in sorted(names)}
 
-    def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, Any]) -> None:
+    def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, object]) -> None:
         """Give the module buffers like those in `weights`, if they began as they do here.
 
         Args:

@@ -106,7 +106,7 @@ class Resume:
         else:
             self._read(self._part, choice.checkpoint or {})
 
-    def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
+    def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
         self._not_exact.append(NO_PART)
         self._loaders.lightning_restores = any(loader_states(checkpoint))
 
@@ -209,7 +209,7 @@ class Resume:
                 loader_states(checkpoint).clear()  # we restore each loader's place, and only once
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
-    def _keep_all_bits(self, state_dict: Mapping[str, Any]) -> None:
+    def _keep_all_bits(self, state_dict: Mapping[str, object]) -> None:
         if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
             return
         convert_module(self._trainer)
@@ -267,7 +267,7 @@ class Resume:
             # A fit that EarlyStopping had ended must not continue.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
 
-    def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+    def _compare_loader(self, place: str, saved: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
         if saved is not None:
             self._comparison.compare_loader(
                 place,

@@ -64,7 +64,7 @@ class ResumedEpoch:
             compat.set_not_restarting(self._trainer)
             original()
 
-    def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
+    def start(self, original: Callable[[Any], None], data_fetcher: object, run_state: RunState) -> None:
         """Replace the epoch loop's ``on_run_start``, and do the work that is owed before the next batch."""
         trainer, loaders = self._trainer, self._loaders
         if self._where != EPOCH_START or self._resume.saved("loaders").get("combined") is not None:
@@ -93,7 +93,7 @@ class ResumedEpoch:
         with self._resume.as_due():
             self._finish(run, saved)
 
-    def _finish(self, run: ValidationRun, saved: Mapping[str, Any]) -> None:
+    def _finish(self, run: ValidationRun, saved: Mapping[str, object]) -> None:
         trainer = self._trainer
         if self._where == EPOCH_START:
             self._call("on_train_epoch_start")

@@ -159,7 +159,7 @@ class Beginning:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _open(self, checkpoint: Any) -> None:
+    def _open(self, checkpoint: object) -> None:
         options, function = self._options, self._function
         fingerprint = start_fingerprint(
             self._trainer,
@@ -195,7 +195,7 @@ class Beginning:
         self._tell()
         return self.ranks
 
-    def choose(self, checkpoint_path: Any) -> Choice:
+    def choose(self, checkpoint_path: object) -> Choice:
         """Return what the fit continues from, and choose it first if that was not done before; a collective.
 
         Args:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -151,7 +150,7 @@ class RunDirectory:
             self._script.held[self.directory].append(self.fit)
         return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
 
-    def start_again(self, number: int, start: Mapping[str, Any]) -> None:
+    def start_again(self, number: int, start: Mapping[str, object]) -> None:
         """Note that a fit or an evaluation starts over, with another start."""
         with FITS:
             write_record(self.directory, self.record.with_fit(number, FitRecord(start=start)))

@@ -83,7 +83,7 @@ class Comparison:
         self.notes: list[str] = []
         """The values that differed and were restored."""
 
-    def compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    def compare(self, saved: Mapping[str, object], now: Mapping[str, object], names: tuple[str, ...]) -> None:
         """Compare some parts of two fingerprints.
 
         Raises:
@@ -104,13 +104,13 @@ class Comparison:
     def compare_loader(
         self,
         place: str,
-        saved: Mapping[str, Any],
-        now: Mapping[str, Any],
+        saved: Mapping[str, object],
+        now: Mapping[str, object],
         *,
         tracker: Tracker | None,
         is_resized: bool,
         drawn: Drawn | None,
-        saved_drawn: Mapping[str, Any],
+        saved_drawn: Mapping[str, object],
     ) -> None:
         """Compare the fingerprints of a loader, without the values that were drawn: `put_back_drawn` compares these.
 
@@ -135,7 +135,7 @@ class Comparison:
         lines = list(differences(saved, now, place))
         self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
 
-    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, Any]) -> None:
+    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, object]) -> None:
         """Restore the values that were drawn before the first start, also in loaders that are set up later.
 
         Raises:
@@ -182,7 +182,7 @@ class Fingerprint:
         self._settings: dict[str, Any] = {}
         self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
 
-    def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, loaders: Mapping[str, object]) -> dict[str, Any]:
         """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
         return {**self.model(), **self.settings(), "loaders": dict(loaders)}
 
@@ -201,7 +201,7 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
+def loader_fingerprint(loader: object, *, is_per_sample: bool = False) -> dict[str, Any]:
     """Return what a loader's batches depend on. If each sample is seeded, that does not include the workers."""
     if not isinstance(loader, DataLoader):  # nothing is known of other loaders
         return {"class": type(loader).__qualname__}
@@ -250,12 +250,14 @@ def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__qualname__, **defaults}
 
 
-def as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def as_carried_over(saved: Mapping[str, object], now: Mapping[str, object]) -> dict[str, Any]:
     """Return a saved `trainer_fingerprint`, with the values of `now` where another number of ranks may differ."""
     return {**saved, **{name: now[name] for name in ("world_size", "accumulate_grad_batches")}}
 
 
-def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_resized: bool) -> dict[str, Any]:
+def loader_as_carried_over(
+    saved: Mapping[str, object], now: Mapping[str, object], *, is_resized: bool
+) -> dict[str, Any]:
     """Return a saved `loader_fingerprint`, with the values of `now` where a run that continues may differ.
 
     Args:
@@ -272,7 +274,7 @@ def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, 
     return {**saved, **{name: now[name] for name in names if name in saved and name in now}}
 
 
-def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
+def differences(saved: object, now: object, path: str = "") -> Iterator[str]:
     """Yield a line for each value that differs, with both values."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now} - ({_SEED} - ({*saved} & {*now})), key=str):
@@ -325,7 +327,7 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     return found
 
 
-def _file_names(values: Sequence[Any]) -> str | None:
+def _file_names(values: Sequence[object]) -> str | None:
     """Return a digest of a list of files, with or without labels; ``None`` for any other list.
 
     The names count without their directories: on another machine the data may be elsewhere, and in another order.
@@ -336,7 +338,7 @@ def _file_names(values: Sequence[Any]) -> str | None:
     return f"[{len(values)}] crc {_crc([str(name).rpartition('/')[2] for name in names])}"
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     is_numpy = numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
     return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested)
@@ -349,11 +351,11 @@ def _digest(array: Any) -> str:
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
 
 
-def _digest_list(values: Sequence[Any]) -> str:
+def _digest_list(values: Sequence[object]) -> str:
     return f"[{len(values)}] crc {_crc([str(value) for value in _sampled(values)])}"
 
 
-def _sampled(values: Sequence[Any]) -> Iterator[Any]:
+def _sampled(values: Sequence[object]) -> Iterator[Any]:
     stride = max(1, len(values) // _SAMPLED_ELEMENTS)
     # Picked one by one: a user's sequence may not support slices, and millions of values need not become text.
     return (values[i] for i in range(0, len(values), stride))

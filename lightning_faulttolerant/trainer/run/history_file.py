@@ -34,7 +34,7 @@ SENT_EVERY_SECONDS = 60.0
 class HistoryFile(Protocol):
     """The history of one run. One process at a time adds lines."""
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Add a line."""
 
     def lines(self) -> list[Line]:
@@ -94,7 +94,7 @@ class LocalHistory:
         self._announced = _SingleWarning(self.path)
         self._lock = threading.Lock()
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Append a line, after any earlier lines that could not be written."""
         with self._lock:
             if self._unwritten and line["event"] == self._unwritten[-1]["event"] == ALIVE:
@@ -164,7 +164,7 @@ class RemoteHistory:
         self._num_added = self._num_sent = 0
         self._sent_at = float("-inf")
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, object]) -> None:
         """Keep a line, and begin to send all lines if that is due."""
         with self._lock:
             if self._lines and line["event"] == self._lines[-1]["event"] == ALIVE:

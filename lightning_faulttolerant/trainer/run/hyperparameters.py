@@ -55,7 +55,7 @@ class Hyperparameters:
         """Return the hyperparameters as plain values."""
         return self._values
 
-    def compare(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def compare(self, saved: Mapping[str, object]) -> tuple[list[str], list[str]]:
         """Compare the hyperparameters with the saved ones.
 
         Args:
@@ -73,7 +73,7 @@ class Hyperparameters:
             (reported if is_text else refused).append(line)
         return refused, reported
 
-    def _differences(self, then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    def _differences(self, then: object, now: object, path: str) -> Iterator[tuple[str, Any, Any]]:
         if is_ignored(path, self._ignored) or _is_equal(then, now):
             return
         if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -110,7 +110,7 @@ class Hyperparameters:
             )
 
 
-def is_passing(value: Any, *, now: float) -> bool:
+def is_passing(value: object, *, now: float) -> bool:
     """Return whether a hyperparameter looks like the time of this process, or its id.
 
     Args:
@@ -188,11 +188,11 @@ def _texts(value: Any, path: str) -> Iterator[str]:
         yield path
 
 
-def _joined(path: str, name: Any) -> str:
+def _joined(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _is_equal(then: Any, now: Any) -> bool:
+def _is_equal(then: object, now: object) -> bool:
     return bool(then == now) or bool(then is not _MISSING and then != then and now != now)
 
 
@@ -220,6 +220,6 @@ def plain(value: Any) -> Any:
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> bool:
     """Return whether a value is a list or tuple, or a list of OmegaConf, which Hydra passes."""
     return isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig"

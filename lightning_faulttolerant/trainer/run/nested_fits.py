@@ -10,7 +10,7 @@ from typing import Any
 _threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def begin(trainer: Any) -> None:
+def begin(trainer: object) -> None:
     """Note that a fit of `trainer` begins in this thread."""
     _threads[trainer] = threading.get_ident()
 
@@ -21,6 +21,6 @@ def is_under_way(trainer: Any) -> bool:
     return is_running and _threads.get(trainer) == threading.get_ident()
 
 
-def is_inside_another(trainer: Any) -> bool:
+def is_inside_another(trainer: object) -> bool:
     """Return whether a fit of another trainer is in progress, and this one runs in one of its hooks."""
     return any(other is not trainer and is_under_way(other) for other in list(_threads))

@@ -257,7 +257,7 @@ class Autosaver:
         }
 
     def _gathered(
-        self, position: TrainerPosition, state: Mapping[str, Any], capture: Capture | None = None
+        self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, Any] | None:
         """Return the whole checkpoint on rank 0, else ``None``; if the strategy shards, each rank's own part."""
         self._replicas.check()
@@ -341,7 +341,7 @@ class Autosaver:
             self._writer.start(self._staging.reserve(checkpoint))
         return True
 
-    def _check(self, checkpoint: Mapping[str, Any]) -> None:
+    def _check(self, checkpoint: Mapping[str, object]) -> None:
         # Checked now rather than when the run resumes, and before a good autosave is deleted to make room for it.
         assert self._series is not None
         self._trust.check(self._packed, checkpoint, os.fspath(self._series.directory))
@@ -374,7 +374,7 @@ class Autosaver:
             self.pace.note_written()
 
 
-def _pickled(key: str, value: Any) -> bytes | None:
+def _pickled(key: str, value: object) -> bytes | None:
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

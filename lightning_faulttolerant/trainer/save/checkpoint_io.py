@@ -37,7 +37,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: object | None = None) -> None:
         """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
         A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.
@@ -65,7 +65,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def load_checkpoint(
         self,
         path: Path,
-        map_location: Any = lambda storage, location: storage,
+        map_location: object = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Verify a checkpoint and load it, from one reading of the file.

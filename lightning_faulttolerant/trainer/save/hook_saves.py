@@ -234,6 +234,6 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
     )
 
 
-def _watches_metrics(callback: Any) -> bool:
+def _watches_metrics(callback: object) -> bool:
     """Return whether Lightning calls this callback's ``on_train_epoch_end`` after the module's."""
     return isinstance(callback, (EarlyStopping, Checkpoint))

@@ -272,7 +272,7 @@ class RunState:
         objects = self.objects.state_dict(IN_VALIDATION, {}) if taken is None else taken[OBJECTS]
         return frozenset(objects.get(LOST, ())) | frozenset(self.objects.live)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
         """Restore the parts in `state`.
 
         Returns:

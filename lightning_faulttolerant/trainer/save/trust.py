@@ -76,7 +76,7 @@ class Trust:
             )
         return {**state, OBJECTS: unpickled(objects)}
 
-    def check(self, packed: Packed, checkpoint: Mapping[str, Any], directory: str) -> None:
+    def check(self, packed: Packed, checkpoint: Mapping[str, object], directory: str) -> None:
         """Refuse to write objects that a resume could not load. Call this before the checkpoint is written.
 
         Args:
@@ -100,7 +100,7 @@ class Trust:
             raise UnsafeCheckpointError(text)
         _log.warning("%s\nAs strict is off, the run is saved anyway. Its next start needs the trust.", text)
 
-    def written(self, pool: Mapping[str, Any], path: str, *, is_first: bool) -> None:
+    def written(self, pool: Mapping[str, object], path: str, *, is_first: bool) -> None:
         """Let no other user write to an autosave that holds objects as bytes. Check that the first one can be loaded.
 
         Args:
@@ -122,7 +122,7 @@ class Trust:
                 unpack(checkpoint, checkpoint[KEY][PICKLED])
                 set_rng_state(drawn)
 
-    def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, Any] | None, path: str, **more: Any) -> None:
+    def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, object] | None, path: str, **more: Any) -> None:
         """Restore the objects that were kept as bytes.
 
         Args:
@@ -155,7 +155,7 @@ def _files_of(path: str) -> list[str]:
     return sorted(os.path.join(directory, name) for name in os.listdir(directory))
 
 
-def _refuse_unsafe(checkpoint: Mapping[str, Any], failures: Mapping[str, str]) -> None:
+def _refuse_unsafe(checkpoint: Mapping[str, object], failures: Mapping[str, str]) -> None:
     paths = unsafe_paths(dict(checkpoint))
     if paths:
         named = [f"{path} ({failures[path]})" if path in failures else path for path in paths]
@@ -177,5 +177,5 @@ def _refusal(packed: Packed, reason: str) -> str:
     )
 
 
-def _listed(pool: Mapping[str, Any]) -> str:
+def _listed(pool: Mapping[str, object]) -> str:
     return "\n".join(f"  {place}: {kind}" for place, kind in classes_in(pool).items())

@@ -36,7 +36,7 @@ def with_options_of_environment(init: Init) -> Init:
     """
 
     @functools.wraps(init)
-    def with_options(self: Any, *args: Any, **kwargs: Any) -> None:
+    def with_options(self: object, *args: Any, **kwargs: Any) -> None:
         by_variable = read_options(init, os.environ.get(OPTIONS_VARIABLE, ""))
         passed = {**dict(zip(option_names(init), args, strict=False)), **kwargs}
         contradicted = {_CONTRADICTING.get(name) for name, value in passed.items() if value is not None}
@@ -94,7 +94,7 @@ def _pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def _value(name: str, text: str, hint: Any) -> Any:
+def _value(name: str, text: str, hint: object) -> Any:
     """Return a value of one of the types that a parameter takes."""
     types = get_args(hint) if get_origin(hint) not in (None, Sequence) and get_args(hint) else (hint,)
     kinds = [get_origin(kind) or kind for kind in types]

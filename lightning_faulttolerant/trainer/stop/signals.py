@@ -128,7 +128,7 @@ class StopSignals:
         self.fetch_began: float | None = None
         """When the fetch in progress began, if its batch comes from workers."""
 
-    def install(self, original_handlers: Mapping[int, Any], *, requeue_signal: signal.Signals | None = None) -> None:
+    def install(self, original_handlers: Mapping[int, object], *, requeue_signal: signal.Signals | None = None) -> None:
         """Take over the signals.
 
         Args:
