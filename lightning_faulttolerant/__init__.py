@@ -114,7 +114,7 @@ _SPELLED_OTHERWISE = {
 EARLY.begin(os.environ)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
     name = _SPELLED_OTHERWISE.get(name, name)

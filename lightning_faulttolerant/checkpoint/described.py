@@ -53,7 +53,7 @@ class TensorInfo:
     storage: Storage
 
 
-def key_of(value: object) -> Any:
+def key_of(value: object) -> object:
     """Return a stand-in for a key: hashing an object from a file could recurse without end or take very long."""
     if isinstance(value, tuple) and len(value) <= 8 and all(_is_plain_key(item) for item in value):
         return value
@@ -75,7 +75,7 @@ def stored(identity: object) -> Any:
     return Made("something kept elsewhere", identity)
 
 
-def result_of(function: object, arguments: object) -> Any:
+def result_of(function: object, arguments: object) -> object:
     """Return a stand-in for the result of a call."""
     name = name_of(function)
     known = _KNOWN.get(name)
@@ -106,16 +106,16 @@ def _tensor(storage: Any, offset: object, shape: Any, *rest: Any) -> TensorInfo:
 
 def _tensor_of_dtype(
     storage: object, offset: object, shape: object, stride: object, grad: object, hooks: object, dtype: object
-) -> Any:
+) -> object:
     info = _tensor(storage, offset, shape)
     return TensorInfo(name_of(dtype).removeprefix("torch."), info.shape, info.num_values, info.storage)
 
 
-def _first(value: object, *rest: Any) -> Any:
+def _first(value: object, *rest: Any) -> object:
     return value
 
 
-def _ordered_dict(pairs: object = ()) -> dict[Any, Any]:
+def _ordered_dict(pairs: object = ()) -> dict[object, object]:
     if not isinstance(pairs, (list, tuple)):
         raise TypeError
     return {key_of(key): value for key, value in pairs}
@@ -136,7 +136,7 @@ def _encoded(text: object, encoding: object) -> Any:
 
 
 # The functions that torch.save writes, and Python's own collections.
-_KNOWN: Mapping[str, Callable[..., Any]] = {
+_KNOWN: Mapping[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,

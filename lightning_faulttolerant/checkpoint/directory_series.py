@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.contents import verify_directory
@@ -36,7 +36,7 @@ from lightning_faulttolerant.storage.atomic_file import (
 )
 
 # The directories that this process began and did not end, by path. A series that is gone after an error writes no more.
-being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+being_written: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 
 
 class State(Enum):

@@ -112,7 +112,7 @@ class Manifest:
         return self.owner is None
 
 
-def check_metadata(metadata: dict[str, Any]) -> None:
+def check_metadata(metadata: dict[str, object]) -> None:
     """Raise unless metadata reads back from a manifest exactly as it was given.
 
     Args:
@@ -156,7 +156,7 @@ def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsyn
     Raises:
         OSError: If it can't be written; the old one still exists.
     """
-    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+    content: dict[str, object] = {"format": _FORMAT, "version": _VERSION}
     if manifest.owner is not None:
         content["owner"] = manifest.owner
     else:
@@ -205,14 +205,14 @@ class _BadManifest(Exception):  # noqa: N818 - never leaves this module
     """The problem in the content of a manifest that is as it was written."""
 
 
-def _encode(content: dict[str, Any]) -> bytes:
+def _encode(content: dict[str, object]) -> bytes:
     # Each content has exactly one encoding: comparing the text then also finds changes that parse to the same content.
     body = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
     checksum = f"{zlib.crc32(body.encode()):08x}"
     return (json.dumps({**content, "checksum": checksum}, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _decode(content: dict[str, Any]) -> Manifest:
+def _decode(content: dict[str, object]) -> Manifest:
     owner = content.get("owner")
     if owner is not None:
         if type(owner) is not dict:

@@ -122,13 +122,13 @@ class _Machine:
         self.source = source
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self._outer: list[list[Any]] = []
+        self._outer: list[list[object]] = []
 
     def mark(self) -> None:
         self._outer.append(self.stack)
         self.stack = []
 
-    def pop_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[object]:
         items, self.stack = self.stack, self._outer.pop()
         return items
 
@@ -149,7 +149,7 @@ class _Machine:
 _Operation = Callable[[_Machine], None]
 
 
-def _push(value: Callable[[_Machine], Any]) -> _Operation:
+def _push(value: Callable[[_Machine], object]) -> _Operation:
     def operation(machine: _Machine) -> None:
         made = value(machine)  # first: it may replace this stack by another one
         machine.stack.append(made)
@@ -177,7 +177,7 @@ def _long(layout: str) -> _Operation:
     return operation
 
 
-def _int_line(machine: _Machine) -> Any:
+def _int_line(machine: _Machine) -> object:
     line = machine.source.line()
     return line == b"01" if line in (b"00", b"01") else int(line)  # protocol 0 writes a bool like this
 
@@ -232,7 +232,7 @@ def _appends(machine: _Machine) -> None:
     _extend(machine.stack[-1], items)
 
 
-def _extend(target: object, items: list[Any]) -> None:
+def _extend(target: object, items: list[object]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, Made):
@@ -251,7 +251,7 @@ def _set_items(machine: _Machine) -> None:
     _update(machine.stack[-1], items)
 
 
-def _update(target: object, items: list[Any]) -> None:
+def _update(target: object, items: list[object]) -> None:
     if len(items) % 2:
         raise ValueError("a key has no value")
     if isinstance(target, dict):
@@ -262,8 +262,8 @@ def _update(target: object, items: list[Any]) -> None:
         raise ValueError(f"it sets an item of a {type(target).__name__}")
 
 
-def _dict_of(items: list[Any]) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
+def _dict_of(items: list[object]) -> dict[object, object]:
+    made: dict[object, object] = {}
     _update(made, items)
     return made
 

@@ -117,7 +117,7 @@ class RankGroup:
 
     def to_all(self, step: str, value: object) -> list[Any]:
         """Send a value to all ranks, and return all values in order."""
-        answers: list[Any] = [None] * len(self._ranks)
+        answers: list[object] = [None] * len(self._ranks)
         try:
             dist.all_gather_object(answers, (step, value), group=self._group)
         except RuntimeError as error:
@@ -126,7 +126,7 @@ class RankGroup:
 
     def to_first(self, step: str, value: object) -> list[Any] | None:
         """Send a value to the first rank; return all values in order on that rank, and ``None`` on the others."""
-        answers: list[Any] | None = [None] * len(self._ranks) if self.rank == 0 else None
+        answers: list[object] | None = [None] * len(self._ranks) if self.rank == 0 else None
         try:
             dist.gather_object((step, value), answers, dst=self._ranks[0], group=self._group)
         except RuntimeError as error:
@@ -146,7 +146,7 @@ class RankGroup:
             )
         return received[0][1]
 
-    def _checked(self, answers: list[Any]) -> list[Any]:
+    def _checked(self, answers: list[Any]) -> list[object]:
         self._check([step for step, _ in answers])
         return [value for _, value in answers]
 

@@ -59,7 +59,7 @@ class Staging:
             checkpoint: Dicts, lists and tuples of tensors and plain values; other objects are copied by ``deepcopy``.
         """
         copied = _Copied(self._free)
-        memo: dict[Any, Any] = {}
+        memo: dict[object, object] = {}
         for tensor in _tensors(checkpoint):
             if id(tensor) not in memo:
                 memo[id(tensor)] = copied.tensor(tensor, memo)

@@ -152,7 +152,7 @@ def _prefix(records: Iterable[zipfile.ZipInfo]) -> str:
     return found[0].removesuffix(_PICKLE_NAME)
 
 
-def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
+def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"record {record.filename} is compressed, which torch.save never does")
     file.seek(record.header_offset)
@@ -163,7 +163,7 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
 
 
-def walk(values: Iterable[object]) -> Iterable[Any]:
+def walk(values: Iterable[object]) -> Iterable[object]:
     """Yield the content of nested values, each container once, at any depth, even if they contain themselves.
 
     Args:

@@ -14,7 +14,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -156,7 +156,7 @@ def verify_autosave(path: str | os.PathLike[str]) -> Verification:
     return autosave_directory.verify(local_path(path))
 
 
-def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:
+def unsafe_paths(checkpoint: Mapping[str, object]) -> list[str]:
     """List the places in a nested dict that would not load again with ``weights_only=True``.
 
     Plain tensors are not written for this check, so the memory needed does not depend on the size of the model.

@@ -20,7 +20,7 @@ _SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behi
 _SIZED = ("ranks", "opaque", "pickled")
 
 
-def describe(summary: Summary, *, path: str) -> dict[str, Any]:
+def describe(summary: Summary, *, path: str) -> dict[str, object]:
     """Return the description of a checkpoint.
 
     Args:
@@ -42,7 +42,7 @@ def describe(summary: Summary, *, path: str) -> dict[str, Any]:
     }
 
 
-def _describe_part(summary: Summary, part: Mapping[object, object]) -> dict[str, Any]:
+def _describe_part(summary: Summary, part: Mapping[object, object]) -> dict[str, object]:
     ranks = part.get("ranks")
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
@@ -58,7 +58,7 @@ def _describe_part(summary: Summary, part: Mapping[object, object]) -> dict[str,
     }
 
 
-def _pickled(summary: Summary, part: Mapping[object, object]) -> dict[str, dict[str, Any]]:
+def _pickled(summary: Summary, part: Mapping[object, object]) -> dict[str, dict[str, object]]:
     """Return the class and the size of each object that only a trusted resume unpickles."""
     return {
         str(plain(place)): {
@@ -69,7 +69,7 @@ def _pickled(summary: Summary, part: Mapping[object, object]) -> dict[str, dict[
     }
 
 
-def _lost(ranks: list[Any]) -> dict[str, str]:
+def _lost(ranks: list[object]) -> dict[str, str]:
     """Return the changes made by training that the checkpoint can't carry, each with the reason."""
     place = ("objects", "lost")
     found = (lost for state in ranks for lost in (mapping(state, *place), own_mapping(state, *place)))
@@ -87,7 +87,7 @@ def _rank(summary: Summary, state: object) -> dict[str, int]:
     }
 
 
-def _pooled(value: object, lengths: list[Any]) -> int:
+def _pooled(value: object, lengths: list[object]) -> int:
     references = (
         inner[_REFERENCE] for inner in walk([value]) if isinstance(inner, dict) and set(inner) == {_REFERENCE}
     )
@@ -151,8 +151,8 @@ class _Plain:
             return items if len(items) == len(value) else [*items, _LEFT_OUT]
         return one(value)
 
-    def _mapping(self, value: dict[Any, Any], *, depth: int) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+    def _mapping(self, value: dict[object, object], *, depth: int) -> dict[str, object]:
+        made: dict[str, object] = {}
         for key, child in value.items():
             if self._num_left < 0:
                 made[_LEFT_OUT] = _LEFT_OUT

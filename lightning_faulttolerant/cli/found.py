@@ -257,7 +257,7 @@ def _is_checkpoint(name: str) -> bool:
     return not name.startswith(".") and (name.endswith(_SUFFIX) or AUTOSAVE_NAME.fullmatch(name) is not None)
 
 
-def _saved_at(info: dict[str, Any]) -> float | None:
+def _saved_at(info: dict[str, object]) -> float | None:
     """Return the time of a save from a file system's info. Each file system has its own name for the field."""
     for name in ("LastModified", "mtime", "updated", "modified", "last_modified", "created"):
         value = info.get(name)

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli import found, part, verdict
@@ -68,7 +67,7 @@ class _Row:
             self.state,
         ]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "path": self.file.path,
             "kind": self.file.kind,
@@ -142,7 +141,7 @@ def _list_runs(*, as_json: bool) -> int:
     return 0 if runs else 1
 
 
-def _run_as_json(one: UnfinishedRun) -> dict[str, Any]:
+def _run_as_json(one: UnfinishedRun) -> dict[str, object]:
     place = one.newest.place or (None, None)
     return {
         "run_id": one.entry.run_id,
@@ -190,7 +189,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
     )
 
 
-def _content(file: FoundFile) -> tuple[Any, CheckpointVerdict | None]:
+def _content(file: FoundFile) -> tuple[object, CheckpointVerdict | None]:
     """Return the contents of a checkpoint, or the reason why they are unknown."""
     try:
         with remote_errors(file.path), found.open_checkpoint(found.content_path(file.path)) as opened:

@@ -20,7 +20,7 @@ def mapping(value: object, *names: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def own_mapping(rank: object, *names: str) -> Mapping[Any, Any]:
+def own_mapping(rank: object, *names: str) -> Mapping[object, object]:
     """Return what a rank other than rank 0 holds at a place, without values equal to rank 0's (`state.differences`).
 
     Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
@@ -115,14 +114,14 @@ def order_follows_from_start(sampler: object) -> bool:
     return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
-def _of_samples(sampler: object) -> Any:
+def _of_samples(sampler: object) -> object:
     """Return the sampler that yields single indices, if only torch's and Lightning's classes are around it."""
     if type(sampler).__name__ == _LIGHTNINGS_WRAPPER:
         sampler = vars(sampler).get("_batch_sampler")
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
-def generators_of(sampler: object) -> list[Any]:
+def generators_of(sampler: object) -> list[object]:
     """Return the generators that `sampler`, one of torch's, and the samplers inside it were given."""
     own = getattr(sampler, "generator", None)
     inner = getattr(sampler, "sampler", None)

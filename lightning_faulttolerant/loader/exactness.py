@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
@@ -63,7 +62,7 @@ def why_not_exact(loader: object) -> str | None:
     return reason
 
 
-def why_not_drawn_again(loader: DataLoader[Any]) -> str | None:
+def why_not_drawn_again(loader: DataLoader[object]) -> str | None:
     """Return why `loader`, created again, would not yield the same batches again, or ``None`` if it would."""
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"

@@ -38,7 +38,7 @@ class NotKept:
         return self.num_samples
 
 
-def pack_indices(batches: list[Any]) -> list[Any]:
+def pack_indices(batches: list[object]) -> list[object]:
     """Return the index batches as nested lists of plain values and bytes, each with its kind."""
     return [_pack_or_leave(batch) for batch in batches]
 
@@ -48,7 +48,7 @@ def unpack_indices(packed: list[Any]) -> list[Any]:
     return [_unpack(item) for item in packed]
 
 
-def _pack_or_leave(batch: object) -> Any:
+def _pack_or_leave(batch: object) -> object:
     try:
         return _pack(batch)
     except _HoldsObjectError:
@@ -249,12 +249,12 @@ def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
     return IndexPlan(birth=RandomStates.from_state_dict(state["birth"]))
 
 
-def moments_state(**moments: RandomStates | None) -> dict[str, Any]:
+def moments_state(**moments: RandomStates | None) -> dict[str, object]:
     """Return moments by name as plain dicts; ``None`` for a moment that has not come yet."""
     return {name: None if moment is None else moment.state_dict() for name, moment in moments.items()}
 
 
-def record_state(record: IndexRecord) -> dict[str, Any]:
+def record_state(record: IndexRecord) -> dict[str, object]:
     """Return a record as plain dicts, lists, and tensors."""
     return {
         **moments_state(birth=record.birth, start=record.start, first=record.first),

@@ -35,7 +35,7 @@ class Replay:
         plan: The position to reach.
     """
 
-    def __init__(self, sampler: Any, plan: IndexPlan) -> None:
+    def __init__(self, sampler: object, plan: IndexPlan) -> None:
         self._sampler = sampler
         self._plan = plan
         self._num_known = plan.handed_out - len(plan.recent)
@@ -44,7 +44,7 @@ class Replay:
         self.not_compared: set[str] = set()
         """The names of objects in the batches that can't be told from others of their kind."""
 
-    def skipped(self) -> Iterator[Any] | None:
+    def skipped(self) -> Iterator[object] | None:
         """Return the batches after the position, or ``None`` if the sampler has to be run through."""
         plan, num_known = self._plan, self._num_known
         if not num_known or plan.log or any(isinstance(batch, NotKept) for batch in plan.recent):
@@ -56,7 +56,7 @@ class Replay:
         again = list(islice(indices, len(plan.recent)))
         return self._rest(again, indices) if self._is_recent(again) else None
 
-    def run_through(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
+    def run_through(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[object]:
         """Return the batches after the position of an iterator that has just been started.
 
         Args:
@@ -64,7 +64,7 @@ class Replay:
             restore: Restores the random states of a moment.
         """
         indices = map(next, repeat(indices))  # `iter` would restart a sampler that is its own iterator
-        again: deque[Any] = deque(maxlen=len(self._plan.recent))
+        again: deque[object] = deque(maxlen=len(self._plan.recent))
         digest, num_drawn = START, 0
         for batch in self._drawn(indices, restore):
             digest = updated(digest, batch, self.not_compared)
@@ -84,17 +84,17 @@ class Replay:
             restore(RandomStates.from_states(states))
         yield from islice(indices, self._plan.handed_out - num_drawn)
 
-    def _is_recent(self, again: list[Any]) -> bool:
+    def _is_recent(self, again: list[object]) -> bool:
         return pack_indices(again) == pack_indices(list(self._plan.recent))
 
-    def _rest(self, again: list[Any], indices: Iterator[object]) -> Iterator[Any]:
+    def _rest(self, again: list[object], indices: Iterator[object]) -> Iterator[Any]:
         kept = list(self._plan.recent)
         if any(isinstance(batch, NotKept) for batch in kept):
             kept = again
         return chain(kept[self._plan.position - self._num_known :], indices)
 
 
-def rest_of(sampler: object, num_batches: int) -> Iterator[Any] | None:
+def rest_of(sampler: object, num_batches: int) -> Iterator[object] | None:
     """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it can't be skipped.
 
     The generators must be in the state for its first index. The first ``next`` advances them as `sampler` itself would.

@@ -45,7 +45,7 @@ class Iteration:
     iterable: IterableRecord | None = None
     number: int = 0
     dataset: Any = None
-    dataset_states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
+    dataset_states: deque[tuple[int, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def __post_init__(self) -> None:
         self._note()
@@ -59,7 +59,7 @@ class Iteration:
         if self.dataset is not None:
             self.dataset_states.append((self.num_out, state_of(self.dataset)))
 
-    def dataset_state_after(self, num_batches: int) -> Any:
+    def dataset_state_after(self, num_batches: int) -> object:
         """Return the state of `dataset` after the first `num_batches`, which must be among the last yielded."""
         return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
@@ -76,7 +76,7 @@ class CountedBatches(Iterator[Any]):
 
     def __init__(
         self,
-        batches: Iterator[Any],
+        batches: Iterator[object],
         iteration: Iteration,
         *,
         before_first: Callable[[], None],
@@ -117,7 +117,7 @@ class CountedBatches(Iterator[Any]):
         for reason in self._iteration.ring.said():
             refuse(reason, strict=False, not_exact=self._not_exact)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "_batches":
             raise AttributeError(name)
         return getattr(self._batches, name)

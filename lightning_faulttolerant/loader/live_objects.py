@@ -49,7 +49,7 @@ class LiveObjects:
         older: The objects of other loaders, with older baselines: the sanity check may have changed shared ones since.
     """
 
-    def __init__(self, loader: Any, *, older: Iterable[LiveObjects] = ()) -> None:
+    def __init__(self, loader: object, *, older: Iterable[LiveObjects] = ()) -> None:
         self._loader = loader
         self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another loader has another baseline
         self._state = ObjectState(self._roots(), _RULES)
@@ -68,7 +68,7 @@ class LiveObjects:
         rules = replace(_RULES, is_live=lambda value: id(value) in ids or _is_no_part(value))
         return ObjectState(users_namespaces({_LOADER: loader}), rules)
 
-    def _roots(self) -> dict[str, Any]:
+    def _roots(self) -> dict[str, object]:
         roots = {_LOADER: self._loader}
         for name, inner in torch_loaders_in(self._loader).items():
             known = {id(one) for one in roots.values()}
@@ -82,7 +82,7 @@ class LiveObjects:
         self._state.add(self._roots())
         return _if_any(self._state.state_dict())
 
-    def at_start(self) -> dict[str, Any]:
+    def at_start(self) -> dict[str, object]:
         """Return the same, with the changes on the globals of the user's modules, which an iteration may read."""
         around = _if_any(self._globals.state_dict())
         return {**self.state_dict(), **({_GLOBALS: around} if around else {})}
@@ -120,9 +120,9 @@ class LiveObjects:
         return {path: value for path, value in _things_in(self._roots()).items() if _is_live(value)}
 
 
-def torch_loaders_in(loader: object) -> dict[str, DataLoader[Any]]:
+def torch_loaders_in(loader: object) -> dict[str, DataLoader[object]]:
     """Return the torch loaders that `loader` is or holds, and those that these hold, by path."""
-    found: dict[str, DataLoader[Any]] = {}
+    found: dict[str, DataLoader[object]] = {}
     queue = [(_LOADER, loader)]
     while queue:
         name, value = queue.pop()
@@ -158,7 +158,7 @@ def _is_no_part(value: object) -> bool:
     return isinstance(value, _NO_PART) or is_shared(value)
 
 
-def _if_any(state: dict[str, Any]) -> dict[str, Any]:
+def _if_any(state: dict[str, object]) -> dict[str, object]:
     return state if state[NODES] or state[LOST] else {}
 
 

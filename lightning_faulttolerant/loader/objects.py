@@ -64,7 +64,7 @@ class DatasetObjects:
         dataset: The user's data set.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         roots = {"dataset": dataset}
         self._state = ObjectState(roots, COPIES_RULES)
         self.is_fed = bool(self._state.things_of(_is_trained))
@@ -72,7 +72,7 @@ class DatasetObjects:
             self._state = ObjectState(roots, _FED_RULES)
             self._state.carry_tensors()  # other code restores these too, so no baseline is that of the first start
 
-    def at_start(self) -> dict[str, Any]:
+    def at_start(self) -> dict[str, object]:
         """Return the state that a new iteration depends on; an empty dict if nothing has changed."""
         state = self._state.state_dict()
         return state if state[NODES] or state[LOST] else {}
@@ -105,7 +105,7 @@ def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, object]]) ->
             objects.load_state_dict(state)
 
 
-def of_workers_in(states: Mapping[str, object]) -> dict[str, Any]:
+def of_workers_in(states: Mapping[str, object]) -> dict[str, object]:
     """Return the part of a state of `LoaderObjects.of_start` that `LoaderObjects.of_workers` would have returned."""
     return {name: state for name, state in states.items() if name == _DATASET}
 
@@ -118,7 +118,7 @@ class LoaderObjects:
         known: The objects of the previous loader. Objects that both have in common keep their baseline.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, known: LoaderObjects | None = None) -> None:
+    def __init__(self, loader: DataLoader[object], *, known: LoaderObjects | None = None) -> None:
         rules = Rules(
             is_live=lambda value: isinstance(value, Dataset) or _is_no_part(value),
             goes_by_attributes=goes_by_attributes,
@@ -155,7 +155,7 @@ class LoaderObjects:
         parts = {_SAMPLER: self._sampler, _DATASET: self._copied}
         return [line for name, state in states.items() for line in parts[name].load_state_dict(state)]
 
-    def of_memory(self) -> dict[str, Any]:
+    def of_memory(self) -> dict[str, object]:
         """Return the changes in memory that workers share with this process. It has only a current state."""
         return self._shared.state_dict() if len(self._shared) else {}
 

@@ -49,13 +49,13 @@ TORCHS = frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
 
 
 @functools.cache
-def names_of_makers(maker: type[DataLoader[Any]]) -> frozenset[str]:
+def names_of_makers(maker: type[DataLoader[object]]) -> frozenset[str]:
     """Return the attributes of a loader that are torch's or torchdata's: every name that their methods use."""
     methods = (value for base in maker.__mro__ for value in vars(base).values())
     return names_in_code(methods) | frozenset(dir(maker)) | TORCHS
 
 
-def names_of_others(kind: type[DataLoader[Any]]) -> frozenset[str]:
+def names_of_others(kind: type[DataLoader[object]]) -> frozenset[str]:
     """Return the attributes of a loader that are not the user's."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith(("torch.", "torchdata."))]
     return names_of_makers(bases[0]) | names_in_libraries(kind)
@@ -73,7 +73,7 @@ def has_own_state(loader: object) -> bool:
     return has_own_class(loader) and not has_state_methods(loader) and not hasattr(type(loader), REPLAYED)
 
 
-def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, Any]:
+def sharing(names: frozenset[str], owner_of: Callable[[object], object]) -> dict[str, object]:
     """Return the methods of a class whose objects share their attributes with another object.
 
     Args:
@@ -81,10 +81,10 @@ def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, 
         owner_of: Returns the other object; ``None`` as long as none exists.
     """
 
-    def owner_for(self: object, name: str) -> Any:
+    def owner_for(self: object, name: str) -> object:
         return None if name in names or name.startswith("__") else owner_of(self)
 
-    def __getattribute__(self: object, name: str) -> Any:  # noqa: N807 - they become methods
+    def __getattribute__(self: object, name: str) -> object:  # noqa: N807 - they become methods
         owner = owner_for(self, name)
         if owner is not None and name in vars(owner):
             return vars(owner)[name]

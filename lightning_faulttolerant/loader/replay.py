@@ -130,11 +130,11 @@ class Chain:
     def play(
         self,
         state: Mapping[str, Any],
-        make_iterator: Callable[[], Iterator[Any]],
+        make_iterator: Callable[[], Iterator[object]],
         *,
         restore: Callable[[RandomStates], None],
-        load_objects: Callable[[Mapping[str, Any]], None],
-    ) -> tuple[Iterator[Any], bool]:
+        load_objects: Callable[[Mapping[str, object]], None],
+    ) -> tuple[Iterator[object], bool]:
         """Draw the batches of `state_dict` again; return the last iterator, and whether the result is the same."""
         noted = self.log.states()
         upcoming = next(noted, None)
@@ -146,7 +146,7 @@ class Chain:
                 upcoming = next(noted, None)
 
         restore(self.start)
-        batches: Iterator[Any] = iter(())
+        batches: Iterator[object] = iter(())
         late = state.get("first", [{}] * len(state["runs"]))  # older checkpoints have none
         begun = zip(state["runs"], state["objects"], late, strict=True)
         for number, ((num_out, has_ended), objects, first) in enumerate(begun):

@@ -64,7 +64,7 @@ class Replayer:
         older: The replayers of the fit's other loaders that were created before.
     """
 
-    def __init__(self, loader: Any, *, name: str, older: Iterable[Replayer] = ()) -> None:
+    def __init__(self, loader: object, *, name: str, older: Iterable[Replayer] = ()) -> None:
         self._name = name
         self._resumed: Iterator[Any] | None = None
         self.strict: bool | None = True
@@ -73,7 +73,7 @@ class Replayer:
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
         """Begin an iteration, or continue the one that was resumed."""
         batches, self._resumed = self._resumed, None
         if batches is None:
@@ -81,7 +81,7 @@ class Replayer:
         assert self.iteration is not None
         return ReplayedBatches(batches, self, self.iteration)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
         objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
@@ -105,7 +105,7 @@ class Replayer:
             NotExactError: If that position is no longer known.
         """
         iteration = iteration or self.iteration
-        state: dict[str, Any] = {"consumed": consumed, "now": self.objects.state_dict(), "chain": None}
+        state: dict[str, object] = {"consumed": consumed, "now": self.objects.state_dict(), "chain": None}
         if iteration is None:
             return {**state, "consumed": None}
         chain, run = iteration.place_to_compare(consumed)
@@ -128,7 +128,7 @@ class Replayer:
         self._load(state["now"])
         self.held.refresh()
 
-    def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         num_batches = sum(num_out for num_out, _ in state["runs"])
         _log.info("%s draws %s batches again that were trained before.", self._name, num_batches)
         chain = Chain.from_state_dict(state)
@@ -165,7 +165,7 @@ class Replayer:
         for line in self.objects.load_state_dict(objects):
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
 
-    def objects_at_start(self) -> dict[str, Any]:
+    def objects_at_start(self) -> dict[str, object]:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""
         return self.objects.at_start()
 
@@ -177,7 +177,7 @@ class Replayer:
 class ReplayedBatches(Iterator[Any]):
     """Passes on the batches of the user's iterator, and notes each batch."""
 
-    def __init__(self, batches: Iterator[Any], replayer: Replayer, iteration: ReplayedIteration) -> None:
+    def __init__(self, batches: Iterator[object], replayer: Replayer, iteration: ReplayedIteration) -> None:
         self._batches = batches
         self._replayer = replayer
         self._iteration = iteration

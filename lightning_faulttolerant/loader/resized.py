@@ -99,7 +99,7 @@ def between(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "per_sample": {**per_sample, "num_begun": per_sample["num_begun"] - is_in_iteration}}
 
 
-def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> IndexPlan:
+def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object]) -> IndexPlan:
     """Return the plan to continue from a state of `state_for_others`.
 
     Raises:
@@ -128,7 +128,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
     return IndexPlan(birth=moment, start=moment, first=moment, position=first, handed_out=first, deal=deal)
 
 
-def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, Any]:
+def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, object]:
     """Return a state with as many workers as `loader` has, and no worker state to resume from."""
     if "iterable" in state:
         return state_for_others([state], num_left=None)
@@ -142,7 +142,7 @@ def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLo
     return {**state, "record": {**state["record"], "birth": moment.state_dict()}, "drop": 0, "workers": None}
 
 
-def fresh_moment(*names: object, loader: DataLoader[Any]) -> RandomStates:
+def fresh_moment(*names: object, loader: DataLoader[object]) -> RandomStates:
     """Return random states to create new workers from. The workers must not repeat draws that others have made."""
     own = loader.generator is not None and loader.generator.device.type == "cpu"
     held = {"generator": b"torch:cpu\n" + fresh_torch_state(*names, "own")} if own else {}

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ class WorkerRing:
     def _slot_offset(self, worker: int, count: int) -> int:
         return self._note_offset(worker) + _NOTE_BYTES + (count % self.num_slots) * self.slot_bytes
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_bytes": None}  # addresses differ in another process
 
     def _view(self, offset: int, length: int) -> memoryview:

@@ -50,7 +50,7 @@ class StreamedEpochs:
         loader: The user's loader.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
         self._is_told = is_streaming_loader(loader)
         self._is_direct = isinstance(loader.dataset, StreamingDataset)
@@ -62,7 +62,7 @@ class StreamedEpochs:
         for stream in self._streams:
             _followers.setdefault(stream, weakref.WeakSet()).add(self)
 
-    def _is_flat(self, loader: DataLoader[Any]) -> bool:
+    def _is_flat(self, loader: DataLoader[object]) -> bool:
         stream = self._streams[0]
         if stream.replication or type(stream).__iter__ is not StreamingDataset.__iter__:
             return False

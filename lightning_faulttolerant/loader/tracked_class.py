@@ -55,11 +55,11 @@ class _Asked(DataLoader[Any]):
 
 
 @functools.cache
-def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def tracked_class(user_class: type[DataLoader[object]]) -> type[DataLoader[object]]:
     """Return the class of the followed copy of a loader of `user_class`."""
     maker = _maker(user_class)
     tracked = _before(maker)
-    namespace: dict[str, Any] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+    namespace: dict[str, object] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
     namespace["_index_sampler"] = property(functools.partial(_followed_sampler, user_class))
     if maker is not DataLoader or _is_ours(user_class):
         namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
@@ -69,7 +69,7 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     return type(user_class.__name__, bases, namespace)
 
 
-def _followed_sampler(user_class: type[DataLoader[Any]], self: DataLoader[Any]) -> Any:
+def _followed_sampler(user_class: type[DataLoader[object]], self: DataLoader[object]) -> object:
     # The loader's own samplers stay in their attributes, for code that looks at them. Only iterators get the stand-in.
     tracker = vars(self).get(TRACKER)
     if tracker is None:  # `self` is not the followed copy, but one that other code has made of its class
@@ -97,7 +97,7 @@ def _before(maker: Any) -> type[DataLoader[Any]]:
     return Tracked
 
 
-def _no_state(self: object) -> dict[str, Any]:
+def _no_state(self: object) -> dict[str, object]:
     # Lightning calls it at each checkpoint. The tracker's state has the position; nothing must be restored twice.
     return {}
 

@@ -35,7 +35,7 @@ class WorkerObjects:
         worker_init_fn: The worker's copy.
     """
 
-    def __init__(self, *, dataset: Any, collate_fn: Any, worker_init_fn: Any) -> None:
+    def __init__(self, *, dataset: object, collate_fn: object, worker_init_fn: object) -> None:
         roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         if not isinstance(dataset, IterableDataset):
             roots = {"dataset": dataset, **roots}

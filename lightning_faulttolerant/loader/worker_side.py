@@ -49,7 +49,7 @@ class WorkerSide:
     def __init__(
         self,
         *,
-        collate_fn: Callable[[Any], Any],
+        collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
         iterable: IterableSide | None = None,
@@ -165,7 +165,7 @@ class WorkerSide:
         held = HeldGenerators({**roots, **users_variables(roots)})
         return len(_pack(held, dataset=dataset if self._has_state else None))
 
-    def _roots(self) -> Mapping[str, Any]:
+    def _roots(self) -> Mapping[str, object]:
         roots = {"dataset": self._dataset(), "collate_fn": self._collate_fn}
         return {**roots, **users_variables(roots)}
 
@@ -195,8 +195,8 @@ class WorkerSide:
 
 
 def worker_side_of(
-    loader: DataLoader[Any],
-    collate_fn: Callable[[Any], Any],
+    loader: DataLoader[object],
+    collate_fn: Callable[[Any], object],
     default_init: Callable[[int], None] | None,
     *,
     iterable: IterableSide | None,

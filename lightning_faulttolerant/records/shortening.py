@@ -60,8 +60,8 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
         following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
         if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
             needed.add(index)
-    by_name: dict[tuple[Any, Any], int] = {}
-    marks: dict[Any, _Marks] = {}
+    by_name: dict[tuple[object, object], int] = {}
+    marks: dict[object, _Marks] = {}
     for index, line in enumerate(lines):
         fit, resumed = line.get("fit"), line.get("resumed")
         if line.get("event") == AUTOSAVE:
@@ -79,7 +79,7 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
     return needed.union(index for index in runs if (lines[index].get("fit"), lines[index].get("since")) in inside)
 
 
-def _run_of(line: Line) -> tuple[Any, Any] | None:
+def _run_of(line: Line) -> tuple[object, object] | None:
     """Return the fit and the beginning of the validation run that an autosave was taken in, if it was."""
     run = line.get("validation")
     since = run.get("since") if isinstance(run, dict) and line.get("event") in (AUTOSAVE, AUTOSAVES) else None

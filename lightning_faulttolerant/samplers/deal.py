@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class SkipsIndices(Protocol):
     ranks.
     """
 
-    def iter_from(self, num_skipped: int) -> Iterator[Any]:
+    def iter_from(self, num_skipped: int) -> Iterator[object]:
         """Return an iterator over everything that ``iter`` yields after its first `num_skipped`."""
 
 

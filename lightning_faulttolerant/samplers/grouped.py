@@ -118,7 +118,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self._num_batches = num_batches(
             self._groups, batch_size=batch_size, leftover=self.leftover, drop_last=drop_last
         )
-        self._formed: tuple[Any, Batches] | None = None
+        self._formed: tuple[object, Batches] | None = None
         self._consumed_before: list[_Part] = []
         Interruptible.__init__(
             self, unit="batches", num_replicas=num_replicas, rank=rank, drop_last=drop_last, len_mode=len_mode
@@ -189,7 +189,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
             yield batches.at(deal.position(i))
         self._note_end()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_formed": None}
 
     def advance(self, n: int = 1) -> None:
@@ -201,7 +201,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         """
         super().advance(n)
 
-    def _order_arguments(self) -> dict[str, Any]:
+    def _order_arguments(self) -> dict[str, object]:
         return {
             "dataset_len": len(self._groups),
             "seed": self.seed,

@@ -63,7 +63,7 @@ class InterruptibleSamples(Interruptible):
     def _iterate(self, skip: int) -> Iterator[int]:
         return indices_of(self.order(), self.deal(), skip=skip, at_end=self._note_end)
 
-    def _order_arguments(self) -> dict[str, Any]:
+    def _order_arguments(self) -> dict[str, object]:
         return {
             "dataset_len": self._length(),
             "seed": self.seed,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class TorchOrder:
             self._permutation = torch.randperm(self.length, generator=seeded(self._seed), device="cpu")
         return self._permutation[positions]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_permutation": None}
 
 

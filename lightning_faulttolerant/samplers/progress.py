@@ -62,7 +62,7 @@ class Interruptible(ABC):
         """Return the number of units in the epoch for all ranks together."""
 
     @abstractmethod
-    def _iterate(self, skip: int) -> Iterator[Any]:
+    def _iterate(self, skip: int) -> Iterator[object]:
         """Return the units of this rank's deal after the first `skip`."""
 
     def place(self) -> RankPlace:
@@ -111,7 +111,7 @@ class Interruptible(ABC):
     def __iter__(self) -> Iterator[Any]:
         return self.iter_from(0)
 
-    def iter_from(self, num_skipped: int) -> Iterator[Any]:
+    def iter_from(self, num_skipped: int) -> Iterator[object]:
         """Return an iterator without the first `num_skipped` of ``iter``, in a time independent of their number.
 
         At the end of an epoch, the next one begins.

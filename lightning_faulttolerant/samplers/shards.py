@@ -89,7 +89,7 @@ class ShardedMapDataset(Dataset[Any]):
 
     def __init__(
         self,
-        source: Indexable | Sequence[Any],
+        source: Indexable | Sequence[object],
         rank: int | None = None,
         world_size: int | None = None,
         samples_pct_per_replica: float | None = None,

@@ -60,7 +60,7 @@ def unpack_blobs(packed: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def is_packed(state: dict[Any, Any]) -> bool:
+def is_packed(state: dict[object, object]) -> bool:
     """Return whether a dict is a result of `pack_blobs`."""
     pool = dict.get(state, POOL)
     return type(pool) is dict and pool.keys() == {"lengths", "data"}

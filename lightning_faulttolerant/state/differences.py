@@ -19,7 +19,7 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 _KEYS, _OWN = "keys", "own"
 
 
-def digests_of(state: object) -> Any:
+def digests_of(state: object) -> object:
     """Return the dicts of `state` with a digest in place of every other value."""
     if isinstance(state, Mapping):
         return {key: digests_of(value) for key, value in state.items()}
@@ -35,7 +35,7 @@ def difference(state: Mapping[str, object], digests: Mapping[str, object]) -> di
         state: A state.
         digests: The result of `digests_of` for another state.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     for key, value in state.items():
         other = digests.get(key)
         if not isinstance(value, Mapping) or not isinstance(other, Mapping):

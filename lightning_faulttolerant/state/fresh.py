@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def _fresh_numpy(blob: bytes, seed: int) -> bytes:
 
 
 def _fresh_held(blob: bytes, seed: int) -> bytes:
-    generator: Any = make_generator(blob)
+    generator: object = make_generator(blob)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):

@@ -81,25 +81,25 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
 Merge = Callable[[Sequence[Any], Any, int], tuple[Any, str]]
 
 
-def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
+def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     total = torch.stack(list(values)).sum(0)
     return (total if rank == 0 else torch.zeros_like(total)), ""
 
 
-def _merge_mean(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
+def _merge_mean(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     stacked = torch.stack(list(values))
     return (stacked if stacked.is_floating_point() else stacked.float()).mean(0), ""
 
 
-def _merge_max(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
+def _merge_max(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     return torch.stack(list(values)).amax(0), ""
 
 
-def _merge_min(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
+def _merge_min(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     return torch.stack(list(values)).amin(0), ""
 
 
-def _merge_cat(values: Sequence[Any], default: object, rank: int) -> tuple[Any, str]:
+def _merge_cat(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     if isinstance(values[0], list):
         return ([item for value in values for item in value] if rank == 0 else []), ""
     joined = torch.cat(list(values))
@@ -112,7 +112,7 @@ def _merge_unknown(values: Sequence[object], default: object, rank: int) -> tupl
     return values[min(rank, len(values) - 1)], "has its own reduction, which can't be applied to some ranks only"
 
 
-def _merge_none(values: Sequence[object], default: object, rank: int) -> tuple[Any, str]:
+def _merge_none(values: Sequence[object], default: object, rank: int) -> tuple[object, str]:
     if isinstance(values[0], list):
         return _merge_cat(values, default, rank)
     return _merge_unknown(values, default, rank)

@@ -83,7 +83,7 @@ def unpack_numpy(blob: bytes) -> dict[str, Any]:
     import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
     if blob[:1] == b"J":
-        state: dict[str, Any] = json.loads(blob[1:], object_hook=_array_from_json)
+        state: dict[str, object] = json.loads(blob[1:], object_hook=_array_from_json)
         return state
     key = np.frombuffer(blob[1 : 1 + 624 * 4], dtype=np.uint32).copy()
     pos, has_gauss, gauss = _NUMPY_MT19937_TAIL.unpack(blob[1 + 624 * 4 :])
@@ -92,13 +92,13 @@ def unpack_numpy(blob: bytes) -> dict[str, Any]:
     return state if has_gauss < 0 else {**state, "has_gauss": has_gauss, "gauss": gauss}
 
 
-def _array_to_json(value: object) -> Any:
+def _array_to_json(value: object) -> object:
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         return {"dtype": str(value.dtype), "array": value.tolist()}
     raise TypeError(f"A generator's state holds a {type(value).__name__}, which can't be kept in a checkpoint.")
 
 
-def _array_from_json(value: dict[str, Any]) -> Any:
+def _array_from_json(value: dict[str, Any]) -> object:
     import numpy as np  # noqa: PLC0415, RUF100 - as above
 
     return np.asarray(value["array"], dtype=value["dtype"]) if set(value) == {"dtype", "array"} else value

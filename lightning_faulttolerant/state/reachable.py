@@ -68,7 +68,7 @@ def is_generator(value: object) -> bool:
     return isinstance(value, kinds) or seeds.is_sequence(value)
 
 
-def walk(queue: deque[tuple[Path, Any]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
+def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
     """Yield everything that can be reached from the objects of `queue`, each object once, the nearest first.
 
     Args:
@@ -152,11 +152,11 @@ def _has_dict(kind: Any) -> bool:
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 
-def own_dict(value: object) -> dict[str, Any] | None:
+def own_dict(value: object) -> dict[str, object] | None:
     """Return the ``__dict__`` of an object directly, without running code of its class."""
     if not has_dict(type(value)) or isinstance(value, type):
         return None
-    found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    found: dict[str, object] = object.__getattribute__(value, "__dict__")
     return found
 
 
@@ -184,7 +184,7 @@ def _cell(cell: types.CellType) -> Any:
         return None
 
 
-def take_step(value: Any, kind: str, key: Any) -> Any:
+def take_step(value: Any, kind: str, key: Any) -> object:
     """Return the value that one step of a path leads to."""
     if kind == "attribute":
         own = own_dict(value)

@@ -66,7 +66,7 @@ def _numpy_random() -> ModuleType | None:
     return sys.modules.get("numpy.random")
 
 
-def _set_numpy(state: dict[str, Any]) -> None:
+def _set_numpy(state: dict[str, object]) -> None:
     import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
     np.random.set_state(state)

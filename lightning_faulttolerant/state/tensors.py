@@ -28,7 +28,7 @@ def shard_of(tensor: object) -> Any:
         return tensor.to_local()
 
 
-def gradients_state(module: nn.Module) -> dict[str, Any]:
+def gradients_state(module: nn.Module) -> dict[str, object]:
     """Return a copy of every existing gradient, by the parameter's name; for one in shards, this rank's part."""
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {name: _gradient_state(grad) for name, grad in grads.items() if grad is not None}
@@ -41,7 +41,7 @@ def load_gradients(module: nn.Module, state: Mapping[str, object]) -> None:
         parameter.grad = None if grad is None else _gradient(grad, parameter)
 
 
-def _gradient_state(grad: Any) -> Any:
+def _gradient_state(grad: Any) -> object:
     shard = shard_of(grad).detach().clone()
     return shard if shard_of(grad) is grad else {"shard": shard, "placements": [repr(p) for p in grad.placements]}
 
@@ -61,7 +61,7 @@ def _placements(names: list[str], parameter: Any) -> list[Any]:
         return list(parameter.placements)
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415, RUF100 - takes a second to import
 
-    known: dict[str, Any] = {repr(p): p for p in (Replicate(), *(Shard(dim) for dim in range(8)))}
+    known: dict[str, object] = {repr(p): p for p in (Replicate(), *(Shard(dim) for dim in range(8)))}
     known.update({repr(p): p for p in (Partial(op) for op in ("sum", "avg"))})
     return [known[name] for name in names]
 
@@ -148,7 +148,7 @@ def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     return missing
 
 
-def extra_state(module: nn.Module) -> dict[str, Any]:
+def extra_state(module: nn.Module) -> dict[str, object]:
     """Return a copy of the ``state_dict``'s entries besides parameters and buffers, by key.
 
     Empty, without a call, if no module adds any: a call runs users' code.

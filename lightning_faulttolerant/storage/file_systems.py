@@ -128,7 +128,7 @@ S3_PROTOCOLS = ("s3", "s3a")
 _DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
 
 
-def client_options(protocol: str) -> dict[str, Any]:
+def client_options(protocol: str) -> dict[str, object]:
     """Return the options for creating a protocol's file system, in addition to the user's."""
     if protocol not in S3_PROTOCOLS:
         return {}

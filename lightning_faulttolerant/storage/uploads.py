@@ -133,7 +133,7 @@ class _S3Upload:
         self._answered_etag: str | None = None
         call = self._file._call_s3
 
-        def note_etag(method: str, *args: Any, **arguments: Any) -> Any:
+        def note_etag(method: str, *args: Any, **arguments: Any) -> object:
             answer = call(method, *args, **arguments)
             if method in ("put_object", "complete_multipart_upload"):
                 self._answered_etag = answer.get("ETag", "").strip('"')
@@ -286,7 +286,7 @@ def _read_back(fs: Any, path: str, part_bytes: int) -> list[bytes]:
     return parts.digests()
 
 
-def _is_md5(head: dict[str, Any], etag: str) -> bool:
+def _is_md5(head: dict[str, object], etag: str) -> bool:
     is_own_key = head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
     return not is_own_key and _MD5_ETAG.fullmatch(etag) is not None
 

@@ -110,7 +110,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         partition_algo: str = "relaxed",
         allow_unsafe_types: bool = False,
         replication: int | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         _check_counts(batch_size=batch_size, predownload=predownload, replication=replication)
         defaults = {
@@ -256,7 +256,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
                 else:
                     yield from self._own_samples(ids, wait)
 
-    def _own_samples(self, ids: Ids, wait: Wait | None) -> Iterator[Any]:
+    def _own_samples(self, ids: Ids, wait: Wait | None) -> Iterator[object]:
         """Yield the samples as a derived class returns them."""
         shards, _ = self._shards.locate(ids)
         for number, shard in zip(ids.tolist(), shards.tolist(), strict=True):
@@ -291,7 +291,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         epoch, start = self._book.place
         return self.state_at(epoch, num_samples if from_beginning else start + num_samples)
 
-    def state_at(self, epoch: int, sample: int, *, least: int = 1) -> dict[str, Any]:
+    def state_at(self, epoch: int, sample: int, *, least: int = 1) -> dict[str, object]:
         """Return the state of a position.
 
         Args:
@@ -354,7 +354,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         world = handed.world if handed is not None and handed.is_for_this_worker else current_world()
         return world.replicated(self.replication) if self.replication else world
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
 
 

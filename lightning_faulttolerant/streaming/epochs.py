@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
@@ -80,11 +79,11 @@ class _SharedNumbers:
         """Prepare to be in another process, worker or not. It gets the current values of these numbers."""
         self._when_left = self.own().tolist()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.leave()
         return vars(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         if not self._tensor.is_shared():  # type: ignore[no-untyped-call]  # not by multiprocessing: a copy
             self._put(self._when_left)

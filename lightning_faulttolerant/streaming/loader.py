@@ -62,7 +62,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return _CountedBatches(self)
 
-    def make_batches(self) -> tuple[Iterator[Any], _Place]:
+    def make_batches(self) -> tuple[Iterator[object], _Place]:
         """Create torch's iterator for the next iteration, and the object that keeps its position."""
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
@@ -198,7 +198,7 @@ def _column(values: list[Any]) -> Any:
     return default_collate(values)
 
 
-def _integers(values: list[int]) -> Any:
+def _integers(values: list[int]) -> object:
     try:
         return torch.from_numpy(np.array(values, dtype=np.int64))
     except OverflowError:

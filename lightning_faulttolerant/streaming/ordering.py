@@ -141,7 +141,7 @@ class Ordering:
         if not self.is_batched:  # raises if the arguments are wrong
             self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_orders": {}}
 
     def of(self, epoch: int, seeding: Seeding, readers: Readers) -> EpochOrder:
@@ -253,7 +253,7 @@ class Ordering:
         """Whether the order is the original library's, bit for bit."""
         return self.algorithm not in (None, DEFAULT)
 
-    def describe(self, readers: Readers) -> dict[str, Any]:
+    def describe(self, readers: Readers) -> dict[str, object]:
         """Return everything that the order depends on besides seed and canonical nodes: plain values for a state."""
         global_batch_size = readers.world.num_ranks * readers.batch_size
         return {

@@ -15,7 +15,7 @@ from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World
 
 # Maps a plan, and the number of samples already taken from it, to the remaining samples.
-Read = Callable[["Plan", int], Iterator[Any]]
+Read = Callable[["Plan", int], Iterator[object]]
 
 
 class Plan:

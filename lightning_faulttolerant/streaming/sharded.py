@@ -194,7 +194,7 @@ class ShardedDataset:
             raise IndexError(f"There is no sample {number}: the data set has {self.size}.")
         return self.get_item(number % self.size)
 
-    def get_item(self, sample_id: int) -> Any:
+    def get_item(self, sample_id: int) -> object:
         """Return a sample by its number. ``[]`` and an iteration use this method if a derived class overrides it.
 
         Args:

@@ -145,10 +145,10 @@ class Shards:
         self._lock = threading.Lock()
         _all_shards.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._set_up()
 
@@ -318,7 +318,7 @@ class Shards:
         while samples:
             yield samples.pop()
 
-    def _of_shard(self, shard: int, places: Ids, wait: Wait | None, *, are_lent: bool) -> Iterator[dict[str, Any]]:
+    def _of_shard(self, shard: int, places: Ids, wait: Wait | None, *, are_lent: bool) -> Iterator[dict[str, object]]:
         reader = self.reader(shard, wait)
         return reader.lent_samples(places) if are_lent else reader.samples(places)
 

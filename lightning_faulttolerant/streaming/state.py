@@ -25,7 +25,7 @@ WHAT = {
 }
 """What each entry of a fingerprint means, by its key."""
 
-Fingerprint = dict[str, Any]
+Fingerprint = dict[str, object]
 
 
 def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:

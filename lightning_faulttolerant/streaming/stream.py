@@ -51,7 +51,7 @@ class Stream:
     download_timeout: float | None = None
     validate_hash: str | None = None
     keep_zip: bool | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, object] | None = None
     _given: Weight | None = field(init=False, repr=False, default=None)
     _resolved: Weights | None = field(init=False, repr=False, default=None)
 

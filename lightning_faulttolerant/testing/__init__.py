@@ -37,7 +37,7 @@ __all__ = [
 _LAZY = ("Interruption", "KillAt", "NotTheSame", "assert_resumes_exactly")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LAZY:
         return getattr(importlib.import_module("lightning_faulttolerant.testing.exactness"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,7 +56,7 @@ class Step:
 
 
 # ``carry_out()`` does the whole step. ``carry_out(n)`` writes only the first n bytes, if the step is a write.
-Fault = Callable[[Step, Callable[..., Any]], Any]
+Fault = Callable[[Step, Callable[..., object]], object]
 
 
 def fail_with(error_number: int) -> Fault:
@@ -67,19 +67,19 @@ def fail_with(error_number: int) -> Fault:
             (quota), ``ESTALE`` (a network file system lost the file), ``EROFS`` (mounted read-only).
     """
 
-    def fail(step: Step, carry_out: Callable[..., Any]) -> Any:
+    def fail(step: Step, carry_out: Callable[..., object]) -> object:
         raise OSError(error_number, os.strerror(error_number), str(step.path))
 
     return fail
 
 
-def write_short(step: Step, carry_out: Callable[..., Any]) -> Any:
+def write_short(step: Step, carry_out: Callable[..., object]) -> object:
     """Write only the first half of the data, and return the short count, as a system call may."""
     _demand_kind(step, ("write",), "write_short")
     return carry_out((step.num_bytes + 1) // 2)
 
 
-def lose(step: Step, carry_out: Callable[..., Any]) -> Any:
+def lose(step: Step, carry_out: Callable[..., object]) -> object:
     """Report the step as done without doing it."""
     _demand_kind(step, _LOSABLE, "lose")
     return step.num_bytes if step.kind == "write" else None
@@ -139,7 +139,7 @@ class FaultySteps:
         self._num_of_kinds = 0
         self._lock = threading.RLock()  # a signal handler may take a step too
 
-    def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
+    def take(self, kind: str, path: Path, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
         """Count a step, and do it, or apply the fault to it; steps within a step are not counted."""
         if getattr(_inside, "is_set", False):
             return perform()

@@ -99,10 +99,10 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
     protocol = _PROTOCOL
 
     @classmethod
-    def _strip_protocol(cls, path: object) -> Any:
+    def _strip_protocol(cls, path: object) -> object:
         return super()._strip_protocol(path.removeprefix(f"{_PROTOCOL}://") if isinstance(path, str) else path)
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> object:
         perform = functools.partial(super()._open, path, mode, **options)
         if "w" not in mode and "x" not in mode:
             return perform()

@@ -95,7 +95,7 @@ class PowerLoss:
         image.write_to(self._root)
         return isinstance(error, PowerLost)
 
-    def _take(self, step: Step, carry_out: Callable[..., Any]) -> Any:
+    def _take(self, step: Step, carry_out: Callable[..., object]) -> Any:
         with self._lock:  # one step at a time, so that the recorded state matches the done steps
             if self._image is None and self._at is not None and step.number >= self._at:
                 self._image = self._disk.image(self._keeps)
@@ -140,7 +140,7 @@ class _Disk:
             return self._as_named(self._root)
         return _without_unlinked(root) if keeps == "removals" else _copy(root)
 
-    def carry_out(self, step: Step, carry_out: Callable[..., Any]) -> Any:
+    def carry_out(self, step: Step, carry_out: Callable[..., object]) -> Any:
         if step.kind in ("fsync", "fsync_directory"):  # recorded, not done: slow, and this is not the real disk
             return self._note(step)
         gone = _inode_that_goes(step)

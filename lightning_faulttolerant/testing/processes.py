@@ -29,7 +29,7 @@ _TELLING_SECONDS = 0.2
 
 
 def fork_and_run(
-    main: Callable[[], Any], *, output: Path, seed: int, environment: Mapping[str, str] | None = None
+    main: Callable[[], object], *, output: Path, seed: int, environment: Mapping[str, str] | None = None
 ) -> int:
     """Run `main` in a forked process, the leader of its own group; return the process id.
 
@@ -64,7 +64,7 @@ def fork_and_run(
         os._exit(code)
 
 
-def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, timeout_seconds: float) -> int:
+def run_ranks(main: Callable[[int], object], *, outputs: list[Path], seed: int, timeout_seconds: float) -> int:
     """Run `main` in one process for each rank, and wait for all of them.
 
     With several ranks, each process has one thread for arithmetic and the environment that torchrun would set. When one
@@ -102,7 +102,7 @@ def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, tim
             rendezvous.close()
 
 
-def _run_rank(main: Callable[[int], Any], rank: int, num_ranks: int) -> None:
+def _run_rank(main: Callable[[int], object], rank: int, num_ranks: int) -> None:
     if num_ranks > 1:
         torch.set_num_threads(1)  # more threads would exceed the cores, and sums depend on their number
     main(rank)

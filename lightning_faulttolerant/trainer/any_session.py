@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
@@ -77,7 +76,7 @@ class AnySession(ABC):
         """Take over the seams. `callback` is the callback that opens this session."""
 
     @abstractmethod
-    def put_part(self, checkpoint: dict[str, Any]) -> None:
+    def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
 
     def finish(self) -> None:

@@ -140,7 +140,7 @@ class FaultTolerance(AnyCallback):
         self.is_from_environment = False
 
     def register(
-        self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], object]
+        self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[object], object]
     ) -> FaultTolerance:
         """Save a state that the callback can't find: in a C extension, a closure, or another library's global.
 
@@ -220,7 +220,7 @@ class FaultTolerance(AnyCallback):
         self._session = kind(trainer, self._options, self._registered)
         self._session.begin()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave out the fit that is under way: a copy has the same arguments and has trained nothing yet."""
         of_the_fit = {"log_dict", *names_of_hooks()}
         own = {name: value for name, value in vars(self).items() if name not in of_the_fit}
@@ -240,7 +240,7 @@ class FaultTolerance(AnyCallback):
             under_way.begin(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
-    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, object]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
         if self._session is not None and not self._is_of_another(trainer):
             self._session.put_part(checkpoint)

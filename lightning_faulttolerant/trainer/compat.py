@@ -47,12 +47,12 @@ def validation_loop(trainer: Trainer) -> Any:
     return loop_of(trainer)
 
 
-def checkpoint_connector(trainer: Trainer) -> Any:
+def checkpoint_connector(trainer: Trainer) -> object:
     """Return the connector that restores checkpoints: ``resume_start`` and ``restore_training_state``."""
     return trainer._checkpoint_connector
 
 
-def signal_connector(trainer: Trainer) -> Any:
+def signal_connector(trainer: Trainer) -> object:
     """Return the connector that registers Lightning's signal handlers, right before the loops of the run begin."""
     return trainer._signal_connector
 
@@ -61,7 +61,7 @@ BEFORE_FETCH = "_on_before_fetch"
 AFTER_FETCH = "_on_after_fetch"
 
 
-def original_handlers(trainer: Trainer) -> Mapping[int, Any]:
+def original_handlers(trainer: Trainer) -> Mapping[int, object]:
     """Return the signal handlers that were registered before Lightning's."""
     return trainer._signal_connector._original_handlers
 
@@ -97,12 +97,12 @@ def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
     return os.path.realpath(path) in last or os.path.basename(path).startswith("hpc_ckpt_")
 
 
-def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+def dump_checkpoint(trainer: Trainer) -> dict[str, object]:
     """Return Lightning's checkpoint of this instant. The callback's hook includes our own part."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
-def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, Any]) -> None:
+def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, object]) -> None:
     """Let Lightning restore from `checkpoint` as if it had read it from `path`."""
     trainer._checkpoint_connector._ckpt_path = path
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
@@ -213,7 +213,7 @@ def end_validation(trainer: Trainer, callbacks: list[Callback], *, module: bool,
     trainer._logger_connector._first_loop_iter = before["first_loop_iter"]
 
 
-def before_validation(trainer: Trainer, first_loop_iter: bool | None) -> dict[str, Any]:
+def before_validation(trainer: Trainer, first_loop_iter: bool | None) -> dict[str, object]:
     """Return the values that Lightning restores after the validation run that is under way."""
     return {"training": dict(validation_loop(trainer)._module_mode.mode), "first_loop_iter": first_loop_iter}
 
@@ -299,7 +299,7 @@ def renew_iterator(
         patches.undo()
 
 
-def combined_state(trainer: Trainer) -> dict[str, Any] | None:
+def combined_state(trainer: Trainer) -> dict[str, object] | None:
     """Return the position of the iteration over all training loaders, without the place of each loader."""
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if combined is None or combined._iterator is None or fetcher is None:
@@ -390,6 +390,6 @@ def combined_loaders(trainer: Trainer) -> list[Any]:
     return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
 
 
-def user_loaders(trainer: Trainer) -> list[Any]:
+def user_loaders(trainer: Trainer) -> list[object]:
     """Return the loaders of training and validation, as far as they are set up."""
     return [loader for combined in combined_loaders(trainer) for loader in combined.flattened]

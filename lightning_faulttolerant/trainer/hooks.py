@@ -7,15 +7,13 @@ Whose function a hook is: the user's, Lightning's, ours, or the empty one that e
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_faulttolerant.trainer.bases import is_empty_hook, is_lightnings
 from lightning_faulttolerant.trainer.patches import Patches
 
 
-def overridden(owner: object, hook: str) -> Any:
+def overridden(owner: object, hook: str) -> object:
     """Return the function of a hook, unless it is the empty one, or `owner` has no such hook."""
     function = getattr(owner, hook, None)
     function = getattr(function, "__func__", function)

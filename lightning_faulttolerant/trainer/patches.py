@@ -56,7 +56,7 @@ def then(follow: Callable[[], None]) -> Callable[[Method], Method]:
 class _ReplacedMethod:
     """The replacement of a method. A deep copy of the owner has its own original method instead."""
 
-    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def __init__(self, owner: object, name: str, replacement: Callable[..., object]) -> None:
         self._owner = owner
         self._name = name
         self._replacement = replacement
@@ -64,6 +64,6 @@ class _ReplacedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replacement(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         copied = memo.get(id(self._owner))
         return self if copied is None else getattr(type(copied), self._name).__get__(copied)

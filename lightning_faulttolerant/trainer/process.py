@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
-Registered = tuple[Callable[[], Any], Callable[[Any], object]]
+Registered = tuple[Callable[[], object], Callable[[object], object]]
 """The functions that return a state, and that restore it."""
 
 OBJECTS = "objects"
@@ -25,7 +24,7 @@ continued: dict[str, str] = {}
 has_told: set[str] = set()
 """The messages that have been printed: each is printed once."""
 
-left_out: dict[int, weakref.ref[Any]] = {}
+left_out: dict[int, weakref.ref[object]] = {}
 """Callbacks that are not part of a run, by their IDs: a user's callback may have no hash."""
 
 

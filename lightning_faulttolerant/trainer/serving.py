@@ -39,7 +39,7 @@ def served_of_any() -> Any:
     return _served(next((package for package in PACKAGES if package in sys.modules), PACKAGES[0]))
 
 
-def _served(package: str) -> Any:
+def _served(package: str) -> object:
     version = getattr(sys.modules.get(package), "__version__", "")
     if version and tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST:
         raise UnsupportedTrainerError(

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
@@ -127,7 +126,7 @@ class Session(AnySession):
 
     # What the seams do.
 
-    def put_part(self, checkpoint: dict[str, Any]) -> None:
+    def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
         if self.autosaver is None or self.autosaver.is_dumping:
             return
@@ -178,7 +177,7 @@ class Session(AnySession):
         assert self.run_state is not None
         return self.run_state
 
-    def _around_process_dataloader(self, original: Method, loader: object) -> Any:
+    def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(self._reloads.follow(original(loader)))
 
     def _around_setup_data(self, stage: str, original: Method) -> None:
@@ -312,7 +311,7 @@ class Session(AnySession):
 
         return after_fetch
 
-    def _around_validation(self, original: Method) -> Any:
+    def _around_validation(self, original: Method) -> object:
         if self._trainer.sanity_checking:
             with self._ended_here():
                 return original()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
@@ -64,7 +64,7 @@ def _has_callback(trainer: object) -> bool:
     return module is not None and any(isinstance(callback, module.FaultTolerance) for callback in callbacks)
 
 
-def _trainer_being_built() -> Any:
+def _trainer_being_built() -> object:
     """Return the Trainer that is being built, read from the stack: no argument holds it."""
     frame = inspect.currentframe()
     while frame is not None:

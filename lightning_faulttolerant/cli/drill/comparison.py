@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from lightning_faulttolerant.cli.drill.ledgers import COMPARED, STEPS, Event, RankOfRun
 from lightning_faulttolerant.cli.drill.result import Difference, Value
@@ -241,7 +241,7 @@ def _values(name: str, expected: object, found: object) -> list[Value]:
     if expected == found:
         return []
     shown = _NAMES.get(name, name)
-    both: list[Mapping[Any, Any]] = []
+    both: list[Mapping[object, object]] = []
     for value in (expected, found):
         if isinstance(value, Mapping):
             both.append(value)

@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.report.page import page
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, Any]:
+def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, object]:
     """Return a report as plain values. Times are seconds since 1970; durations are seconds.
 
     Args:
@@ -103,7 +102,7 @@ def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, Any]:
     }
 
 
-def _chapter_json(report: ChapterReport) -> dict[str, Any]:
+def _chapter_json(report: ChapterReport) -> dict[str, object]:
     account = report.account
     sums = {
         "total": account.total,

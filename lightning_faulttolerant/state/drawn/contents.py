@@ -81,7 +81,7 @@ def contents_of(roots: Mapping[str, object], rules: Rules) -> DrawnContents:
         rules: What is left out.
     """
     found = DrawnContents(lists={}, numbers={}, parts={}, datasets={})
-    queue: deque[tuple[str, Any]] = deque(roots.items())
+    queue: deque[tuple[str, object]] = deque(roots.items())
     seen: set[int] = set()
     while queue and len(seen) < _MAX_OBJECTS:
         path, value = queue.popleft()
@@ -106,7 +106,12 @@ def is_part(value: object) -> bool:
 
 
 def _add(
-    found: DrawnContents, look_into: Callable[[tuple[str, Any]], None], path: str, owner: object, name: str, value: Any
+    found: DrawnContents,
+    look_into: Callable[[tuple[str, object]], None],
+    path: str,
+    owner: object,
+    name: str,
+    value: Any,
 ) -> None:
     if is_number(value):
         found.numbers[path] = text_of(value)
@@ -122,7 +127,7 @@ def _add(
         look_into((path, value))
 
 
-def _held_by(path: str, value: object) -> Iterator[tuple[str, Any]]:
+def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, nn.Module):
         yield from ((f"{path}.{name}", child) for name, child in value.named_children())
     elif isinstance(value, dict):

@@ -96,7 +96,7 @@ def is_sorted_by_name(elements: Sequence[object]) -> bool:
     return any(all(starmap(le, pairwise(map(key, names)))) for key in _ORDERS_OF_NAMES)
 
 
-def _by_numbers(name: str) -> list[Any]:
+def _by_numbers(name: str) -> list[object]:
     """Return a key that compares the numbers inside a text as numbers: ``2`` comes before ``10``."""
     parts = _DIGITS.split(name)
     parts[1::2] = [part.lstrip("0") for part in parts[1::2]]
@@ -108,7 +108,7 @@ def _by_directory(name: str) -> tuple[str, str]:
     return directory, base
 
 
-def _by_directory_and_numbers(name: str) -> list[Any]:
+def _by_directory_and_numbers(name: str) -> list[object]:
     return [_by_numbers(part) for part in _by_directory(name.casefold())]
 
 
@@ -116,15 +116,15 @@ def _by_parts(name: str) -> list[str]:
     return name.split("/")
 
 
-def _by_parts_and_numbers(name: str) -> list[Any]:
+def _by_parts_and_numbers(name: str) -> list[object]:
     return [_by_numbers(part) for part in name.casefold().split("/")]
 
 
-def _by_numbers_in_any_case(name: str) -> list[Any]:
+def _by_numbers_in_any_case(name: str) -> list[object]:
     return _by_numbers(name.casefold())
 
 
-_ORDERS_OF_NAMES: tuple[Callable[[str], Any], ...] = (
+_ORDERS_OF_NAMES: tuple[Callable[[str], object], ...] = (
     str,
     str.casefold,
     _by_directory,

@@ -60,7 +60,7 @@ def digest(value: object) -> str:
     return " to ".join(map(_digest, lists.values()))
 
 
-def kept_order(value: object) -> dict[str, Any] | None:
+def kept_order(value: object) -> dict[str, object] | None:
     """Return the order of `value`, for `in_order`; ``None`` if it is sorted, or too large to keep."""
     lists = _lists(value)
     try:
@@ -115,7 +115,7 @@ def fill(value: Any, elements: Any) -> bool:
     return True
 
 
-def _lists(value: object) -> dict[str, Sequence[Any]]:
+def _lists(value: object) -> dict[str, Sequence[object]]:
     if isinstance(value, dict):
         return {_KEYS: list(value), _VALUES: list(value.values())}
     return {_VALUES: elements_of(value)}
@@ -159,7 +159,7 @@ def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> Any:
     return order[torch.frombuffer(bytearray(zlib.decompress(kept["order"])), dtype=torch.int32).numpy()]
 
 
-def _taken(elements: Sequence[Any], order: Any) -> Sequence[Any]:
+def _taken(elements: Sequence[Any], order: Any) -> Sequence[object]:
     if kinds.is_array(elements):
         found: Sequence[Any] = elements[order]
         return found

@@ -125,7 +125,7 @@ class Parts:
         seen = {id(_own(part, INDICES)) for part in self._parts.values()}
         splits = {_of(part) for part in self._parts.values()}
         names: dict[int, str] | None = None
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for value in _living_parts():
             indices = _own(value, INDICES)
             if id(indices) in seen or _of(value) not in splits or _indices_of(value) is None:
@@ -184,7 +184,7 @@ def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Par
     return _UNKNOWN, []
 
 
-def _living_parts() -> Iterator[Any]:
+def _living_parts() -> Iterator[object]:
     """Yield all parts that exist in this process, without calling code of any other object."""
     classes = list(PARTS)
     for kind in classes:

@@ -82,7 +82,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, _NUMBERS) or kinds.is_numpy(value, "number")
 
 
-def _sampled(values: Sequence[object]) -> Iterator[Any]:
+def _sampled(values: Sequence[object]) -> Iterator[object]:
     stride = max(1, len(values) // _NUM_SAMPLED)
     return (values[i] for i in range(0, len(values), stride))
 

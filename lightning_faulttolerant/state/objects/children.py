@@ -55,7 +55,7 @@ class Node:
         return (list(now), list(map(id, now.values()))) == self.raw
 
 
-def items_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def items_of(path: str, value: Any) -> Iterator[tuple[str, object]]:
     """Yield the objects that a container or another holder refers to, by path."""
     if isinstance(value, dict):
         for i, (key, child) in enumerate(containers.pairs_of(value)):
@@ -82,7 +82,7 @@ def _key_text(key: object, place: int) -> str:
     return f"{type(key).__name__} {place}"  # two keys of one class get two paths
 
 
-def of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+def of_module(path: str, module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the children, parameters, and buffers of a module, by path."""
     for name, child in module._modules.items():
         if child is not None:
@@ -97,14 +97,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
 
 
-def of_hooks(path: str, owner: object) -> Iterator[tuple[str, Any]]:
+def of_hooks(path: str, owner: object) -> Iterator[tuple[str, object]]:
     """Yield the hooks on a module, a tensor, or an optimizer; their keys differ in each process."""
     for name in _HOOKS:
         hooks = getattr(owner, name, None) or {}
         yield from ((f"{path}.{name}[{i}]", hook) for i, hook in enumerate(list(hooks.values())))
 
 
-def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, Any]]:
+def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, object]]:
     """Yield the functions and classes of a module or a class, which may hold state."""
     if namespace.names is None:
         for name, value in list(vars(namespace.owner).items()):
@@ -114,7 +114,7 @@ def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, A
                 yield f"{path}.{name}()", found
 
 
-def of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """Yield the attributes, the defaults, and the closure of a function."""
     for name, child in kinds.attributes(function).items():
         yield f"{path}.{name}", child

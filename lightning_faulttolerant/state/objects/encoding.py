@@ -59,7 +59,7 @@ class Aliases:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._known: dict[Any, Tensor] | None = None
+        self._known: dict[object, Tensor] | None = None
         self._new: dict[Any, Tensor] = {}
 
     def base_of(self, tensor: Tensor) -> tuple[Tensor, int] | None:
@@ -86,7 +86,7 @@ class Aliases:
         self._new = {key: tensor for key, tensor in self._new.items() if id(tensor) not in gone}
 
 
-def _key(tensor: Tensor) -> Any:
+def _key(tensor: Tensor) -> object:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
@@ -158,12 +158,12 @@ class Encoder:
         self._has_plain = has_plain
         self._pickles = Pickles(self._is_shared) if keeps_bytes else None
         self._in_plain: set[int] = set()
-        self._kept_plain: list[Any] = []
+        self._kept_plain: list[object] = []
         self.may_be_handle = False
         """Whether a library's own object may be a handle that a data set has opened for reading."""
         self.is_torn = False
         """Whether an object refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
-        self.table: list[Any] = []
+        self.table: list[object] = []
         """The objects that the fit did not begin with, each by its number."""
 
     def encode(self, value: object) -> Any:
@@ -203,7 +203,7 @@ class Encoder:
                 raise
             return self._pickled(value, error)
 
-    def _or_nothing(self, encode: Callable[[Any], Any], value: object) -> Any:
+    def _or_nothing(self, encode: Callable[[object], object], value: object) -> Any:
         num_before, bytes_before = len(self.table), self._bytes_left
         try:
             encoded = encode(value)
@@ -239,7 +239,7 @@ class Encoder:
         self._aliases.forget(self._kept[num:])
         del self.table[num:], self._kept[num:]
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> object:
         self._take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -262,7 +262,7 @@ class Encoder:
             return ["part", part_name(value, self._graph)]
         return ["new", self._number(value)]
 
-    def _enum(self, value: enum.Enum) -> list[Any]:
+    def _enum(self, value: enum.Enum) -> list[object]:
         name = class_name(type(value), self._graph)
         if value.name is not None and type(value).__members__.get(value.name) is value:
             return ["enum", name, value.name]
@@ -272,7 +272,7 @@ class Encoder:
         is_alias = isinstance(value, Tensor) and self._aliases.base_of(value) is not None
         return is_alias or id(value) in self._numbers or self._graph.path_of(value) is not None
 
-    def _pickled(self, value: object, reason: CantCarryError) -> list[Any]:
+    def _pickled(self, value: object, reason: CantCarryError) -> list[object]:
         """Return the bytes of an object that can't be carried in any other way."""
         is_handle = isinstance(reason, LiveError) or (self.may_be_handle and isinstance(reason, OpaqueError))
         if self._pickles is None or is_handle or isinstance(reason, TooLargeError):
@@ -303,7 +303,7 @@ class Encoder:
         except CantCarryError as error:
             return self._pickled(value, error)
 
-    def _readable(self, value: object) -> list[Any]:
+    def _readable(self, value: object) -> list[object]:
         if type(value) in (list, dict):  # the most frequent kinds
             return self._content(value)
         if is_generator(value):
@@ -330,7 +330,7 @@ class Encoder:
             return ["object", class_name(type(value), self._graph), self._attributes(value)]
         raise why_not(value)
 
-    def _new_tensor(self, tensor: Tensor) -> list[Any]:
+    def _new_tensor(self, tensor: Tensor) -> list[object]:
         """Return a copy of a tensor; for one that shares another's memory, its place there."""
         base = self._aliases.base_of(tensor)
         if base is None:
@@ -339,7 +339,7 @@ class Encoder:
         place = [list(tensor.shape), list(tensor.stride()), offset]
         return ["alias", self._encode(other), *place, tensor.requires_grad and tensor.is_leaf]
 
-    def _value(self, value: object) -> list[Any]:
+    def _value(self, value: object) -> list[object]:
         """Return the encoded form of an object whose class derives from a number, a string, or a similar type."""
         base = next(kind for kind in VALUES if isinstance(value, kind))
         if type(value).__new__ is not base.__new__ and not is_users(type(value)):
@@ -356,11 +356,11 @@ class Encoder:
     def _attributes(self, value: object) -> list[Any]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
-    def _attribute(self, value: object, name: str, child: object) -> Any:
+    def _attribute(self, value: object, name: str, child: object) -> object:
         is_part = self._is_part or is_users(type(value))
         return self._inside(child, is_part=is_part, where=f", in {type(value).__name__}.{name}")
 
-    def _item(self, child: object) -> Any:
+    def _item(self, child: object) -> object:
         if type(child) in _PLAIN:
             self._take(_ITEM_BYTES)
             return child
@@ -447,7 +447,7 @@ class Encoder:
         more = [] if grad is None else [shard_of(grad).detach().clone()]
         return [kind, shard_of(tensor).detach().clone(), str(tensor.device), needs_grad, *more]
 
-    def _array(self, array: Any) -> list[Any]:
+    def _array(self, array: Any) -> list[object]:
         self._take(array.nbytes)
         if not kinds.is_plain_array(array):
             raise CantCarryError(f"a {type(array).__name__}, which is no plain array")
@@ -455,7 +455,7 @@ class Encoder:
             raise CantCarryError(f"an array of {array.nbytes / (1 << 20):.0f} MiB, which is too large")
         return ["array", *encode_array(array)]
 
-    def _factory(self, value: Any) -> Any:
+    def _factory(self, value: Any) -> object:
         if self._graph.path_of(value) is not None:
             return ["same factory"]  # the factory of the existing dict
         return self._encode(value.default_factory)

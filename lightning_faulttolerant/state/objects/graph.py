@@ -67,7 +67,7 @@ class Graph:
         known: list[dict[int, Any]] = [self.paths, *(layer.places for layer in layers)]
         return not all(places.keys().isdisjoint(ids) for places in known)
 
-    def thing_at(self, path: str) -> Any:
+    def thing_at(self, path: str) -> object:
         """Return the object at this path, or ``None``."""
         if path not in self.things:
             self._expand_at(path)
@@ -116,7 +116,7 @@ class Graph:
     def _expand(self, owner: str, root: int) -> None:
         """Turn a record and its parts into nodes, with the content that they had when they were recorded."""
         records = self.records[owner]
-        queue: deque[tuple[str, Any]] = deque([(f"{owner}[{root}]", records.items[root])])
+        queue: deque[tuple[str, object]] = deque([(f"{owner}[{root}]", records.items[root])])
         seen: set[int] = set()
         while queue:
             path, value = queue.popleft()
@@ -162,7 +162,7 @@ class Graph:
         return dropped
 
 
-def _of_record(graph: Graph, path: str, layer: Layer, place: int) -> Iterator[tuple[str, Any]]:
+def _of_record(graph: Graph, path: str, layer: Layer, place: int) -> Iterator[tuple[str, object]]:
     """Add a part of a record to the nodes, with its recorded content, and yield the objects that it referred to."""
     value, before = layer.members[place], layer.before[place]
     node: Node | None = None

@@ -236,7 +236,7 @@ def is_progress_bar(value: object) -> bool:
     return is_progress_bar_class(type(value)) and getattr(value, "iterable", None) is None and hasattr(value, "total")
 
 
-def state_of_bar(bar: Any) -> list[Any]:
+def state_of_bar(bar: Any) -> list[object]:
     """Return the position of a bar, its total, its description, and whether it is shown."""
     return [bar.n, bar.total, getattr(bar, "desc", None), not bar.disable]
 
@@ -307,7 +307,7 @@ def attributes(value: object) -> dict[str, Any]:
     return found
 
 
-def dict_of(value: Any) -> Mapping[str, Any]:
+def dict_of(value: Any) -> Mapping[str, object]:
     """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
     is_namespace = isinstance(value, Namespace)
     found: Mapping[str, Any] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
@@ -326,7 +326,7 @@ def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=4_096)
-def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
+def _slots_of(kind: type) -> tuple[tuple[str, object], ...]:
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 

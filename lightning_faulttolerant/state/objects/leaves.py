@@ -21,7 +21,7 @@ _PATHS: dict[str, Any] = {kind.__name__: kind for kind in (pathlib.PurePosixPath
 _TEXTS: dict[str, Any] = {"Decimal": decimal.Decimal, "Fraction": fractions.Fraction, "UUID": uuid.UUID}
 
 
-def encode_leaf(value: Any) -> list[Any]:
+def encode_leaf(value: Any) -> list[object]:
     """Return the encoded form of a leaf (`kinds.is_leaf`) that is not an enum.
 
     Raises:
@@ -51,16 +51,16 @@ def encode_leaf(value: Any) -> list[Any]:
     raise CantCarryError(f"a {kind.__name__}")
 
 
-def decode_leaf(kind: str, *rest: Any) -> Any:
+def decode_leaf(kind: str, *rest: Any) -> object:
     """Return the leaf that `encode_leaf` encoded."""
     return _LEAVES[kind](*rest)
 
 
-def _bounds(value: Any) -> list[Any]:
+def _bounds(value: Any) -> list[object]:
     return [value.start, value.stop, value.step]
 
 
-def encode_array(array: Any) -> list[Any]:
+def encode_array(array: Any) -> list[object]:
     """Return the dtype, the shape, and the bytes of a NumPy array.
 
     Raises:
@@ -99,7 +99,7 @@ def _torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-_LEAVES: dict[str, Callable[..., Any]] = {
+_LEAVES: dict[str, Callable[..., object]] = {
     "bytes": bytes,
     "complex": lambda parts: complex(*parts),
     "path": lambda kind, text: _PATHS[kind](text),

@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from lightning_faulttolerant.state.blobs import is_packed
@@ -41,7 +42,7 @@ class TooLargeError(CantCarryError):
     """A value is larger than the remaining room."""
 
 
-def check_not_saved(value: dict[Any, Any]) -> None:
+def check_not_saved(value: dict[object, object]) -> None:
     """Raise if a dict is a state from this package."""
     if is_packed(value):
         raise SavedError("a state that was saved")
@@ -107,13 +108,13 @@ def found_class(name: str, graph: Graph) -> type | None:
     return found if isinstance(found, type) and not _runs_code(found) else None
 
 
-def found_progress_bar(name: str) -> Any:
+def found_progress_bar(name: str) -> Callable[..., object] | None:
     """Return the tqdm bar class of this name, if it is imported."""
     found = _found(name)
     return found if isinstance(found, type) and kinds.is_progress_bar_class(found) else None
 
 
-def found_part(name: str, graph: Graph) -> Any:
+def found_part(name: str, graph: Graph) -> object:
     """Return the class or function of this name, if a checkpoint may name it."""
     module_name, _, qualname = name.partition(":")
     if module_name == "builtins":
@@ -132,7 +133,7 @@ def _found(name: str) -> Any:
         return vars(sys.modules[module_name]).get(qualname) if module_name in sys.modules else None
     if module_name.partition(".")[0] in _PYTHONS - {"math"}:
         return None
-    found: Any = sys.modules.get(module_name)
+    found: object = sys.modules.get(module_name)
     for attribute in qualname.split("."):
         found = inspect.getattr_static(found, attribute, None)
         if isinstance(found, types.ModuleType):  # `torch:os.system` would lead to other modules

@@ -26,9 +26,9 @@ class Pickles:
         is_shared: Whether other objects refer to an object too.
     """
 
-    def __init__(self, is_shared: Callable[[Any], bool]) -> None:
+    def __init__(self, is_shared: Callable[[object], bool]) -> None:
         self._is_shared = is_shared
-        self._met: dict[int, Any] = {}
+        self._met: dict[int, object] = {}
 
     def has_met(self, value: object) -> bool:
         """Return whether an object is a part of one that was already pickled."""
@@ -61,13 +61,13 @@ class _SharedError(Exception):
 
 
 class _UnsharedPickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, root: Any, is_shared: Callable[[Any], bool]) -> None:
+    def __init__(self, buffer: io.BytesIO, root: object, is_shared: Callable[[object], bool]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._root = root
         self._is_shared = is_shared
         self._of_classes: set[int] = set()
         """Values that a class shares between all its objects: a pandas table includes them in its state."""
-        self.met: dict[int, Any] = {}
+        self.met: dict[int, object] = {}
 
     def persistent_id(self, value: object) -> None:
         for kind in type(value).__mro__:
@@ -94,7 +94,7 @@ def has_pickles(state: Mapping[str, object]) -> bool:
     return any(True for _ in _rows_of(state))
 
 
-def unpickled(state: Mapping[str, object]) -> dict[str, Any]:
+def unpickled(state: Mapping[str, object]) -> dict[str, object]:
     """Return an object state with its objects in place of their bytes: this runs any code in the bytes.
 
     An object that can't be created again stays as bytes, and is not restored.
@@ -132,7 +132,7 @@ def set_state(value: Any, made: Any) -> bool:
     return True
 
 
-def _rows_of(state: Mapping[str, Any]) -> Iterator[list[Any]]:
+def _rows_of(state: Mapping[str, Any]) -> Iterator[list[object]]:
     contents = [content.get("<content>") for content in state.get("nodes", {}).values()]
     rows: Sequence[Any] = [*state.get("table", ()), *contents]
     return (row for row in rows if isinstance(row, list) and row and row[0] == PICKLED)

@@ -69,5 +69,5 @@ def plain_of(value: object) -> Plain | None:
     return None
 
 
-def _of_kind(items: list[Any], kind: type) -> list[Any]:
+def _of_kind(items: list[object], kind: type) -> list[Any]:
     return [item for item in items if type(item) is kind]

@@ -23,7 +23,7 @@ class _LostGraph(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: object, *gradients: Any) -> Any:
+    def backward(ctx: object, *gradients: Any) -> object:
         raise NotExactError(
             "A gradient is to go back through a tensor that was computed before the run was interrupted. A checkpoint"
             " has the tensor, but not the steps that made it. Detach it, or compute it again from its batch."

@@ -45,7 +45,7 @@ class Unchanged:
         self._owners: list[Any] = []
         self._namespaces: list[Any] = []
         self._sequences: list[Any] = []
-        self._mappings: list[Any] = []
+        self._mappings: list[object] = []
         self._slots: list[Callable[[], Any]] = []
         for path, node in self._nodes.items():
             if not self._takes(node):
@@ -95,14 +95,14 @@ class Unchanged:
         return changed
 
 
-def _ids_in(slots: list[Callable[[], Any]]) -> list[int]:
+def _ids_in(slots: list[Callable[[], object]]) -> list[int]:
     try:
         return [id(slot()) for slot in slots]
     except AttributeError:
         return [id(_held(slot)) for slot in slots]
 
 
-def _held(slot: Callable[[], Any]) -> Any:
+def _held(slot: Callable[[], object]) -> Any:
     try:
         return slot()
     except AttributeError:  # an empty slot

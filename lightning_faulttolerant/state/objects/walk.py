@@ -61,9 +61,9 @@ class Rules:
         max_items: A container with more items is only compared by its length, a large array by a few elements.
     """
 
-    left_out: Callable[[Any], Collection[str]] = lambda value: _NOTHING
-    is_live: Callable[[Any], bool] = lambda value: False
-    goes_by_attributes: Callable[[Any], bool] = lambda value: False
+    left_out: Callable[[object], Collection[str]] = lambda value: _NOTHING
+    is_live: Callable[[object], bool] = lambda value: False
+    goes_by_attributes: Callable[[object], bool] = lambda value: False
     drops_saved: bool = False
     max_items: float = math.inf
 
@@ -71,7 +71,7 @@ class Rules:
 def graph_of(
     roots: Mapping[str, object],
     rules: Rules,
-    state_of: Callable[[Any], Any],
+    state_of: Callable[[object], object],
     *,
     graph: Graph | None = None,
     with_contents: bool = True,
@@ -86,7 +86,7 @@ def graph_of(
         with_contents: Whether changes of tensors and arrays must be found later. All of them are read now for this.
     """
     graph = Graph() if graph is None else graph
-    queue: deque[tuple[str, Any]] = deque(roots.items())
+    queue: deque[tuple[str, object]] = deque(roots.items())
     while queue:
         path, value = queue.popleft()
         if kinds.is_leaf(value) or graph.is_met(value):
@@ -115,8 +115,8 @@ def graph_of(
 
 
 def _met(
-    graph: Graph, path: str, value: object, rules: Rules, state_of: Callable[[Any], Any], *, with_contents: bool
-) -> Iterator[tuple[str, Any]]:
+    graph: Graph, path: str, value: object, rules: Rules, state_of: Callable[[object], object], *, with_contents: bool
+) -> Iterator[tuple[str, object]]:
     """Add `value` to the nodes, if it can change, and yield the objects that it refers to."""
     if isinstance(value, (Tensor, nn.Module)) or kinds.is_optimizer(value):
         yield from of_hooks(path, value)
@@ -159,7 +159,7 @@ def _content_mark(value: Any, rules: Rules) -> Mark | None:
     return sample_mark(value) if is_sampled else mark_of(value)
 
 
-def _held_weakly(attributes: dict[str, Any] | None) -> dict[str, Any] | None:
+def _held_weakly(attributes: dict[str, object] | None) -> dict[str, object] | None:
     return None if attributes is None else {name: hold(value) for name, value in attributes.items()}
 
 
@@ -181,7 +181,7 @@ def is_carried_by_state(value: object) -> bool:
     return kinds.has_state_methods(value)
 
 
-def attributes_of(value: object, rules: Rules) -> dict[str, Any] | None:
+def attributes_of(value: object, rules: Rules) -> dict[str, object] | None:
     """Return the attributes of `value` that are the user's, or ``None`` if its attributes don't count."""
     if isinstance(value, types.FunctionType):
         return kinds.attributes(value)
@@ -207,14 +207,14 @@ def _is_wrappers(owner: object, name: str, value: object) -> bool:
     return isinstance(value, types.FunctionType) and is_librarys(value)
 
 
-def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """Add a function that other objects hold, which may keep a count as an attribute, and yield what it holds."""
     own = kinds.attributes(function)  # all that is in its `__dict__`
     graph.nodes[path] = Node(kept=function, attributes=own, raw=(list(own), list(map(id, own.values()))))
     yield from of_function(path, function)
 
 
-def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, Any]]:
+def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a user's class, which may be created in a function or in another class."""
     path = global_path(kind.__module__, kind.__qualname__)  # like a class at the top of a module
     if path not in graph.things:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
@@ -59,7 +59,7 @@ class ShardCache:
         download_timeout: float = 60,
         validate_hash: str | None = None,
         limit: CacheLimit | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         index_digest: str = "",
     ) -> None:
         _check_hashes(shards, validate_hash)
@@ -312,7 +312,7 @@ class ShardCache:
     def _name(self, shard: int) -> str:
         return f"Shard {shard} ({self.shards[shard].files[0].basename})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Shards are checked again in another process, which may be on another machine.
         return {**self.__dict__, "_sound": set(), "_holds": {}, "_swept_by": 0}
 

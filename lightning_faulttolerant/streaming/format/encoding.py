@@ -51,7 +51,7 @@ class Encoding(ABC):
             ValueError: If the bytes don't encode a value.
         """
 
-    def lend(self, buffer: Buffer, begin: int, end: int) -> Any:
+    def lend(self, buffer: Buffer, begin: int, end: int) -> object:
         """Return the value of ``buffer[begin:end]``, perhaps as a read-only view of the buffer."""
         return self.decode(buffer, begin, end)
 

@@ -105,7 +105,7 @@ class _Parser:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._columns: dict[tuple[Any, ...], Columns] = {}
+        self._columns: dict[tuple[object, ...], Columns] = {}
         self._files: dict[str, ShardFile] = {}
 
     def shards(self, text: str | bytes) -> tuple[ShardInfo, ...]:

@@ -65,7 +65,7 @@ class Layout:
         """
         return self._taken_apart(buffer, begin, end, self._decoders)
 
-    def lend(self, buffer: Buffer, begin: int, end: int) -> dict[str, Any]:
+    def lend(self, buffer: Buffer, begin: int, end: int) -> dict[str, object]:
         """Return the sample in ``buffer[begin:end]`` with arrays that may be views of the buffer.
 
         Raises:
@@ -73,7 +73,7 @@ class Layout:
         """
         return self._taken_apart(buffer, begin, end, self._lenders)
 
-    def _taken_apart(self, buffer: Buffer, begin: int, end: int, decoders: tuple[Decoder, ...]) -> dict[str, Any]:
+    def _taken_apart(self, buffer: Buffer, begin: int, end: int, decoders: tuple[Decoder, ...]) -> dict[str, object]:
         lengths = iter(self._head.unpack_from(buffer, begin))
         at = begin + self._head.size
         sample = {}

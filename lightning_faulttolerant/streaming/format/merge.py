@@ -52,7 +52,7 @@ class _Merge:
         out: Address,
         keep_local: bool = True,
         download_timeout: float = 60,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         addresses = (out,) if isinstance(out, (str, os.PathLike)) else tuple(out)
         # The last one is the place of the data set. A directory with copies of its indexes may come before it.
@@ -107,7 +107,7 @@ class _Merge:
                 return place.read(name)
         raise FileNotFoundError(f"There is no {name} below {' or '.join(map(str, self._places))}.")
 
-    def _shards(self, name: str, text: bytes) -> list[dict[str, Any]]:
+    def _shards(self, name: str, text: bytes) -> list[dict[str, object]]:
         source = f"{self._places[-1]}/{name}"
         parse_index(text, source=source)
         folder = name.rpartition("/")[0]

@@ -43,7 +43,7 @@ class Output:
         max_workers: int | None,
         retry: int,
         exist_ok: bool,
-        storage_options: Mapping[str, Any] | None,
+        storage_options: Mapping[str, object] | None,
     ) -> None:
         if retry < 0 or (max_workers is not None and max_workers < 1):
             raise ValueError(f"retry={retry}, max_workers={max_workers}: at least 0 and 1.")

@@ -6,7 +6,6 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import fsspec
 
@@ -132,7 +131,7 @@ class RemotePlace(FilePlace):
         storage_options: Options for its file system.
     """
 
-    def __init__(self, address: str, storage_options: Mapping[str, Any]) -> None:
+    def __init__(self, address: str, storage_options: Mapping[str, object]) -> None:
         self._address = address.rstrip("/")
         self._file_system, path = fsspec.core.url_to_fs(self._address, **storage_options)
         self._root = str(path).rstrip("/")

@@ -21,7 +21,7 @@ from lightning_faulttolerant.streaming.format.layout import layout_of
 from lightning_faulttolerant.streaming.format.shard import DECODING_ERRORS, ShardReader
 from lightning_faulttolerant.streaming.format.shard_info import ShardInfo
 
-_DECODERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+_DECODERS: dict[str, Callable[[str], object]] = {"str": str, "int": int, "float": float}
 
 
 class TextReader(ShardReader):
@@ -47,7 +47,7 @@ class TextReader(ShardReader):
         """Return the text before the first line."""
 
     @abstractmethod
-    def _decoded(self, line: str) -> dict[str, Any]:
+    def _decoded(self, line: str) -> dict[str, object]:
         """Return the sample of a line. The line is passed without its line end."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class JSONReader(TextReader):
     def _header(self) -> str:
         return ""
 
-    def _decoded(self, line: str) -> dict[str, Any]:
+    def _decoded(self, line: str) -> dict[str, object]:
         sample = json.loads(line)
         if not isinstance(sample, dict) or not all(name in sample for name in self._info.columns.names):
             raise ValueError(f"its line is no object with {self._info.columns.names}")
@@ -89,7 +89,7 @@ class XSVReader(TextReader):
     def _header(self) -> str:
         return self._info.columns.separator.join(self._info.columns.names) + self._newline
 
-    def _decoded(self, line: str) -> dict[str, Any]:
+    def _decoded(self, line: str) -> dict[str, object]:
         values = line.split(self._info.columns.separator)
         if len(values) != len(self._columns):
             raise ValueError(f"its line has {len(values)} values for {len(self._columns)} columns")
@@ -145,20 +145,20 @@ class MDSReader(ShardReader):
             else:
                 yield from self._many(block)
 
-    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, object]]:
         """Yield many samples. Their large arrays are views of the file."""
         if not self._layout.is_lent:
             yield from self.samples(ids)
             return
         yield from map(self._lent, self._checked_ids(ids).tolist())
 
-    def _lent(self, number: int) -> dict[str, Any]:
+    def _lent(self, number: int) -> dict[str, object]:
         try:
             return self._layout.lend(self._file, self._bound[number], self._bound[number + 1])
         except DECODING_ERRORS as error:
             raise self._undecodable(number, error) from error
 
-    def _many(self, ids: Positions) -> list[dict[str, Any]]:
+    def _many(self, ids: Positions) -> list[dict[str, object]]:
         bounds = self._bounds
         try:
             return self._layout.decode_many(self._file, self._windows, bounds[ids], bounds[ids + 1])

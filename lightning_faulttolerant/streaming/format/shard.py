@@ -66,7 +66,7 @@ class ShardReader(ABC):
             DamagedShardError: If the bytes don't encode a sample.
         """
 
-    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, object]]:
         """Yield many samples for a caller that copies their contents immediately, and does not pass them on.
 
         Large arrays may be read-only views of the file, which keep it mapped.

@@ -62,7 +62,7 @@ class JSONWriter(TextWriter):
 
     format = "json"
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the description of each shard in the index and in its meta file."""
         return {**super().get_config(), "columns": self.columns, "newline": self.newline}
 
@@ -98,7 +98,7 @@ class XSVWriter(TextWriter):
             self._check_plain(name, newline)
         super().__init__(columns=columns, newline=newline, **options)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the description of each shard in the index and in its meta file."""
         config = {
             **super().get_config(),

@@ -64,7 +64,7 @@ class DatasetWriter(ABC):
         max_workers: int | None = None,
         retry: int = 2,
         exist_ok: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
     ) -> None:
         self.compression = compression or None
         if self.compression is not None and not is_known_compression(self.compression):
@@ -76,7 +76,7 @@ class DatasetWriter(ABC):
         if unknown:
             raise ValueError(f"There is no hash {unknown[0]!r}.")
         self.size_limit = _num_bytes(size_limit)
-        self._shards: list[dict[str, Any]] = []
+        self._shards: list[dict[str, object]] = []
         self._samples: list[bytes] = []
         self._finished = False
         self._shard_bytes = self._empty_bytes()
@@ -102,7 +102,7 @@ class DatasetWriter(ABC):
         """Return the number of bytes in a shard before its first sample."""
         return 0
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the description of each shard in the index."""
         return {
             "version": VERSION,
@@ -161,7 +161,7 @@ class DatasetWriter(ABC):
 
     def _flush(self) -> None:
         files = self._encoded_shard(self._samples)
-        entry: dict[str, Any] = {"samples": len(self._samples)}
+        entry: dict[str, object] = {"samples": len(self._samples)}
         for part, data in files.items():
             entry[f"raw_{part}"], entry[f"zip_{part}"] = self._stored(part, data)
         entry.update(self.get_config())
@@ -169,7 +169,7 @@ class DatasetWriter(ABC):
         self._samples = []
         self._shard_bytes = self._empty_bytes()
 
-    def _stored(self, part: str, data: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def _stored(self, part: str, data: bytes) -> tuple[dict[str, object], dict[str, object] | None]:
         names = ["shard", f"{len(self._shards):05}", self.format, *(["meta"] if part == "meta" else [])]
         basename = ".".join(names)
         raw = self._described(basename, data)
@@ -181,7 +181,7 @@ class DatasetWriter(ABC):
         self._output.add(basename, zipped)
         return raw, self._described(basename, zipped)
 
-    def _described(self, basename: str, data: bytes) -> dict[str, Any]:
+    def _described(self, basename: str, data: bytes) -> dict[str, object]:
         hashes = {name: digest_of(data, name) for name in self.hashes}
         return {"basename": basename, "bytes": len(data), "hashes": hashes}
 
@@ -253,7 +253,7 @@ class MDSWriter(DatasetWriter):
         self.column_sizes = [encoding.size for encoding in self._encodings]
         super().__init__(**options)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Return the description of each shard in the index and in its file."""
         return {
             **super().get_config(),

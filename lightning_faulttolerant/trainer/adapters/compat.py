@@ -94,7 +94,7 @@ def removes_masks(callback: ModelPruning) -> bool:
     return callback._make_pruning_permanent
 
 
-def timer_state(timer: Timer) -> dict[str, Any]:
+def timer_state(timer: Timer) -> dict[str, object]:
     """Return the time that has passed in each stage that has begun, and which stages have ended."""
     stages = [stage.value for stage in RunningStage if timer.start_time(stage) is not None]
     elapsed = {stage: timer.time_elapsed(stage) for stage in stages}
@@ -115,7 +115,7 @@ def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
             timer._end_time[stage] = now if name in state["ended"] else None
 
 
-def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
+def throughput_state(monitor: ThroughputMonitor) -> dict[str, object]:
     """Return what a ThroughputMonitor has counted in each stage of a fit that has begun, and the elapsed time.
 
     The last value of each window is the count so far.

@@ -30,7 +30,7 @@ class Buckets:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        model: Any = trainer.strategy.model
+        model: object = trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
         self._hooks = compat.hooks_with_state(model) if is_ddp else []
         self._ddp: Any = model if is_ddp and trainer.world_size >= _MIN_RANKS else None

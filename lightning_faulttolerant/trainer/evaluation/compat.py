@@ -59,7 +59,7 @@ def mode_of(loop: Any) -> dict[str, bool]:
     return dict(loop._module_mode.mode)
 
 
-def predictions_of(loop: Any) -> list[list[Any]]:
+def predictions_of(loop: Any) -> list[list[object]]:
     """Return the predictions that the loop keeps, by loader."""
     return cast(list[list[Any]], loop._predictions)
 
@@ -81,7 +81,7 @@ def keeps_predictions(trainer: Trainer) -> bool:
     return bool(trainer.predict_loop.return_predictions) or any(one.interval.on_epoch for one in writers)
 
 
-def loaders_of(loop: Any) -> list[Any]:
+def loaders_of(loop: Any) -> list[object]:
     """Return the loaders of an evaluation that is set up."""
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
 
@@ -98,7 +98,7 @@ def num_in_order(loader: object, *, rank: int, num_ranks: int) -> int | None:
     batches = found._batch_sampler if type(found) is _IndexBatchSamplerWrapper else None
     if type(batches) is not BatchSampler or batches.drop_last:
         return None
-    sampler: Any = batches.sampler
+    sampler: object = batches.sampler
     if type(sampler) is UnrepeatedDistributedSamplerWrapper:
         if sampler.shuffle or (sampler.rank, sampler.num_replicas) != (rank, num_ranks):
             return None

@@ -74,7 +74,7 @@ class OtherRanks:
         _, lost = self._metrics(0)
         yield from lost
 
-    def _metrics(self, rank: int) -> tuple[dict[str, Any], list[str]]:
+    def _metrics(self, rank: int) -> tuple[dict[str, object], list[str]]:
         metrics, module = [state["metrics"] for state in self._states], self._trainer.lightning_module
         return merged_metrics(metrics, module, rank=rank, num_ranks=self._trainer.world_size)
 

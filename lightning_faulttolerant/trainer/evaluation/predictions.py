@@ -71,7 +71,7 @@ class Predictions:
             OSError: If a file can't be read.
         """
         self._files, self._num_written = list(state["files"]), list(state["num"])
-        predictions: list[list[Any]] = [[] for _ in self._num_written]
+        predictions: list[list[object]] = [[] for _ in self._num_written]
         for name in self._files:
             for of_loader, new in zip(predictions, self._read(name), strict=True):
                 of_loader.extend(new)
@@ -83,5 +83,5 @@ class Predictions:
         with open_file(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
         self._trust.restore(content, content.pop(_POOL), path)
-        found: Sequence[list[Any]] = content[_PREDICTIONS]
+        found: Sequence[list[object]] = content[_PREDICTIONS]
         return found

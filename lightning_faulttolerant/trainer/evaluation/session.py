@@ -108,7 +108,7 @@ class EvaluationSession(AnySession):
         around(loop, "reset", self._around_reset)
         around(loop, "on_run_start", self._around_run_start)
 
-    def put_part(self, checkpoint: dict[str, Any]) -> None:
+    def put_part(self, checkpoint: dict[str, object]) -> None:
         """Leave the checkpoint as it is: it is not one of a fit."""
 
     def _begin(self) -> None:
@@ -185,7 +185,7 @@ class EvaluationSession(AnySession):
         is_finished = part is not None and TrainerPosition(**part["position"]).is_finished
         return is_finished and self._beginning.has_later_autosaves()
 
-    def _around_process_dataloader(self, original: Method, loader: object) -> Any:
+    def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(original(loader))
 
     def _around_setup_data(self, original: Method) -> None:
@@ -206,7 +206,7 @@ class EvaluationSession(AnySession):
         if self._run_state is not None:
             self._run_state.objects.look_again()
 
-    def _around_run(self, original: Method) -> Any:
+    def _around_run(self, original: Method) -> object:
         if self._run_state is None or self._saver is None or self._state is None:
             return original()
         objects = self._run_state.objects
@@ -233,7 +233,7 @@ class EvaluationSession(AnySession):
         position = None if self._resume is None else self._resume.position
         self._beginning.history.start(self._continued, self.report, position)
 
-    def _returned(self, results: object) -> Any:
+    def _returned(self, results: object) -> object:
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
     def _around_reset(self, original: Method) -> None:
@@ -330,12 +330,12 @@ class EvaluationSession(AnySession):
         self._stopping.end_together()
         raise stopped_by(reason, place, unsaved)
 
-    def _state_here(self, position: TrainerPosition) -> dict[str, Any] | None:
+    def _state_here(self, position: TrainerPosition) -> dict[str, object] | None:
         """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
         state = self._own_state_here(position)
         return state if self._stopping.all_can(state is not None) else None
 
-    def _own_state_here(self, position: TrainerPosition) -> dict[str, Any] | None:
+    def _own_state_here(self, position: TrainerPosition) -> dict[str, object] | None:
         assert self._run_state is not None
         assert self._state is not None
         run = self._validation

@@ -247,7 +247,7 @@ def leaves_only_state(trainer: Trainer) -> bool:
     return all(_only_sets(function) for function in _functions(trainer))
 
 
-def _functions(trainer: Trainer) -> Iterator[Any]:
+def _functions(trainer: Trainer) -> Iterator[object]:
     """Yield the hooks that are not Lightning's or ours."""
     stage = stage_of(trainer)
     for owner in (*compat.callbacks(trainer), trainer.lightning_module):

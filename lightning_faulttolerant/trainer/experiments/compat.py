@@ -102,7 +102,7 @@ def client_of(logger: MLFlowLogger) -> Any:
     return logger._mlflow_client
 
 
-def experiments_of(loggers: Iterable[Logger]) -> list[Any]:
+def experiments_of(loggers: Iterable[Logger]) -> list[object]:
     """Return the runs and clients of loggers: connections, with attributes that are not the user's state."""
     tracking = [logger for logger in loggers if isinstance(logger, (WandbLogger, MLFlowLogger))]
     return [one._mlflow_client if isinstance(one, MLFlowLogger) else one._experiment for one in tracking]

@@ -55,7 +55,7 @@ def weights_only_argument(weights_only: bool) -> dict[str, Any]:
     return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 
 
-def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
+def given_checkpoint(trainer: Trainer) -> tuple[object] | None:
     """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if it can't be known.
 
     It is only in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
@@ -98,13 +98,13 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
     return state
 
 
-def own_state(callback: ModelCheckpoint) -> dict[str, Any]:
+def own_state(callback: ModelCheckpoint) -> dict[str, object]:
     """Return what Lightning's class puts into the state of a ModelCheckpoint, whatever a subclass does."""
     own = ModelCheckpoint.state_dict(callback)
     return {**own, "best_k_models": dict(own["best_k_models"])}
 
 
-def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
+def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, object]:
     """Return the same with the callback's own state: with it, `hook` repeats what it is about to do."""
     state = {**model_checkpoint_state(callback), "own": own_state(callback)}
     if hook == "on_train_batch_end" and callback._train_time_interval is not None:

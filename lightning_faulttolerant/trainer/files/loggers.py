@@ -214,7 +214,7 @@ class _TensorBoardSteps:
             self._logger.experiment.flush()
 
 
-def _identity(key: str, logger: FileLogger) -> dict[str, Any]:
+def _identity(key: str, logger: FileLogger) -> dict[str, object]:
     log_dir, root_dir = absolute(logger.log_dir), absolute(logger.root_dir)
     return {"key": key, "version": logger.version, "root_dir": root_dir, "log_dir": log_dir}
 

@@ -26,7 +26,7 @@ def load(path: str) -> dict[str, Any]:
 
     For a directory of shards, it is the content outside the shards.
     """
-    content: dict[str, Any]
+    content: dict[str, object]
     if not is_url(path) and os.path.isdir(path):
         path = os.path.join(path, METADATA_NAME)
     if is_url(path):

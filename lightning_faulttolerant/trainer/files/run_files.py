@@ -118,7 +118,7 @@ class RunFiles:
         if DEFAULT_ROOT_DIR in roots:
             self._undo.append(compat.set_default_root_dir(self._trainer, roots[DEFAULT_ROOT_DIR]))
 
-    def make_absolute(self, states: dict[str, Any]) -> None:
+    def make_absolute(self, states: dict[str, object]) -> None:
         """Let the ModelCheckpoints load absolute paths if theirs are relative to the first start's directory.
 
         Args:
@@ -174,7 +174,7 @@ def let_config_be_there(trainer: Trainer, patches: Patches) -> None:
         patches.around(callback, "setup", functools.partial(_set_up, callback))
 
 
-def config_callbacks(trainer: Trainer) -> list[Any]:
+def config_callbacks(trainer: Trainer) -> list[object]:
     """Return the callbacks of LightningCLI that save its configuration."""
     cli = sys.modules.get("lightning.pytorch.cli")  # takes a second to import, and needs jsonargparse
     callbacks = [] if cli is None else callbacks_of(trainer)

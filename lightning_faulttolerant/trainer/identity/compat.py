@@ -16,7 +16,7 @@ SEAMS = {
 STUDY_SEAMS = {"study._storage": "trials of a study in memory are told from those of one in a database"}
 
 
-def given_loaders(trainer: Trainer) -> dict[str, Any]:
+def given_loaders(trainer: Trainer) -> dict[str, object]:
     """Return the loaders that were passed to ``fit`` for training, or to an evaluation, by place.
 
     There are none if a module creates them later.
@@ -42,6 +42,6 @@ def _loaders(value: object, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def storage_of(study: object) -> Any:
+def storage_of(study: object) -> object:
     """Return the storage of an Optuna study; nothing public tells whether it is in memory only."""
     return getattr(study, "_storage", None)

@@ -106,7 +106,7 @@ def start_fingerprint(
         checkpoint: The checkpoint that an evaluation loads.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
-    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
+    core: dict[str, object] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
     if function != FIT:
         core = {**core, "function": function, "checkpoint": checkpoint, "limit": _limit_of(trainer, function)}
     if data_module is not None:
@@ -120,13 +120,13 @@ def start_fingerprint(
     return StartFingerprint(core=core, data=data, weights=_weights(module))
 
 
-def _limit_of(trainer: Trainer, function: str) -> Any:
+def _limit_of(trainer: Trainer, function: str) -> object:
     """Return how many batches of each loader an evaluation is limited to."""
     limits = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
     return _jsonable(getattr(trainer, limits[function]))
 
 
-def _data_of(loader: object) -> Any:
+def _data_of(loader: object) -> object:
     """Return what is known of a loader's data; how the loader batches it may change in an elastic resume."""
     try:
         found = loader_fingerprint(loader)
@@ -140,14 +140,16 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
         attributes.pop(name, None)
-    found: dict[str, Any] = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
+    found: dict[str, object] = {
+        name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))
+    }
     found |= {name: value for name, value in leaves(dict(owner.hparams)) if isinstance(value, (bool, int, float, str))}
     now = time.time()
     kept = {name: value for name, value in found.items() if not is_ignored(name, ignored)}
     return {name: _jsonable(value) for name, value in kept.items() if not is_passing(value, now=now)}
 
 
-def _jsonable(value: object) -> Any:
+def _jsonable(value: object) -> object:
     """Return a value in the form in which JSON returns it."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(child) for key, child in value.items()}

@@ -25,7 +25,7 @@ class Digest:
     def __init__(self) -> None:
         self._state = hashlib.sha256()  # twice as fast as blake2b if the processor supports it
         self._inside: list[int] = []
-        self._met: dict[int, tuple[int, Any]] = {}
+        self._met: dict[int, tuple[int, object]] = {}
         """The objects with attributes found in the current value: kept, so that no other object gets their id."""
 
     def feed(self, value: object) -> None:
@@ -149,7 +149,7 @@ def exact(value: Any) -> Any:
     return digest(value)
 
 
-def exact_metrics(metrics: object) -> dict[str, Any]:
+def exact_metrics(metrics: object) -> dict[str, object]:
     """Return metrics in a form that JSON can hold, including those that a user has passed to a custom logger."""
     if not isinstance(metrics, Mapping):
         return {} if metrics is None else {"": exact(metrics)}
@@ -171,7 +171,7 @@ def optimizers_digest(trainer: Trainer) -> str:
     return digest([_in_order(optimizer.state_dict()) for optimizer in trainer.optimizers])
 
 
-def _in_order(state: dict[str, Any]) -> dict[str, Any]:
+def _in_order(state: dict[str, object]) -> dict[str, object]:
     """Return an optimizer's state with the values of each parameter in a fixed order: FSDP1 loads them in another."""
     found = state.get("state")
     if not isinstance(found, Mapping):  # a user's own optimizer may have any state

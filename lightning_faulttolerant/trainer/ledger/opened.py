@@ -183,11 +183,11 @@ class Fault:
         else:
             patches.around(logger_connector(trainer), "on_batch_end", self._around_after)
 
-    def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> object:
         self._strike()
         return original(*args, **kwargs)
 
-    def _around_after(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_after(self, original: Method, *args: Any, **kwargs: Any) -> object:
         result = original(*args, **kwargs)
         self._strike()
         return result
@@ -236,14 +236,14 @@ class StrikePlaces:
             patches.wrap(self._trainer.fit_loop.epoch_loop, "advance", self._wrap_advance)
         patches.wrap(loop_of(self._trainer), BEFORE_FETCH, self._wrap_before_fetch)
 
-    def _wrap_advance(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def advance(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_advance(self, original: Callable[..., object]) -> Callable[..., object]:
+        def advance(*args: Any, **kwargs: Any) -> object:
             self._pass(self._session.save_before_batch)
             return original(*args, **kwargs)
 
         return advance
 
-    def _wrap_before_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_before_fetch(self, original: Callable[..., object]) -> Callable[..., object]:
         def before_fetch() -> None:
             if is_evaluating(self._trainer):
                 self._pass(self._session.save_before_evaluation_batch, num_evaluated(self._trainer))

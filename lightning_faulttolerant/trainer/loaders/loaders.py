@@ -71,7 +71,7 @@ class Loaders:
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
         """Whether an iteration that begins now is the trainer's own."""
-        self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._combined: weakref.WeakSet[object] = weakref.WeakSet()
         self._states: Mapping[str, Any] = {}
         self._states_of_own: Mapping[str, Any] = {}
         self.last_mark: PrefetchState | None = None
@@ -191,7 +191,7 @@ class Loaders:
             return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
         return None
 
-    def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
+    def _follow(self, place: str, loader: DataLoader[object]) -> tuple[TrackedLoader, DataLoader[object]]:
         known = self.trackers.get(place)
         if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # used again when loaders are reloaded
             return known, known.loader
@@ -212,7 +212,7 @@ class Loaders:
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
 
-    def _follow_own(self, place: str, loader: object) -> tuple[OfWholeLoader, Any]:
+    def _follow_own(self, place: str, loader: object) -> tuple[OfWholeLoader, object]:
         others = [tracker for tracker in self._followed if tracker.loader is loader]
         has_state = keeps_own_state(loader)
         if has_state and any(tracker.place != place for tracker in others):
@@ -226,7 +226,7 @@ class Loaders:
         self._followed.append(tracker)
         return tracker, tracker.followed
 
-    def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
+    def _seeds_of(self, place: str, loader: DataLoader[object]) -> SampleSeeds | None:
         if self._seeds is None:
             return None
         reason = why_not_per_sample(loader)
@@ -235,7 +235,7 @@ class Loaders:
         tell(f"Loader {place} needs the same number of workers at each resume: {reason}.")
         return None
 
-    def _leave(self, stage: str, place: str, loader: object) -> Any:
+    def _leave(self, stage: str, place: str, loader: object) -> object:
         own = self._own[place] = OwnState(loader)
         self.untracked[place] = loader
         if isinstance(loader, DataLoader):
@@ -311,7 +311,7 @@ class Loaders:
             validated: How many batches are consumed of the validation loader in use, by its place.
         """
         mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
-        places: dict[str, Any] = {
+        places: dict[str, object] = {
             place: tracker.state_dict(validated.get(place))
             for place, tracker in self.trackers.items()
             if not place.startswith(TRAIN) and not tracker.is_gone
@@ -335,7 +335,7 @@ class Loaders:
             "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
         }
 
-    def _own_states(self) -> dict[str, Any]:
+    def _own_states(self) -> dict[str, object]:
         return {place: own.state_dict() for place, own in self._own.items()}
 
     def held_state(self) -> dict[str, dict[str, bytes]]:
@@ -374,7 +374,7 @@ class Loaders:
             num += side.record.handed_out
         return num
 
-    def replayed(self) -> list[Any]:
+    def replayed(self) -> list[object]:
         """Return the loaders that are resumed by a replay, and the iterators that they keep."""
         return [one for tracker in self._followed for one in tracker.replayed()]
 

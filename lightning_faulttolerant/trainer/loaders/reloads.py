@@ -32,8 +32,8 @@ class Reloads:
         self,
         trainer: Trainer,
         *,
-        roots: Callable[[], Mapping[str, Any]] = dict,
-        roots_of_loaders: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda loaders: {},
+        roots: Callable[[], Mapping[str, object]] = dict,
+        roots_of_loaders: Callable[[Mapping[str, object]], Mapping[str, object]] = lambda loaders: {},
         rules: Callable[[], Rules] = Rules,
     ) -> None:
         self._trainer = trainer
@@ -73,7 +73,7 @@ class Reloads:
             state = self._state.state_dict()
             self.last = state if state[NODES] else {}
 
-    def follow(self, loader: object) -> Any:
+    def follow(self, loader: object) -> object:
         """Follow the objects of a loader, too, and return the loader."""
         if self._state is None or not self._is_asked:
             return loader

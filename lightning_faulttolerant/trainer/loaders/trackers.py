@@ -37,7 +37,7 @@ def user_loader(loader: object) -> Any:
     return user_loader_of(loader) if tracker is None else tracker.user_loader
 
 
-def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:
+def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, object]:
     """Return the copies of loaders that the trainer uses, by place."""
     followed = {place: one for place, one in trackers.items() if isinstance(one, TrackedLoader) and not one.is_gone}
     return {place: one.loader for place, one in followed.items()}
@@ -50,10 +50,10 @@ def must_note_fetches(trackers: Mapping[str, Tracker], stage: str) -> bool:
     return not is_sole or bool(found[0].num_workers)
 
 
-def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+def loader_states(checkpoint: Mapping[str, Any]) -> list[object]:
     """Return a checkpoint's states of loaders with a ``state_dict``. Lightning gives them to every rank."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    states: list[Any] = fit_loop.get("combined_loader", [])
+    states: list[object] = fit_loop.get("combined_loader", [])
     return states
 
 

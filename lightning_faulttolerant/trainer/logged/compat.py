@@ -67,7 +67,7 @@ def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
     return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
 
 
-def metadata_state(item: _ResultMetric) -> dict[str, Any]:
+def metadata_state(item: _ResultMetric) -> dict[str, object]:
     """Return the arguments that a value was logged with, as plain values."""
     fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
     sync = item.meta.sync

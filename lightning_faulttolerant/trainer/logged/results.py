@@ -45,7 +45,7 @@ def load_results(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     return missing
 
 
-def _item_state(item: Any) -> dict[str, Any]:
+def _item_state(item: Any) -> dict[str, object]:
     sums = {name: getattr(item, name, None) for name in _SUMS}
     return {
         "meta": compat.metadata_state(item),
@@ -54,7 +54,7 @@ def _item_state(item: Any) -> dict[str, Any]:
     }
 
 
-def _make_item(trainer: Trainer, state: Mapping[str, Any]) -> Any:
+def _make_item(trainer: Trainer, state: Mapping[str, Any]) -> object:
     item = compat.make_result(trainer, state["meta"])
     device = trainer.strategy.root_device
     if item.is_tensor:

@@ -54,10 +54,10 @@ class Drawn:
     def __init__(self, rules: Callable[[], Rules]) -> None:
         self._rules = rules
         self._contents = DrawnContents(lists={}, numbers={}, parts={}, datasets={})
-        self._orders: dict[str, tuple[str, Any]] = {}
+        self._orders: dict[str, tuple[str, object]] = {}
         self._parts = Parts()
         self._loaders: set[str] = set()
-        self._module: Any = None
+        self._module: object = None
         self._saved: Mapping[str, Any] = {}
         self._take_late: Callable[[DrawnOutcome], None] = lambda outcome: None
 
@@ -155,7 +155,7 @@ class Drawn:
     def _digests(self) -> dict[str, str]:
         return {path: content.digest for path, content in self._contents.lists.items()}
 
-    def _kept_orders(self) -> dict[str, Any]:
+    def _kept_orders(self) -> dict[str, object]:
         return {path: order for path, (_, order) in self._orders.items() if order is not None}
 
     def _put_in_order(self, digests: Mapping[str, str], saved_orders: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -183,7 +183,7 @@ _INDICES = ".indices"
 _PART_OF_CONCAT = re.compile(r"\.parts\.(\d+)")
 
 
-def parts_of_loaders(loaders: Mapping[str, object]) -> dict[str, Any]:
+def parts_of_loaders(loaders: Mapping[str, object]) -> dict[str, object]:
     """Return the parts of the loaders, by place and name."""
     found = {}
     for place, loader in loaders.items():

@@ -100,17 +100,17 @@ def _set_at_epoch_start(kind: type) -> frozenset[str]:
 _TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
 
 
-def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:
     """Return the functions that schedulers and Lightning's own callbacks hold, by path: they may keep state.
 
     Args:
         trainer: The trainer that runs the fit.
         callbacks: The callbacks, by name.
     """
-    owners: dict[str, Any] = {f"schedulers[{i}]": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
+    owners: dict[str, object] = {f"schedulers[{i}]": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
     owners.update({name: one for name, one in callbacks.items() if is_librarys(type(one))})
     held = ((f"{path}.{name}", value) for path, owner in owners.items() for name, value in vars(owner).items())
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path, value in held:
         values = value if isinstance(value, list) else [value]
         found.update({f"{path}[{i}]": one for i, one in enumerate(values) if isinstance(one, types.FunctionType)})
@@ -123,7 +123,7 @@ def names_of_trainers() -> frozenset[str]:
     return names_in_code(_functions())
 
 
-def _functions() -> Iterator[Any]:
+def _functions() -> Iterator[object]:
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(_TRAINERS)]
     for value in [value for module in modules for value in vars(module).values()]:
         yield value
@@ -205,7 +205,7 @@ class Objects:
         """Whether autosaves may hold objects as bytes that only their library can read."""
         self._before_sanity_check: ObjectState | None = None
         self._changed_by_sanity_check: Mapping[str, set[str]] = {}
-        self._made_by_sanity_check: list[Any] = []
+        self._made_by_sanity_check: list[object] = []
         loaders.drawn = self.drawn = None if manual else Drawn(lambda: _rules(trainer))
         if self.drawn is not None:
             module, datamodule = trainer.lightning_module, compat.datamodule(trainer)
@@ -295,7 +295,7 @@ class Objects:
         return [path for path in lost if any(is_at(path, other) for other in at)]
 
     def _owners(self) -> dict[str, Any]:
-        owners: dict[str, Any] = {
+        owners: dict[str, object] = {
             "module": self._trainer.lightning_module,
             "datamodule": compat.datamodule(self._trainer),
         }
@@ -365,16 +365,16 @@ class Objects:
     def _baseline(self) -> ObjectState:
         return self._state_of(lambda: {**self._of_loaders(), **self._roots()})
 
-    def _of_loaders(self) -> dict[str, Any]:
+    def _of_loaders(self) -> dict[str, object]:
         users = self._users()
         own = {place: one for place, one in users.items() if has_own_state(one)}
         followed = {f"{place}.followed": one for place, one in followed_loaders(self._loaders.trackers).items()}
         return {**parts_of_loaders(users), **own, **followed}
 
-    def _state_of(self, roots: Callable[[], Mapping[str, Any]]) -> ObjectState:
+    def _state_of(self, roots: Callable[[], Mapping[str, object]]) -> ObjectState:
         return ObjectState({}) if self._manual else ObjectState(roots(), _rules(self._trainer))
 
-    def _roots(self) -> dict[str, Any]:
+    def _roots(self) -> dict[str, object]:
         trainer, owners = self._trainer, self._owners()
         for owner in (owners["module"], owners["datamodule"]):
             getattr(owner, "hparams", None)  # they are created on first access, and a save accesses them
@@ -391,7 +391,7 @@ class Objects:
         return {**roots, **users_namespaces(roots)}
 
 
-def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> dict[str, Any] | None:
+def _encoded(name: str, state_dict: Callable[[], object], lost: dict[str, str]) -> dict[str, Any] | None:
     encoder = Encoder(Graph())
     try:
         return {"value": encoder.encode(state_dict()), TABLE: encoder.table}
@@ -400,9 +400,9 @@ def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> 
         return None
 
 
-def _known_stores() -> dict[str, Any]:
+def _known_stores() -> dict[str, object]:
     """Return the global stores of the libraries that are in use."""
-    pyro: Any = sys.modules.get("pyro")
+    pyro: object = sys.modules.get("pyro")
     return {"pyro's parameters": pyro.get_param_store()} if hasattr(pyro, "get_param_store") else {}
 
 
@@ -412,7 +412,7 @@ def _callbacks_in(state: Mapping[str, Any]) -> set[str]:
     return {match.group(1) for match in found if match is not None}
 
 
-def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> dict[str, Any]:
+def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> dict[str, object]:
     found = ((path, _CALLBACK.match(path)) for path in state[NODES])
     nodes = {path: state[NODES][path] for path, match in found if match is None or match.group(1) in keep}
     return {**state, NODES: nodes}
@@ -465,7 +465,7 @@ def _of_optimizers() -> frozenset[str]:
 
 
 @functools.cache
-def _names_of(make: Callable[[], Any]) -> frozenset[str]:
+def _names_of(make: Callable[[], object]) -> frozenset[str]:
     return frozenset(vars(make()))
 
 

@@ -142,7 +142,7 @@ class ShardWriter:
 
     def save(
         self,
-        checkpoint: dict[str, Any],
+        checkpoint: dict[str, object],
         position: TrainerPosition,
         *,
         flush: Callable[[], object] = lambda: None,
@@ -170,7 +170,7 @@ class ShardWriter:
                 raise
             return "", self._failure
 
-    def _save(self, checkpoint: dict[str, Any], position: TrainerPosition, flush: Callable[[], object]) -> str:
+    def _save(self, checkpoint: dict[str, object], position: TrainerPosition, flush: Callable[[], object]) -> str:
         series = self._series
         self._together("flush", flush)
         directory = self._first(
@@ -267,7 +267,7 @@ def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> 
     return ShardWriter(trainer, series, ranks) if saves_shards(trainer.strategy) else None
 
 
-def without_shards(checkpoint: Mapping[str, object]) -> dict[str, Any]:
+def without_shards(checkpoint: Mapping[str, object]) -> dict[str, object]:
     """Return the parts of a checkpoint that go into the file next to the shards."""
     return {key: value for key, value in checkpoint.items() if key not in IN_SHARDS}
 

@@ -9,7 +9,7 @@ Weights that Lightning would round to fewer bits are loaded in the precision tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -73,7 +73,7 @@ class LoadedWeights:
         self._sums = sums_of_bits(found)
 
     @torch.no_grad()
-    def put_back(self, read: Callable[[], Mapping[str, Any]]) -> list[str]:
+    def put_back(self, read: Callable[[], Mapping[str, object]]) -> list[str]:
         """Restore the tensors that have changed since. Return a reason for each tensor that can't be restored.
 
         Args:

@@ -189,7 +189,9 @@ class GrownBuffers:
         names = {name for name in {*now, *self._first} if now.get(name) != self._first.get(name)}
         return {name: self._first.get(name, _NOTHING) for name in sorted(names)}
 
-    def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, object]) -> None:
+    def make_room(
+        self, state: Mapping[str, str], weights: dict[str, object], *, captured: Mapping[str, object]
+    ) -> None:
         """Give the module buffers like those in `weights`, if they began as they do here.
 
         Args:

@@ -64,7 +64,7 @@ class ResumedEpoch:
             compat.set_not_restarting(self._trainer)
             original()
 
-    def start(self, original: Callable[[Any], None], data_fetcher: object, run_state: RunState) -> None:
+    def start(self, original: Callable[[object], None], data_fetcher: object, run_state: RunState) -> None:
         """Replace the epoch loop's ``on_run_start``, and do the work that is owed before the next batch."""
         trainer, loaders = self._trainer, self._loaders
         if self._where != EPOCH_START or self._resume.saved("loaders").get("combined") is not None:

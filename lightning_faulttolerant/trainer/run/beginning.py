@@ -87,7 +87,7 @@ def _is_finished(part: Mapping[str, Any] | None) -> bool:
     return part is not None and TrainerPosition(**part["position"]).is_finished
 
 
-def _written(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _written(part: Mapping[str, Any] | None) -> Mapping[str, object] | None:
     """Return what a checkpoint records about the files next to it; ``None`` if it was saved before the first batch."""
     return part["ranks"][0].get("files") if part is not None else None
 

@@ -179,7 +179,7 @@ class Fingerprint:
 
     def __init__(self, trainer: Trainer, *, ignored: Sequence[str] = ()) -> None:
         self._trainer = trainer
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, object] = {}
         self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
 
     def state_dict(self, loaders: Mapping[str, object]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: object, *, is_per_sample: bool = False) -> dict[str, Any]:
+def loader_fingerprint(loader: object, *, is_per_sample: bool = False) -> dict[str, object]:
     """Return what a loader's batches depend on. If each sample is seeded, that does not include the workers."""
     if not isinstance(loader, DataLoader):  # nothing is known of other loaders
         return {"class": type(loader).__qualname__}
@@ -219,7 +219,7 @@ def loader_fingerprint(loader: object, *, is_per_sample: bool = False) -> dict[s
     }
 
 
-def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> dict[str, Any]:
+def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> dict[str, object]:
     """Return the names of the parameters as they are before pruning, with their shapes if `has_shapes`."""
     buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
     found = without_masks({**dict(module.named_parameters()), **buffers})
@@ -228,7 +228,7 @@ def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> d
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 
-def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
+def trainer_fingerprint(trainer: Trainer) -> dict[str, object]:
     """Return the trainer's arguments that the order and grouping of batches depends on."""
     names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
     arguments = {name: plain(getattr(trainer, name)) for name in names}
@@ -243,7 +243,7 @@ def tensor_parallel_size(trainer: Trainer) -> int:
     return trainer.strategy.device_mesh["tensor_parallel"].size()
 
 
-def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, object]:
     """Return the class and the arguments of an optimizer."""
     # torch adds this default when it loads a state.
     defaults = {"differentiable": False, **{name: plain(value) for name, value in optimizer.defaults.items()}}
@@ -257,7 +257,7 @@ def as_carried_over(saved: Mapping[str, object], now: Mapping[str, object]) -> d
 
 def loader_as_carried_over(
     saved: Mapping[str, object], now: Mapping[str, object], *, is_resized: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a saved `loader_fingerprint`, with the values of `now` where a run that continues may differ.
 
     Args:
@@ -295,7 +295,7 @@ def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMis
     )
 
 
-def _sampler_seed(loader: DataLoader[Any]) -> dict[str, int]:
+def _sampler_seed(loader: DataLoader[object]) -> dict[str, int]:
     """Return the seed of a distributed sampler that shuffles. No generator's state holds it."""
     inner = inner_sampler(loader)
     return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
@@ -355,11 +355,11 @@ def _digest_list(values: Sequence[object]) -> str:
     return f"[{len(values)}] crc {_crc([str(value) for value in _sampled(values)])}"
 
 
-def _sampled(values: Sequence[object]) -> Iterator[Any]:
+def _sampled(values: Sequence[object]) -> Iterator[object]:
     stride = max(1, len(values) // _SAMPLED_ELEMENTS)
     # Picked one by one: a user's sequence may not support slices, and millions of values need not become text.
     return (values[i] for i in range(0, len(values), stride))
 
 
-def _crc(sample: list[Any]) -> str:
+def _crc(sample: list[object]) -> str:
     return f"{zlib.crc32(str(sample).encode()):08x}"

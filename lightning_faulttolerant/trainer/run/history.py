@@ -88,7 +88,7 @@ class HistoryWriter:
         self._fit = fit
         self._function = function
         self._validation: _Validation | None = None
-        self._validated: dict[str, Any] | None = None
+        self._validated: dict[str, object] | None = None
         """The line about the validation runs that are over and not yet written."""
         self._has_started = False
         self._has_ended = False

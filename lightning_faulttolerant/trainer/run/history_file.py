@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, DONE, FILE_NAME
@@ -89,7 +89,7 @@ class LocalHistory:
         self.path = os.path.join(directory, FILE_NAME)
         self._max_bytes = max_bytes
         self._room = max_bytes
-        self._unwritten: list[Mapping[str, Any]] = []
+        self._unwritten: list[Mapping[str, object]] = []
         """Lines that a full disk has not taken yet. The next `add` writes them, too."""
         self._announced = _SingleWarning(self.path)
         self._lock = threading.Lock()

@@ -73,7 +73,7 @@ class Hyperparameters:
             (reported if is_text else refused).append(line)
         return refused, reported
 
-    def _differences(self, then: object, now: object, path: str) -> Iterator[tuple[str, Any, Any]]:
+    def _differences(self, then: object, now: object, path: str) -> Iterator[tuple[str, object, object]]:
         if is_ignored(path, self._ignored) or _is_equal(then, now):
             return
         if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -149,7 +149,7 @@ def _dates(now: float) -> Iterator[str]:
         yield f"{year}{month}{date}"
 
 
-def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Iterator[tuple[str, object]]:
     """Yield the values in nested mappings and lists, each with its path.
 
     Args:

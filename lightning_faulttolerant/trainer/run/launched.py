@@ -94,12 +94,12 @@ class Script:
     def _read(self) -> dict[str, Any]:
         try:
             with open(self._path, encoding="utf-8") as file:
-                content: dict[str, Any] = json.load(file)
+                content: dict[str, object] = json.load(file)
         except FileNotFoundError:
             return {}
         return content
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, content: dict[str, object]) -> None:
         # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
         # waits for its children.
         temporary = f"{self._path}.{os.getpid()}"

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 # The thread of each trainer's fit.
-_threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def begin(trainer: object) -> None:

@@ -121,7 +121,7 @@ class HookSave:
     pending: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     instead: Mapping[str, Any] | None = None
-    before_validation: Mapping[str, Any] | None = None
+    before_validation: Mapping[str, object] | None = None
     is_of_one_rank: bool = False
 
 
@@ -194,7 +194,7 @@ class HookSaves:
         """Return the owners of the hooks to call after the saving one, and the hooks that can't be called again."""
         module = self._trainer.lightning_module
         named = named_callbacks(compat.callbacks(self._trainer))
-        order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
+        order: list[tuple[str, object]] = [*named.items(), (MODULE, module)]
         if hook == "on_train_epoch_end":  # here Lightning calls callbacks that watch a metric last
             order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))

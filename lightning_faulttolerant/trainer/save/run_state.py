@@ -71,10 +71,10 @@ class Capture:
     state: Mapping[str, Any]
     loops: Mapping[str, Any]
     callbacks: Mapping[str, Any]
-    schedulers: list[Any]
+    schedulers: list[object]
     param_groups: list[Any]
     held: list[list[list[int]]]
-    precision: Mapping[str, Any]
+    precision: Mapping[str, object]
     buffers: Mapping[str, Tensor]
     extra: Mapping[str, Any]
     marks: TensorMarks
@@ -328,12 +328,12 @@ def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
     return ("require_forward_param_sync",) if is_ddp else ()
 
 
-def _loaders_state(run: RunState, at: _Moment) -> dict[str, Any]:
+def _loaders_state(run: RunState, at: _Moment) -> dict[str, object]:
     validated = run.validation.num_consumed() if at.is_evaluating else {}
     return run.loaders.state_dict(in_epoch=at.is_iterating, validated=validated)
 
 
-def _held_state(run: RunState, at: _Moment) -> dict[str, Any]:
+def _held_state(run: RunState, at: _Moment) -> dict[str, object]:
     return {"objects": run.held.state_dict(), "loaders": run.loaders.held_state()}
 
 
@@ -362,7 +362,7 @@ def _load_gradients(run: RunState, state: Mapping[str, Any]) -> None:
     load_gradients(run.module, state["gradients"])
 
 
-def _callbacks_state(run: RunState, at: _Moment) -> dict[str, Any]:
+def _callbacks_state(run: RunState, at: _Moment) -> dict[str, object]:
     return callbacks_state(run.trainer, named_callbacks(compat.callbacks(run.trainer)))
 
 

@@ -156,7 +156,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _refuse_unsafe(checkpoint: Mapping[str, object], failures: Mapping[str, str]) -> None:
-    paths = unsafe_paths(dict(checkpoint))
+    paths = unsafe_paths(checkpoint)
     if paths:
         named = [f"{path} ({failures[path]})" if path in failures else path for path in paths]
         raise UnsafeCheckpointError(

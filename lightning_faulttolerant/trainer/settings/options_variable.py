@@ -56,7 +56,7 @@ def option_names(init: Callable[..., None]) -> list[str]:
     return list(inspect.signature(init).parameters)[1:]
 
 
-def read_options(init: Callable[..., None], text: str) -> dict[str, Any]:
+def read_options(init: Callable[..., None], text: str) -> dict[str, object]:
     """Return the arguments that the variable sets.
 
     Args:
@@ -94,7 +94,7 @@ def _pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def _value(name: str, text: str, hint: object) -> Any:
+def _value(name: str, text: str, hint: object) -> object:
     """Return a value of one of the types that a parameter takes."""
     types = get_args(hint) if get_origin(hint) not in (None, Sequence) and get_args(hint) else (hint,)
     kinds = [get_origin(kind) or kind for kind in types]
@@ -110,11 +110,11 @@ def _value(name: str, text: str, hint: object) -> Any:
 _UNFIT = object()
 
 
-def _among(**values: Any) -> Callable[[str], Any]:
+def _among(**values: Any) -> Callable[[str], object]:
     return lambda text: values.get(text.lower(), _UNFIT)
 
 
-def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _number(kind: Callable[[str], object]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return kind(text)
@@ -124,20 +124,20 @@ def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def _duration(text: str) -> Any:
+def _duration(text: str) -> object:
     found = duration(text)
     return _UNFIT if found is None else found
 
 
-def _list(text: str) -> Any:
+def _list(text: str) -> object:
     return tuple(element.strip() for element in text.split(SEPARATOR) if element.strip())
 
 
-def _text(text: str) -> Any:
+def _text(text: str) -> object:
     return text or _UNFIT
 
 
-_READERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+_READERS: dict[object, tuple[str, Callable[[str], object]]] = {
     type(None): ("none", _among(none=None)),
     bool: ("true or false", _among(true=True, false=False)),
     int: ("a whole number", _number(int)),

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -293,7 +293,7 @@ class Stopping:
 
     # What the seams do.
 
-    def _around_run(self, run: Method) -> Any:
+    def _around_run(self, run: Method) -> object:
         try:
             return run()
         except BaseException as error:
@@ -304,7 +304,7 @@ class Stopping:
         self.agreement.begin_run()
         reset()
 
-    def _around_validation_end(self, on_run_end: Method) -> Any:
+    def _around_validation_end(self, on_run_end: Method) -> object:
         self.agreement.end_batches()
         return on_run_end()
 
