@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning_faulttolerant.clock  # noqa: F401 - before anyone replaces what it binds
 from lightning_faulttolerant.early_signals import EARLY

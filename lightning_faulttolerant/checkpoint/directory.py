@@ -189,7 +189,7 @@ class AtomicDirectory:
         return str(path)
 
     def symlink_latest(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
         """Turn a prepared directory into the latest checkpoint; called by all ranks when their files are closed.
 
@@ -217,7 +217,7 @@ class AtomicDirectory:
         self._prepared = None
 
     def atomic_symlink(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
         """Call ``symlink_latest``; this is its original name.
 
@@ -327,7 +327,7 @@ class AtomicDirectory:
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _end(self, path: Path, *, metadata: dict[str, object], completes: bool) -> None:
+    def _end(self, path: Path, *, metadata: dict[str, Any], completes: bool) -> None:
         """Synchronize the ranks at the end of a checkpoint, both those that complete it and those that abort it."""
 
         def check() -> tuple[str, bool]:
@@ -362,7 +362,7 @@ class AtomicDirectory:
             "prepare_checkpoint_directory has returned."
         )
 
-    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, object]) -> None:
+    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:
         commit_files(path, files, metadata=metadata, fsync=self._fsync)
         self._series.finish(path, keep_last=self.keep_last)
 

@@ -83,7 +83,7 @@ class AutosaveSeries:
             raise ValueError(f"keep_last is {self.keep_last}, it must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
 
-    def save(self, checkpoint: dict[str, object], *, epoch: int, batch: int, global_step: int) -> str:
+    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
         A local one is read back. A remote one is compared with the size and the checksum that its store reports.

@@ -6,7 +6,7 @@ The faults do not need Lightning. It is imported with `assert_resumes_exactly` o
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_faulttolerant.testing.faults import Fault, Step, fail_with, kill_after, kill_before, lose, write_short
 from lightning_faulttolerant.testing.faulty_files import FaultyFiles
