@@ -1,19 +1,19 @@
-# Everything that a developer or the CI runs. The environments are made by the targets that need them, once, and are
-# brought up to date when pyproject.toml changes, made anew when their pins in requirements/ do.
+# Everything that a developer or the CI runs. A target creates its environment once. It updates the environment when
+# pyproject.toml changes, and creates it again when its pins in requirements/ change.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The first of these that is Python >= 3.10 makes the environments; `make test PYTHON=python3.12` chooses one.
+# The first of these that is Python >= 3.10 creates the environments; `make test PYTHON=python3.12` selects one.
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 EXTRAS := dev,demo
-# How many files of tests run at a time: two more than the CI has cores, since many tests wait. Not `auto`: the tests
-# start workers and whole training runs of their own.
+# Number of test files that run at a time: two more than the CI has cores, because many tests wait. Not `auto`: the
+# tests start workers and whole training runs themselves.
 JOBS ?= 4
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
-# Up to how many tests that fail are run once more, alone; those that pass are named. The CI sets it.
+# Number of failed tests that are run once more, alone; those that pass are reported. The CI sets it.
 AGAIN ?= 0
 SUITE = python -m tests.harness.run -q -j $(JOBS) --again $(AGAIN)
 
@@ -23,7 +23,7 @@ DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
 LIBRARIES := .venv-libraries/installed.stamp
-# uv installs in seconds what takes pip minutes. It does not read pip's settings, so the Makefile passes them on.
+# uv takes seconds where pip takes minutes. It does not read pip's settings, so the Makefile passes them on.
 UV := .venv-uv/bin/uv
 export UV_CACHE_DIR := $(CURDIR)/.venv-uv/cache
 ifdef PIP_INDEX_URL
@@ -33,7 +33,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Without it, each process would compile again all that it imports: 15 s for torch and Lightning.
+# If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help environment libraries demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
@@ -41,22 +41,22 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-environment: $(NEWEST)  ## make or update .venv
+environment: $(NEWEST)  ## create or update .venv
 
-demo: $(NEWEST)  ## train, kill twice, restart, compare; figures and logs in demo-output/
+demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
 
-bench: $(NEWEST)  ## measure speed, resuming and size (40 minutes on a calm machine); tables and plot in docs/
+bench: $(NEWEST)  ## run the benchmarks (40 minutes, on an idle machine); write tables and plot to docs/
 	$(BIN)/python benchmarks/all.py
 
 docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # --quiet would hide warnings from --strict, too
 
-docs-live: $(DOCS)  ## show the documentation at http://127.0.0.1:8000, and build it anew when a page changes
+docs-live: $(DOCS)  ## show the documentation at http://127.0.0.1:8000, and rebuild it when a page changes
 	.venv-docs/bin/mkdocs serve
 
-# The wheel is built from the sdist. It is tried where nothing but the package is, and what that depends on.
-dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, look into both, try them in a clean environment
+# The wheel is built from the sdist, and tried in an environment that has only the package and its dependencies.
+dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, check both, try the wheel in a clean environment
 	rm -rf dist
 	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
 	.venv-build/bin/python tests/release/contents.py dist
@@ -64,53 +64,53 @@ dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, look
 	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt dist/*.whl
 	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
 
-browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root), in which tests open the pages of reports
+browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root) for the tests that open the pages of reports
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; }
 
-test: checks  ## what has to pass before a commit: lint, types, the fast tests
+test: checks  ## run lint, types, and the fast tests: before each commit
 	$(BIN)/$(SUITE) -m "not slow" $(PYTEST_ARGS)
 
-quick: checks  ## in a minute: lint, types, one case of each file of laws
+quick: checks  ## run lint, types, and one case of each file of laws: a minute
 	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/law $(PYTEST_ARGS)
 
-test-all: test test-slow  ## everything: test, then test-slow
+test-all: test test-slow  ## run test, then test-slow
 
-test-slow: try-browser slow oldest docs dist  ## what test-all adds: slow tests, the oldest Lightning, docs and dist
+test-slow: try-browser slow oldest docs dist  ## run the slow tests, the tests on the oldest Lightning, docs, and dist
 
 try-browser:
-	@$(MAKE) --no-print-directory browser || echo "No browser can be installed here: pages are not opened in one." >&2
+	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
 
 slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
-# Of the tests those that need Lightning, and of laws about data a part (tests/harness/oldest.py): `make test` has tried
-# the others beside the same torch.
+# Only the tests that need Lightning, and a part of the laws about data (tests/harness/oldest.py): `make test` runs the
+# others with the same torch.
 OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
-libraries: $(LIBRARIES)  ## make the environment of the libraries whose scripts the slow tests run
+libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
 
 checks: $(NEWEST)
 	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled
 
-# The bytecode of what all processes import, so that they don't compile it side by side.
+# Compiles the modules that all processes import, so that the processes don't compile them at the same time.
 compiled: $(NEWEST)
 	@$(BIN)/python -c "import tests.harness.run"
 
-lint: $(NEWEST)  ## ruff: rules and format
+lint: $(NEWEST)  ## run ruff: rules and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(NEWEST)  ## mypy, strict, on the package
+types: $(NEWEST)  ## run mypy, strict, on the package
 	$(BIN)/mypy
 
-format: $(NEWEST)  ## let ruff format, and mend what it can
+format: $(NEWEST)  ## let ruff format the code and fix what it can
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-clean:  ## remove the environments and all that was built or cached
+clean:  ## remove the environments, build outputs, and caches
 	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -123,7 +123,7 @@ clean:  ## remove the environments and all that was built or cached
 .venv-dist/torch.stamp: requirements/newest.txt | $(UV)
 	$(make_environment)
 
-# Without torch: the build does not need it, and the reference of the documentation is read from the sources.
+# Without torch: the build does not need it, and mkdocs reads the reference from the sources.
 $(BUILD): requirements/dist.txt | $(UV)
 	$(make_environment)
 	$(UV) pip install --quiet --python $(@D) --requirement $<
@@ -140,7 +140,7 @@ $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 $(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/oldest.txt)
 
-# Libraries that users train with, and what they need: gigabytes less without the CUDA packages of torch.
+# Libraries that users train with, and their dependencies. Leaving out torch's CUDA packages saves gigabytes.
 .venv-libraries/torch.stamp: requirements/libraries.txt | $(UV)
 	$(make_environment)
 
@@ -154,8 +154,8 @@ $(UV):
 	$$python -m venv --clear .venv-uv
 	.venv-uv/bin/python -m pip install -qq --no-compile uv
 
-# Sets $python. A name that pyenv offers without an interpreter behind it, or a Python that a distribution ships without
-# venv, is passed over.
+# Sets $python. Skips a name that pyenv offers without an interpreter, and a Python that a distribution ships without
+# venv.
 define find_python
 python=""; \
 for candidate in $(PYTHON); do \
@@ -170,7 +170,7 @@ if [ -z "$$python" ]; then \
 fi
 endef
 
-# An empty environment with torch, which goes in first and alone: see requirements/.
+# Creates an environment and installs torch into it, first and alone: see requirements/.
 define make_environment
 	@$(find_python); \
 	echo "$(@D): $$($$python --version) ($$python)"; \

@@ -170,7 +170,7 @@ def measure(directory: Path, *, quick: bool) -> dict[str, Any]:
     exchanged = {n: exchange(n, 1000, 3 if quick else 20) for n in ((2, 4) if quick else (2, 4, 8, 16, 32))}
     each_s = max(0.0, slope({n: found["processor_s"] for n, found in exchanged.items()}))
     kinds = {}
-    for name, alike in (("each with a seed of its own", False), ("seeded alike", True)):
+    for name, alike in (("each with its own seed", False), ("seeded alike", True)):
         checkpoint, own = states(directory / name, 2 if quick else NUM_WORKERS, alike=alike)
         works = {n: first_ranks_work(copy.copy(checkpoint), n, directory) for n in num_ranks}
         kinds[name] = {**own, "ranks": {str(n): modelled(work, n, each_s) for n, work in works.items()}}

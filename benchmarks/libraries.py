@@ -100,7 +100,7 @@ class Plain:
                 writer.write(data.sample(number))
 
     def loader(self, data: Data, place: Place, *, num_workers: int, shuffle: bool, at: int) -> Iterable[Any]:
-        """Return a loader. If the data set is remote, it copies all of it first, since it knows no other way."""
+        """Return a loader. If the data set is remote, copy all of it first: the floor can't fetch single shards."""
         if place.cache is not None:
             shutil.copytree(place.directory, place.cache, dirs_exist_ok=True)
         where = place.cache or place.directory

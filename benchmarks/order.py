@@ -1,7 +1,7 @@
 """The cost of an epoch's order, by number of samples and place of the resume: ours, and the original's.
 
-It measures only the order: the index is made up, and nothing is read. A run pays this at each start of an epoch and at
-each resume.
+It measures only the order: the index is synthetic, and nothing is read. A run pays this at each start of an epoch and
+at each resume.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
     with Clocked(WorkerSide, "_leave_state") as worker:
         loader = DataLoader(BareRandomDataset(32, steps), num_workers=1)
         fit(TimedModel(), loader, [FaultTolerance(directory / "worker")], directory)
-    found["state left behind a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])
+    found["recording the state of a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])
     return {name: seconds * 1e6 for name, seconds in found.items()}
 
 

@@ -132,7 +132,7 @@ def _samplers(figures: Figures) -> str:
         for length, samplers in figures["samplers"]["cases"].items()
         for name, found in samplers.items()
     ]
-    text = table(["samples", "sampler", "to the position", "memory", "each index after it"], rows)
+    text = table(["samples", "sampler", "to the position", "memory", "each later index"], rows)
     return f"{text}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
 
 
@@ -169,15 +169,15 @@ def _exchange(figures: Figures) -> str:
         ]
         for ranks, found in figures["gather"]["exchanged"].items()
     ]
-    return table(["processes", "to connect", "descriptors each", "an exchange", "of rank 0's processor"], rows)
+    return table(["processes", "to connect", "descriptors each", "an exchange", "processor time of rank 0"], rows)
 
 
 def _pieces(figures: Figures) -> str:
     found = figures["gather"]
     rows = [
-        *([f"a rank's state, {name}: taken", f"{of['state_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
-        *([f"a rank's state, {name}: packed", f"{of['pack_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
-        ["rank 0's processor, for each rank that tells it something", f"{found['each_s'] * 1e3:.2f} ms"],
+        *([f"state of a rank, {name}: taken", f"{of['state_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
+        *([f"state of a rank, {name}: packed", f"{of['pack_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
+        ["processor time of rank 0 for each message", f"{found['each_s'] * 1e3:.2f} ms"],
         ["assumed: network of rank 0", f"{found['bytes_per_second'] / 1e9:.2f} GB/s"],
         ["assumed: from one rank to the next", f"{found['hop_s'] * 1e6:.0f} µs"],
     ]
@@ -234,7 +234,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "pieces": _pieces,
     **report_streaming.TABLES,
 }
-_WORST = "each with a seed of its own"
+_WORST = "each with its own seed"
 PARTS = ("overhead", "ranks", "gather", "ledger", "parts", "resume", "save", "size")
 
 
@@ -263,7 +263,7 @@ def draw(path: Path, figures: Figures) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(cases)), list(cases))
     axes.invert_yaxis()
-    axes.set_xlabel("time of a step, with to without")
+    axes.set_xlabel("time of a step, relative to no callback")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, frameon=False)
     figure.savefig(path, metadata={"Date": None})

@@ -191,7 +191,7 @@ class Annotation:
 
 
 class OwnSampler(Sampler[int]):
-    """A sequential sampler that is not one of torch's, so that its draws and their times are unknown."""
+    """A sequential sampler that is not torch's, so we don't know when it draws."""
 
     def __init__(self, dataset: BareRandomDataset) -> None:
         self.length = len(dataset)

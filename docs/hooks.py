@@ -1,4 +1,4 @@
-"""What the site makes of the pages: they look as on the code host, and what they link to in the repository is a page.
+"""Make the pages of the site look as on the code host, and turn each file that they link to into a page.
 
 MkDocs calls these functions. A file outside of docs/ that a page links to (an example, a benchmark, the README) becomes
 a page below ``repository/`` that shows it, so that the link works in the site without knowing where the code is hosted.
@@ -74,7 +74,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Put the pictures that know light and dark into the page: as files they don't know which one is chosen."""
+    """Put pictures with a light and a dark scheme into the page: a file can't know which scheme is selected."""
 
     def with_picture(match: re.Match[str]) -> str:
         path = Path(page.file.abs_src_path or _REPOSITORY).parent / match[1]
@@ -106,7 +106,7 @@ def _without_patterns(nav: Any, directory: Path) -> Any:
 
 
 def _list_of_decisions() -> str:
-    """Return what the code host shows beside the page: what there is in the folder."""
+    """Return the list of files in the folder, which the code host shows next to the page."""
     rows = ["", "| | |", "| --: | --- |"]
     for path in sorted((_REPOSITORY / _DECISIONS).parent.glob("0*.md")):
         number, _, title = path.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
@@ -125,7 +125,7 @@ def _targets(origin: str, text: str) -> Iterator[str]:
 
 
 def _target(origin: str, path: str) -> str | None:
-    """Return which file a link of the page `origin` means, or None if it stays on the page or leaves the repository."""
+    """Return the file that a link of `origin` leads to, or None if it is on the same page or not in the repository."""
     if not path or ":" in path:
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
@@ -135,7 +135,7 @@ def _target(origin: str, path: str) -> str | None:
 
 
 def _uri(target: str) -> str:
-    """Return which page or file of the site shows a file of the repository."""
+    """Return the page or file of the site that shows a file of the repository."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     if target.endswith(".md"):
@@ -178,7 +178,7 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _begins_a_block(line: str, before: str) -> bool:
-    """Say whether a list, a table or a comment begins or ends here without the empty line that MkDocs wants."""
+    """Return whether a list, a table, or a comment begins or ends here without the empty line that MkDocs needs."""
     if not before.strip() or not line.strip():
         return False
     if before.startswith("<!--") or line.startswith("<!--"):

@@ -1,4 +1,4 @@
-"""Make the pictures of the pages again, from a real drill and a real run with faults: ten minutes, and Chromium.
+"""Create the pictures of the pages again, from a real drill and a real run with faults: ten minutes, needs Chromium.
 
 .venv/bin/python -m docs.images.make [drill] [run]      (from the root of the repository; `make browser` gets Chromium)
 """
@@ -50,7 +50,7 @@ def run(directory: Path) -> Path:
 
 
 def picture(page: Path, name: str) -> None:
-    """Write what the top of a page looks like."""
+    """Write a picture of the top of a page."""
     path = HERE / f"{name}.png"
     with tempfile.TemporaryDirectory() as directory:
         browser = Browser(directory)

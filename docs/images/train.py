@@ -1,4 +1,4 @@
-"""The training that the pictures of the documentation are of: digits, in batches that take their time.
+"""The training for the pictures of the documentation: digits, in slow batches.
 
 python docs/images/train.py EPOCHS STEPS (between autosaves) [--evaluate]
 """
@@ -39,7 +39,7 @@ class DigitNet(LightningModule):
         self.log("loss", nn.functional.cross_entropy(self.layers(images), labels))
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log the share of a batch that is recognized."""
+        """Log the share of a batch that is recognized correctly."""
         time.sleep(SECONDS_OF_TEST)
         images, labels = batch
         self.log("recognized", (self.layers(images).argmax(1) == labels).float().mean())
