@@ -123,7 +123,7 @@ def test_named_where_it_is_not_trusted(tmp_path: Path) -> None:
     assert "a pandas.DataFrame, which only its library can read" in ended.output
     ended = fit(tmp_path, Tables(), trust_autosaves=False)
     assert ended.exit_code == 1
-    assert "can't be resumed exactly: training had changed what a checkpoint can't carry" in ended.output
+    assert "can't be resumed exactly: training had changed something that a checkpoint can't carry" in ended.output
 
 
 @pytest.fixture

@@ -287,7 +287,7 @@ class MakesTimer(Own):
     [
         (Grows, "module.teacher: a module that training has assigned"),
         (Swaps, "layers that have changed places"),
-        (MakesTimer, "module.handle: .*a resume in an epoch does not call the hook"),
+        (MakesTimer, "module.handle: .*a resume in the middle of an epoch does not call the hook"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -230,7 +230,7 @@ def test_registered_state(tmp_path: Path) -> None:
     assert again["count"] == 5
     assert protected.resume_report is not None
     assert protected.resume_report.is_exact
-    gone = "simulator: nothing is registered under this name any more"
+    gone = "simulator: nothing is registered under this name now"
     assert resume(tmp_path, path, Net()).objects == (gone,)
 
 
