@@ -343,7 +343,7 @@ def test_an_order_that_is_not_known_is_refused() -> None:
         plan,
         Leg(num_ranks=2, kill=(0, 1), loader=weights),
         Leg(num_ranks=1, loader=weights),
-        error="its sampler is none",
+        error="its sampler is not",
     )
 
 

@@ -119,7 +119,7 @@ def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delattr(sys.modules[__name__], "Statistics")
     module = Holder(Sums)
     report = resume(tmp_path, path, module)
-    assert report.objects == (f"module.statistics: the class {__name__}:Statistics is not there any more",)
+    assert report.objects == (f"module.statistics: the class {__name__}:Statistics no longer exists",)
     assert str(report).startswith("Resumed, except for 1 object,")
     assert module.counts == [5]
 
