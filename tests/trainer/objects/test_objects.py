@@ -237,7 +237,7 @@ def test_registered_state(tmp_path: Path) -> None:
 def test_bad_registrations_are_refused() -> None:
     """A name can be registered only once, and the functions must be functions."""
     protected = FaultTolerance().register("seen", dict, print)
-    with pytest.raises(ValueError, match="registered as 'seen' already"):
+    with pytest.raises(ValueError, match="already registered as 'seen'"):
         protected.register("seen", dict, print)
     with pytest.raises(TypeError, match="must be functions"):
         protected.register("other", {}, print)  # type: ignore[arg-type]
