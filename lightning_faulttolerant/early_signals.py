@@ -60,7 +60,7 @@ class EarlySignals:
     def give_back(self) -> None:
         """Give the signal back if no fit of ours follows; a notice that came ends the process now."""
         if self.take() is not None:
-            end_by_notice("There is no fit of FaultTolerance that it could stop.")
+            end_by_notice("No fit with FaultTolerance exists that it could stop.")
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process_id:  # forked before the fit: a child ends as it would have without us

@@ -108,4 +108,4 @@ def test_command_line_ends_at_once() -> None:
         "command.main(['list'])",
     )
     assert ended.returncode == -10
-    assert "no fit of FaultTolerance" in ended.stderr
+    assert "No fit with FaultTolerance" in ended.stderr

@@ -202,7 +202,7 @@ def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) 
     _demand(not num_left, _TOO_SHORT)
     _demand(
         crc == record.CRC or not checksum,
-        f"record {record.filename} has CRC32 {crc:08x}, it was written with {record.CRC:08x}",
+        f"record {record.filename} has CRC32 {crc:08x}, but was written with {record.CRC:08x}",
     )
 
 
@@ -216,7 +216,7 @@ def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: in
         agrees = layout.unpack(_read(file, num_bytes)) == expected
     else:
         agrees = False
-    _demand(agrees, f"what follows the content of record {record.filename} is damaged")
+    _demand(agrees, f"the data after the content of record {record.filename} is damaged")
 
 
 def _check_directory(file: IO[bytes], records: list[zipfile.ZipInfo]) -> None:
@@ -248,7 +248,7 @@ def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> N
     expected = (b"PK\x05\x06", 0, 0, *_capped(counts), 0)
     _demand(
         num_left == _END.size and _END.unpack(_read(file, _END.size)) == expected,
-        "the end of its zip directory is damaged, or something stands after it",
+        "the end of its zip directory is damaged, or something follows it",
     )
 
 

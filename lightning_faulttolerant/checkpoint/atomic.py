@@ -70,11 +70,13 @@ def save_to_file(obj: object, file: IO[bytes], **torch_save_kwargs: Any) -> None
     """
     if not torch_save_kwargs.get("_use_new_zipfile_serialization", True):
         raise ValueError(
-            "_use_new_zipfile_serialization=False asks for torch's old file format, which has no checksums: damage "
-            "would never be noticed. Leave it out, or call torch.save itself."
+            "_use_new_zipfile_serialization=False requests torch's old file format, which has no checksums. Damage "
+            "would never be detected. Leave it out, or call torch.save itself."
         )
     if isinstance(file, io.TextIOBase):
-        raise TypeError(f"{file!r} is a text file, a checkpoint is bytes. Open it with mode 'wb', or give its path.")
+        raise TypeError(
+            f"{file!r} is a text file, but a checkpoint is bytes. Open it with mode 'wb', or give its path."
+        )
     whole: Any = _Whole(file) if hasattr(file, "write") else file  # torch refuses an object that is not a file
     with _crc32_forced(), _first_error_shown():
         torch.save(obj, whole, **torch_save_kwargs)
@@ -111,7 +113,7 @@ class _Whole:
             if num_written is None and not isinstance(self._file, io.RawIOBase):
                 break  # a user's class that returns no count; a raw file returns None if it can't take any bytes
             if not num_written:
-                reason = f"The file took {num_done} of {len(view)} bytes and then no more"
+                reason = f"The file accepted only {num_done} of {len(view)} bytes"
                 raise OSError(errno.EIO, reason, getattr(self._file, "name", None))
             num_done += num_written
         return len(view)

@@ -121,5 +121,5 @@ def verify(path: str | os.PathLike[str]) -> Verification:
     """
     verification = verify_directory_if_any(path)
     if verification is None:
-        raise DamagedCheckpointError(describe_damage(path, f"it has no {MANIFEST_NAME}: nobody has committed it"))
+        raise DamagedCheckpointError(describe_damage(path, f"it has no {MANIFEST_NAME}: it was never committed"))
     return verification

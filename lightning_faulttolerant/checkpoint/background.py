@@ -65,7 +65,7 @@ class BackgroundWriter:
             RuntimeError: If the previous job is still running, or the system has no thread left.
         """
         if self.is_busy:
-            raise RuntimeError(f"The writer {self._name!r} has a job already. Wait for it.")
+            raise RuntimeError(f"The writer {self._name!r} already has a job. Wait for it.")
         this = _Job()
         thread = threading.Thread(target=self._run, args=(this, job), name=self._name)
         try:

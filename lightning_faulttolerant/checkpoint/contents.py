@@ -90,7 +90,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
         names.append(path.relative_to(root).as_posix())
     if not names:
         raise ValueError(
-            f"There is no file in {root}. An empty checkpoint would be taken for the latest one, and nothing could be "
+            f"{root} contains no file. An empty checkpoint would count as the latest one, and nothing could be "
             "resumed from it. Write the files before the directory is committed."
         )
     return sorted(names)
@@ -195,7 +195,7 @@ def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(describe_damage(directory, str(error.strerror))) from error
     if not paths:
-        raise DamagedCheckpointError(describe_damage(directory, "there is no file in it"))
+        raise DamagedCheckpointError(describe_damage(directory, "it contains no file"))
     num_bytes = sum(path.stat().st_size for path in paths if path.is_file())
     return Verification(
         path=os.fspath(directory), has_checksums=False, reason=_NO_MANIFEST, num_files=len(paths), num_bytes=num_bytes
@@ -224,7 +224,7 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
     except OSError as error:
         raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
     if not manifest.is_committed:
-        reason = f"it was never committed, it was begun by {describe_owner(manifest)}, which died or is still writing"
+        reason = f"it was never committed: {describe_owner(manifest)} began it, and died or is still writing"
         raise DamagedCheckpointError(describe_damage(directory, reason))
     reasons = [reason for reason in _in_threads(_comparison(directory, contents), manifest.files.items()) if reason]
     if reasons:
@@ -271,8 +271,8 @@ def _walk(root: Path) -> Iterator[Path]:
 def _check_file(root: Path, path: Path) -> None:
     if path.is_symlink() and not _is_inside(root, path):
         raise ValueError(
-            f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. What it leads to could "
-            "change or vanish without the checkpoint. Copy the file, or link to one in the same directory."
+            f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Its target could change "
+            "or vanish without the checkpoint. Copy the file, or link to one in the same directory."
         )
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -293,7 +293,7 @@ def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
     if found_bytes != size_bytes:
         raise ValueError(
             f"{path} has grown from {size_bytes} to {found_bytes} bytes while the checkpoint was committed. Close all "
-            "files, and wait for threads that write, before the directory is committed."
+            "files, and wait for threads that write, before you commit the directory."
         )
     return FileEntry(size_bytes=size_bytes, crc32=crc32)
 
@@ -322,8 +322,8 @@ def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[
         except OSError as error:
             return f"{name}: {_damage_of(error)}"
         if size_bytes != entry.size_bytes:
-            return f"{name} has {size_bytes} bytes, it was written with {entry.size_bytes}"
-        return "" if crc32 == entry.crc32 else f"{name} has CRC32 {crc32:08x}, it was written with {entry.crc32:08x}"
+            return f"{name} has {size_bytes} bytes, but was written with {entry.size_bytes}"
+        return "" if crc32 == entry.crc32 else f"{name} has CRC32 {crc32:08x}, but was written with {entry.crc32:08x}"
 
     return compare
 

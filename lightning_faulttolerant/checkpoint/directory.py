@@ -25,9 +25,9 @@ from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_path
 
 _MESSAGE = (
-    "The ranks could not agree on a checkpoint: {}. Nothing was committed by this step. Look for the first error of the"
-    " other ranks. All of them must call the methods of a saver in the same order; a rank that can't finish its part of"
-    " a checkpoint should call abort(), then the others needn't wait."
+    "The ranks could not agree on a checkpoint: {}. Nothing was committed by this step. Look for the first error of "
+    "the other ranks. All of them must call the methods of a saver in the same order; if a rank can't finish its part "
+    "of a checkpoint, it should call abort(), so that the others don't wait."
 )
 
 
@@ -48,7 +48,7 @@ def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, in
     """
     is_grouped = dist.is_available() and dist.is_initialized()
     if group is not None and (not is_grouped or dist.get_rank(group) < 0):
-        raise ValueError("This process is not in the process group that was given. Make the saver on its ranks only.")
+        raise ValueError("This process is not in the process group that was given. Create the saver only on its ranks.")
     if strategy == "mono":
         return Alone(), 0
     if strategy == "async":
@@ -58,9 +58,9 @@ def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, in
     num_ranks = _number_from_environment("WORLD_SIZE", 1)
     if num_ranks > 1:
         raise ValueError(
-            f'WORLD_SIZE is {num_ranks} and there is no process group: with strategy="{strategy}" each rank would take '
-            "itself for the only one, and write over the others. Call torch.distributed.init_process_group before the "
-            'saver is made, or pass strategy="async" (each rank its own directories).'
+            f'WORLD_SIZE is {num_ranks} but no process group exists: with strategy="{strategy}", each rank would '
+            "act as the only one, and overwrite the others. Call torch.distributed.init_process_group before you "
+            'create the saver, or pass strategy="async" (each rank its own directories).'
         )
     return Alone(), 0
 
@@ -285,13 +285,13 @@ class AtomicDirectory:
         for place, (others, _) in enumerate(answers):
             if others != answers[0][0]:
                 raise ValueError(
-                    f"The ranks disagree: {self._ranks.label(0)} has {answers[0][0]}, {self._ranks.label(place)} has "
-                    f"{others}. They would wait for one another. Make the saver with the same arguments on each."
+                    f"The ranks disagree: {self._ranks.label(0)} has {answers[0][0]}, but {self._ranks.label(place)} "
+                    f"has {others}. They would wait for each other. Create the saver with the same arguments on each."
                 )
         masters = [place for place, (_, is_one) in enumerate(answers) if is_one]
         if len(masters) > 1:
             raise ValueError(
-                f"is_master is True on {', '.join(map(self._ranks.label, masters))}. They would write over each other. "
+                f"is_master is True on {', '.join(map(self._ranks.label, masters))}. They would overwrite each other. "
                 "Pass it on one rank, or on none."
             )
         return masters[0] if masters else 0
@@ -320,9 +320,9 @@ class AtomicDirectory:
         while not (path / MANIFEST_NAME).exists():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{path}, made by {self._ranks.label(self._master)}, is not seen by "
-                    f"{self._ranks.label(self._ranks.rank)} after {self._timeout}. The ranks must share the output "
-                    'directory. Put it on a file system that all see, or pass strategy="async".'
+                    f"After {self._timeout}, {self._ranks.label(self._ranks.rank)} does not see {path}, which "
+                    f"{self._ranks.label(self._master)} created. The ranks must share the output directory. Put it on "
+                    'a file system that all see, or pass strategy="async".'
                 )
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -339,8 +339,8 @@ class AtomicDirectory:
         names = {name for name, _ in answers}
         if len(names) > 1:
             raise ValueError(
-                f"The ranks end different checkpoints: {', '.join(sorted(names))}. Nothing was committed. Pass what "
-                "prepare_checkpoint_directory has returned on each."
+                f"The ranks end different checkpoints: {', '.join(sorted(names))}. Nothing was committed. On each "
+                "rank, pass the path that prepare_checkpoint_directory returned."
             )
         gave_up = [self._ranks.label(place) for place, (_, completed) in enumerate(answers) if not completed]
         if not gave_up:
@@ -349,18 +349,15 @@ class AtomicDirectory:
         self._prepared = None
         if completes:
             raise CheckpointError(
-                f"The checkpoint {path} was given up by {', '.join(gave_up)} and deleted. The ones before it are there."
+                f"The checkpoint {path} was aborted by {', '.join(gave_up)} and deleted. Earlier ones still exist."
             )
 
     def _check_begun(self, path: Path) -> None:
         is_ours = str(path.parent) == self.output_directory and self._series.suffix(path.name) is not None
         if is_ours and self._series.is_begun(path):
             return
-        state = "is complete already or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
-        raise ValueError(
-            f"{path} {state}. Only a directory that was prepared, and not yet ended, can be. Pass what "
-            "prepare_checkpoint_directory has returned."
-        )
+        state = "is already complete, or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
+        raise ValueError(f"{path} {state}. Pass the path that prepare_checkpoint_directory returned, once.")
 
     def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:
         commit_files(path, files, metadata=metadata, fsync=self._fsync)
@@ -370,17 +367,17 @@ class AtomicDirectory:
 def _check_arguments(output_directory: Any, *, name: str, keep_last: int, strategy: str, timeout: timedelta) -> None:
     if is_url(output_directory):
         raise ValueError(
-            f"output_directory is {os.fspath(output_directory)}, it must be a local directory: files are written "
-            "into it by path. For an object store use FaultTolerance(dirpath=...), or atomic_torch_save with a URL."
+            f"output_directory is {os.fspath(output_directory)}, but must be a local directory: files are written "
+            "into it by path. For an object store, use FaultTolerance(dirpath=...), or atomic_torch_save with a URL."
         )
     if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}, it must be one of {', '.join(_STRATEGIES)}.")
+        raise ValueError(f"strategy is {strategy!r}, but must be one of {', '.join(_STRATEGIES)}.")
     if not name or len(name) > _MAX_NAME_CHARACTERS or {"/", "\0", os.sep} & set(name):
         raise ValueError(
             f"name is {name!r}. It begins the names of directories: it needs 1 to {_MAX_NAME_CHARACTERS} characters, "
             "none of them a slash."
         )
     if type(keep_last) is not int:
-        raise TypeError(f"keep_last is {keep_last!r}, it must be an integer; 0 or less keeps all.")
+        raise TypeError(f"keep_last is {keep_last!r}, but must be an integer; 0 or less keeps all.")
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout is {timeout}, it must be longer than nothing.")
+        raise ValueError(f"timeout is {timeout}, but must be positive.")

@@ -268,15 +268,15 @@ class DirectorySeries:
         foreign = [entry.path.name for entry, state in self._states() if state is State.FOREIGN]
         if damaged:
             raise NoValidCheckpointError(
-                f"There are checkpoints in {self.output_directory}, but none of them verifies: {', '.join(damaged)}. A "
-                "start from scratch would throw this run's work away without a word. Put a good copy back under its "
-                "name without '.damaged', or delete these directories to start from scratch."
+                f"Checkpoints exist in {self.output_directory}, but none of them verifies: {', '.join(damaged)}. A "
+                "start from scratch would silently discard the work of this run. Put a good copy back under its name "
+                "without '.damaged', or delete these directories to start from scratch."
             )
         if foreign and limit < 0:
             raise NoValidCheckpointError(
-                f"There are checkpoints without manifests in {self.output_directory} ({', '.join(foreign)}), and the "
-                f"link {self.link.name}, which said which of them is complete, is gone. Make it again (ln -s <the "
-                f"complete directory> {self.link}), or move the directories away to start from scratch."
+                f"Checkpoints without manifests exist in {self.output_directory} ({', '.join(foreign)}), but the link "
+                f"{self.link.name}, which points to the complete one, is gone. Create it again (ln -s <the complete "
+                f"directory> {self.link}), or move the directories away to start from scratch."
             )
         if self.link.is_symlink():
             _logger.warning("%s leads to %s, and no checkpoint is left.", self.link, os.readlink(self.link))
@@ -311,7 +311,7 @@ class DirectorySeries:
     def _tell_unverified(self, path: Path) -> None:
         if path not in self._told:
             self._told.add(path)
-            _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
+            _logger.warning("%s has no manifest. It is taken unverified, because the link leads to it.", path)
 
     def _foreign_limit(self, states: list[tuple[SeriesDirectory, State]]) -> int:
         # By the rule of cycling_utils, a directory with a number above the link's is incomplete. If the link is lost,
@@ -350,7 +350,7 @@ class DirectorySeries:
                 with contextlib.suppress(OSError):
                     entry.path.rmdir()
             elif state is State.BEGUN and is_abandoned(entry.path):
-                _logger.info("Removing %s, which a writer never committed", entry.path)
+                _logger.info("Removing %s, which its writer never committed", entry.path)
                 self._delete(entry.path)
         for path, target in find_leftovers(self.output_directory):
             if path.is_dir() and not path.is_symlink() and self._current_name.fullmatch(target):
@@ -412,8 +412,8 @@ class DirectorySeries:
             return
         if self.link.is_dir() and not self.link.is_symlink():
             raise CheckpointError(
-                f"{self.link} is a directory, not a link: a copy that follows links has made it. The latest checkpoint "
-                "can't be linked there. Move it away; the checkpoints themselves have other names."
+                f"{self.link} is a directory, not a link: a copy that follows links created it. The link to the "
+                "latest checkpoint can't be created. Move the directory away; the checkpoints have other names."
             )
         atomic_write_bytes(f"{path.name}\n".encode(), self.pointer, fsync=self._fsync)
         temporary = self.output_directory / temporary_name(self.link.name)
@@ -426,7 +426,7 @@ class DirectorySeries:
                 temporary.unlink(missing_ok=True)
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            _logger.warning("There are no links on this file system (%s). The latest is in %s.", error, self.pointer)
+            _logger.warning("This file system has no links (%s). The latest is in %s.", error, self.pointer)
         self._sync()
 
     def _sync(self) -> None:

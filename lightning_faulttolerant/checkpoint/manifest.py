@@ -65,8 +65,8 @@ def describe_damage(path: str | os.PathLike[str], reason: str) -> str:
         reason: The damage, worded to follow a colon.
     """
     return (
-        f"Checkpoint {os.fspath(path)} is damaged: {reason}. "
-        "Training on from it could go wrong without a sign. Take another checkpoint."
+        f"Checkpoint {os.fspath(path)} is damaged: {reason}. Training from it could silently go wrong. Use another "
+        "checkpoint."
     )
 
 
@@ -123,7 +123,7 @@ def check_metadata(metadata: dict[str, Any]) -> None:
         ValueError: If a number is not finite.
     """
     if type(metadata) is not dict:
-        raise TypeError(f"The metadata of a checkpoint is a {type(metadata).__name__}, it must be a dict.")
+        raise TypeError(f"The metadata of a checkpoint is a {type(metadata).__name__}, but must be a dict.")
     _check_plain(metadata, place="metadata")
 
 
@@ -131,18 +131,18 @@ def _check_plain(value: object, *, place: str) -> None:
     if type(value) is dict:
         for key, child in value.items():
             if type(key) is not str:
-                raise TypeError(f"{place} has the key {key!r}, a manifest can hold only strings as keys.")
+                raise TypeError(f"{place} has the key {key!r}, but keys in a manifest must be strings.")
             _check_plain(child, place=f"{place}/{key}")
     elif type(value) is list:
         for index, child in enumerate(value):
             _check_plain(child, place=f"{place}/{index}")
     elif type(value) not in (str, int, float, bool, type(None)):
         raise TypeError(
-            f"{place} is a {type(value).__name__}, a manifest can hold only dicts, lists, strings, numbers, booleans "
-            "and None. Convert it, or save it in a file of the checkpoint."
+            f"{place} is a {type(value).__name__}, but a manifest can hold only dicts, lists, strings, numbers, "
+            "booleans, and None. Convert it, or save it in a file of the checkpoint."
         )
     elif type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{place} is {value}, a manifest can hold only finite numbers.")
+        raise ValueError(f"{place} is {value}, but a manifest can hold only finite numbers.")
 
 
 def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsync: bool = True) -> None:
@@ -192,8 +192,9 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise DamagedCheckpointError(describe_damage(directory, f"{MANIFEST_NAME} is not as it was written"))
     if content.get("version") != _VERSION:
         raise CheckpointError(
-            f"{os.fspath(directory)} has a manifest of version {content.get('version')}, this lightning_faulttolerant "
-            f"knows version {_VERSION}: it can't tell whether the checkpoint is whole. Install a newer one."
+            f"{os.fspath(directory)} has a manifest of version {content.get('version')}, but this "
+            f"lightning_faulttolerant knows version {_VERSION}. It can't tell whether the checkpoint is complete. "
+            "Install a newer one."
         )
     try:
         return _decode(content)
@@ -216,7 +217,7 @@ def _decode(content: dict[str, object]) -> Manifest:
     owner = content.get("owner")
     if owner is not None:
         if type(owner) is not dict:
-            raise _BadManifest("has an owner that is no owner")
+            raise _BadManifest("has an invalid owner")
         return Manifest(owner=owner)
     files, metadata = content.get("files"), content.get("metadata")
     if type(files) is not dict or type(metadata) is not dict:

@@ -92,8 +92,8 @@ def unpack(checkpoint: dict[str, Any], pool: Mapping[str, Any], *, leave: Collec
             value = unpickler.load()
         except Exception as error:
             raise CheckpointError(
-                f"{place}, an object of the class {entry['class']}, can't be made again from its bytes:"
-                f" {type(error).__name__}: {error}. Was the class renamed, moved, or changed since it was saved?"
+                f"{place}, an object of the class {entry['class']}, can't be recreated from its bytes: "
+                f"{type(error).__name__}: {error}. Was the class renamed, moved, or changed since it was saved?"
             ) from error
         path = entry["path"]
         if path[0] not in leave:

@@ -60,7 +60,7 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
     except KeyError as error:
         raise UnreadablePickleError(f"it has an unknown operation or reference ({error})") from error
     except IndexError as error:
-        raise UnreadablePickleError("it takes more than it has put down") from error
+        raise UnreadablePickleError("pickle stack underflow") from error
     except (ValueError, TypeError, struct.error, RecursionError) as error:
         raise UnreadablePickleError(str(error)) from error
     raise TooLargePickleError(f"it has more than {_MAX_OPERATIONS:,} operations")
@@ -99,7 +99,7 @@ class _Window:
             self._fill(0)
             end = self._buffer.find(b"\n")
         if end < 0:
-            raise ValueError("a line of it does not end")
+            raise ValueError("one of its lines does not end")
         data = self._buffer[self._at : end]
         self._at = end + 1
         return data
@@ -276,7 +276,7 @@ def _global(machine: _Machine) -> Named:
 def _stack_global(machine: _Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
-        raise ValueError("it names a class by something that is no text")
+        raise ValueError("it names a class by something that is not a string")
     machine.stack.append(_named(module, name))
 
 

@@ -142,7 +142,7 @@ class RankGroup:
             raise self._silence(step, error) from error
         if received[0][0] != step:
             raise self._lost(
-                f"they have lost each other: rank {self._ranks[0]} is at {received[0][0]!r}, this one at {step!r}"
+                f"the ranks are out of step: rank {self._ranks[0]} is at {received[0][0]!r}, this one at {step!r}"
             )
         return received[0][1]
 
@@ -153,13 +153,13 @@ class RankGroup:
     def _check(self, steps: list[str]) -> None:
         if len(set(steps)) > 1:
             places = ", ".join(f"rank {rank} is at {step!r}" for rank, step in zip(self._ranks, steps, strict=False))
-            raise self._lost(f"they have lost each other: {places}")
+            raise self._lost(f"the ranks are out of step: {places}")
 
     def _silence(self, step: str, error: RuntimeError) -> RanksLostError:
         reason = str(error).splitlines()[0]
         return self._lost(
-            f"rank {self._ranks[self.rank]} had no answer at {step!r}: {reason} One of the others has died, has failed"
-            f" before it came here, or took longer than {self._timeout}"
+            f"rank {self._ranks[self.rank]} had no answer at {step!r}: {reason} Another rank has died, has failed "
+            f"earlier, or took longer than {self._timeout}"
         )
 
     def _lost(self, reason: str) -> RanksLostError:
@@ -197,8 +197,8 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
     failures = [f"{ranks.label(rank)}: {text}" for rank, (text, _) in enumerate(answers) if text]
     if failures:
         raise CheckpointError(
-            f"Another rank failed, so no rank continues with this checkpoint. {'; '.join(failures)}. What was "
-            "committed before is still there."
+            f"Another rank failed, so no rank continues with this checkpoint. {'; '.join(failures)}. Earlier "
+            "checkpoints still exist."
         )
     return [result for _, result in answers]
 

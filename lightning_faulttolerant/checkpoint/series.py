@@ -80,7 +80,7 @@ class AutosaveSeries:
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
-            raise ValueError(f"keep_last is {self.keep_last}, it must be at least 1: a resume needs a file.")
+            raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
 
     def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> str:
@@ -137,9 +137,9 @@ class AutosaveSeries:
         """
         if is_url(self.directory):
             raise CheckpointError(
-                f"Shards can't be written to {self.store.url}: there is no atomic publish of several files in an object"
-                " store, and torch.distributed.checkpoint would have to read them from there. Pass a directory that"
-                " all ranks see as FaultTolerance(dirpath=...), or let the strategy save one file."
+                f"Shards can't be written to {self.store.url}: an object store can't publish several files together, "
+                "and torch.distributed.checkpoint would have to read them from there. Pass a directory that all ranks "
+                "see as FaultTolerance(dirpath=...), or let the strategy save one file."
             )
         return autosave_directory.begin(
             self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch))
@@ -313,8 +313,9 @@ class AutosaveSeries:
         if damaged:
             names = "\n".join(f"  {self.store.path(name)}" for name in damaged)
             raise NoValidCheckpointError(
-                f"There are autosaves in {self.store.url}, but none of them verifies:\n{names}\n"
-                "A start from scratch would throw this run's work away without a word. Put a good copy back under its "
+                f"Autosaves exist in {self.store.url}, but none of them verifies:\n"
+                f"{names}\n"
+                "A start from scratch would silently discard the work of this run. Put a good copy back under its "
                 "name without '.damaged', or start once with FaultTolerance(auto_resume=False), from a checkpoint of "
                 "your own or from scratch: these files are then set aside."
             ) from (damages[-1] if damages else None)
@@ -337,7 +338,7 @@ class AutosaveSeries:
         surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
         for name, target in (*leftovers(names, other_hosts=True), *own.items()):
             if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
-                _logger.info("Removing %s, left by a writer that was killed", self.store.path(name))
+                _logger.info("Removing %s, left by a killed writer", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
 
@@ -359,9 +360,9 @@ def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list
     folders = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
     if folders and is_url(store.url):
         raise CheckpointError(
-            f"{store.path(folders[-1])} is an autosave of several files that was copied there: shards can't be loaded"
-            " from an object store. Copy it to a directory that all ranks see, and pass that one as"
-            " FaultTolerance(dirpath=...)."
+            f"{store.path(folders[-1])} is an autosave of several files that was copied there, but shards can't be "
+            "loaded from an object store. Copy it to a directory that all ranks see, and pass that directory as "
+            "FaultTolerance(dirpath=...)."
         )
     names = [*listing.files, *(name for name in folders if not _is_empty(store.path(name)))]
     found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in names)

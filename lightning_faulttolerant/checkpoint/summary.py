@@ -97,7 +97,7 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
     counted = _Counted(file)
     if is_legacy(cast("IO[bytes]", counted)):
         raise CheckpointError(
-            f"{name} is in torch's format from before 1.6, which can't be looked into without loading."
+            f"{name} is in torch's format from before 1.6, which can't be inspected without loading it."
         )
     try:
         with zipfile.ZipFile(cast("IO[bytes]", counted)) as archive:
@@ -105,7 +105,7 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
         prefix = _prefix(records)
         content = _read_pickle(counted, next(record for record in records if record.filename == prefix + _PICKLE_NAME))
     except TooLargePickleError as error:
-        raise CheckpointError(f"{name} can't be looked into without loading it: of its pickle, {error}.") from error
+        raise CheckpointError(f"{name} can't be inspected without loading it: in its pickle, {error}.") from error
     # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
         reason = f"its pickle can't be read: {error}" if isinstance(error, UnreadablePickleError) else str(error)
@@ -134,7 +134,7 @@ class _Counted:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the operating system would report a disk error
-            raise ValueError(f"it says that something stands at byte {offset}")
+            raise ValueError(f"it refers to data at byte {offset}")
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:

@@ -37,7 +37,7 @@ def why_not_trusted(path: str | os.PathLike[str]) -> str | None:
         True
     """
     if is_url(path):
-        return f"{os.fspath(path)} is in a store, and who may write there can't be read from here"
+        return f"{os.fspath(path)} is in a store, where permissions can't be read from here"
     given = os.path.abspath(local_path(path))
     try:
         target = os.path.realpath(given, strict=True)
@@ -50,7 +50,7 @@ def why_not_trusted(path: str | os.PathLike[str]) -> str | None:
             if reason is not None:
                 return f"{place} {reason}"
     except OSError as error:
-        return f"who may write to {given} can't be read: {error}"
+        return f"the permissions of {given} can't be read: {error}"
     return None
 
 
@@ -88,9 +88,9 @@ def _why_open(place: str, *, may_be_sticky: bool) -> str | None:
         return None
     mode = f"(mode {stat.S_IMODE(status.st_mode):04o})"
     if status.st_mode & stat.S_IWOTH:
-        return f"can be written to by everybody {mode}"
+        return f"is writable by everybody {mode}"
     if status.st_mode & stat.S_IWGRP and (_has_access_list(place) or not _is_users_alone(status.st_gid)):
-        return f"can be written to by its group {_group_name(status.st_gid)} {mode}"
+        return f"is writable by its group {_group_name(status.st_gid)} {mode}"
     return None
 
 

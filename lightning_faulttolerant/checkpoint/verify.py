@@ -30,7 +30,7 @@ from lightning_faulttolerant.storage.store import is_url, local_copy, local_path
 _logger = logging.getLogger(__name__)
 
 _CHECKSUMS_OFF = "all its CRC32 are 0, as torch.save leaves them after torch.serialization.set_crc32_options(False)"
-_LEGACY = "it is in torch's format from before 1.6, which is no zip file and has none"
+_LEGACY = "it is in torch's format from before 1.6, which has no checksums"
 
 _NOT_THERE = (FileNotFoundError, IsADirectoryError)
 # The errors that torch.load raises for cut or garbled content.
@@ -113,7 +113,8 @@ def load_file(
         _warn_unverified(str(verification))
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
-            f"{os.fspath(path)} holds a {type(checkpoint).__name__}, a checkpoint is a dict. Is this the right file?"
+            f"{os.fspath(path)} holds a {type(checkpoint).__name__}, but a checkpoint is a dict. Is this the right "
+            "file?"
         )
     return checkpoint
 
@@ -231,7 +232,7 @@ def _load(file: IO[bytes], verification: Verification, *, map_location: Any, wei
 
 @functools.cache
 def _warn_unverified(verification: str) -> None:
-    _logger.warning("%s. It loads, but we could not verify that it is what was saved.", verification)
+    _logger.warning("%s. It loads, but we could not verify it.", verification)
 
 
 def _walk(value: object, *, place: str, seen: set[int]) -> Iterator[str]:

@@ -22,11 +22,11 @@ _BROKEN_PIPE = 141
 # A command's module is loaded only when that command is requested, so no command waits for another one's imports.
 _COMMANDS = {
     "list": ("listing", "list the unfinished runs, or the checkpoints below a directory, verified or damaged"),
-    "inspect": ("inspection", "show what is in a checkpoint, without loading it"),
+    "inspect": ("inspection", "show the contents of a checkpoint, without loading it"),
     "verify": ("verification", "verify checkpoints by their checksums, for scripts"),
     "discard": ("discarding", "let the next start of a run begin from the beginning"),
     "prune": ("pruning", "delete old autosaves"),
-    "report": ("report.command", "tell the history of a run, and where its time has gone"),
+    "report": ("report.command", "show the history of a run, and where its time went"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
 }
 

@@ -21,11 +21,11 @@ DESCRIPTION = """\
 Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory
 where the run was started, or the directory of the run.
 
-The autosaves are not deleted: they are set aside, in a directory "superseded-..." in that of each fit. To take them
-back, move them to where they were.
+The autosaves are not deleted. They are moved to a directory "superseded-..." in the directory of each fit. To use them
+again, move them back.
 """
 EPILOG = """\
-Exit status: 0 done, 1 the run is in use, or has no autosaves, 2 there is no such run, or it can't be read.
+Exit status: 0 done, 1 the run is in use, or has no autosaves, 2 the run does not exist, or can't be read.
 """
 
 
@@ -72,7 +72,9 @@ def _set_aside(directory: str) -> list[str]:
     store = open_store(directory)
     folders = fit_folders(store.listing().folders)
     if fit_number(os.path.basename(directory.rstrip("/"))) and not folders:
-        raise CheckpointError(f"{directory} is the directory of one fit. Give that of the run, which is above it.")
+        raise CheckpointError(
+            f"{directory} is the directory of one fit. Pass the directory of the run, which is above it."
+        )
     # The last fit comes first. If this process is killed, the first fits are left, and a run continues from those.
     series = [AutosaveSeries(store.path(name), keep_last=1) for name in reversed(folders)]
     aside = [path for one in series if (path := one.set_aside("discarded")) is not None]

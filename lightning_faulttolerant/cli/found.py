@@ -328,10 +328,12 @@ def directory_of_run(name: str) -> str:
     entries = [entry for entry in registry_here().entries() if entry.run_id == name]
     if len(entries) > 1:
         names = "".join(f"\n  {entry.directory}" for entry in entries)
-        raise CheckpointError(f"There are {len(entries)} runs with the id {name}. Give the directory of one:{names}")
+        raise CheckpointError(f"There are {len(entries)} runs with the id {name}. Pass the directory of one:{names}")
     if entries:
         return entries[0].directory
     path = os.path.abspath(local_path(name))
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"There is no run {name}: neither in {registry_here().directory} nor as a directory")
+        raise FileNotFoundError(
+            f"The run {name} does not exist, neither in {registry_here().directory} nor as a directory"
+        )
     return path

@@ -14,14 +14,14 @@ from lightning_faulttolerant.cli.found import content_path, open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text, table
 
 DESCRIPTION = """\
-Show what is in a checkpoint: where in the run it was saved, of which run, which parts of the state each rank holds,
-what the run is compared by on a resume, versions and device, Lightning's keys and their sizes.
+Show the contents of a checkpoint: its run and the position in it, the parts of the state that each rank holds, the
+fingerprint of the run, versions and device, Lightning's keys and their sizes.
 
-Nothing is loaded and no code in the file is run. Only the file's directory and its pickle are read, not the tensors: it
-is fast on large files, and of a URL only these ranges are transferred. Whether the tensors are intact says "verify".
+Nothing is loaded, and no code in the file runs. Only the directory of the file and its pickle are read, not the
+tensors. So it is fast on large files, and transfers little from a URL. To check the tensors, use "verify".
 """
 EPILOG = """\
-Exit status: 0 shown, 2 not a checkpoint, damaged beyond reading, or it can't be read.
+Exit status: 0 shown, 2 the file is not a checkpoint, is too damaged, or can't be read.
 """
 
 _MAX_KEYS = 40
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of this command.
     """
     parser.add_argument(
-        "file", metavar="FILE", help="path or URL of a checkpoint; of a directory of shards, what is in none is shown"
+        "file",
+        metavar="FILE",
+        help="path or URL of a checkpoint; for a directory of shards, the part outside the shards is shown",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
 

@@ -21,19 +21,19 @@ Without DIR, list the unfinished runs that were started in this directory (or th
 PL_FAULT_TOLERANT_REGISTRY names): where each keeps its autosaves, how far it is, and the command that continues it.
 
 With DIR, list the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other
-.ckpt files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's
-directory, or any other; a URL lists what is below it (s3://bucket/run).
+.ckpt files, such as those of ModelCheckpoint. DIR may be the dirpath of FaultTolerance, the directory of a run or a
+fit, any other directory, or a URL (s3://bucket/run).
 
-Each file is read whole and verified by its checksums; --no-verify reads only what the table shows.
+Each file is read completely and verified by its checksums. --no-verify reads only what the table shows.
 """
 EPILOG = """\
-STATE: "verified"; "damaged", with the reason below the table; "no checksums": written without, nothing was compared;
-"damaged, set aside": found so when a run was resumed; "unreadable": it is there, but can't be read; "not verified":
+STATE: "verified"; "damaged", with the reason below the table; "no checksums": the file has none, so nothing was
+compared; "damaged, set aside": a resume found it damaged; "unreadable": it exists, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
-that was started again from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP
-optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
+that was started again from another checkpoint. EPOCH counts from 0, BATCH counts the consumed batches of that epoch,
+STEP counts optimizer steps, and RANKS is the number of processes of the run ("-": the file does not say).
 
-Exit status: 0 runs or checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
+Exit status: 0 runs or checkpoints were found (even damaged ones), 1 none were found, 2 something could not be read.
 """
 
 _HEADER = ("FILE", "STEP", "EPOCH", "BATCH", "SAVED", "SIZE", "RANKS", "STATE")
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     if what.problems or any(row.verdict.word == verdict.UNREADABLE for row in rows):
         return 2
     if not rows:
-        print(f"There are no checkpoints below {safe(arguments.directory)}.", file=sys.stderr)
+        print(f"No checkpoints were found below {safe(arguments.directory)}.", file=sys.stderr)
     return 0 if rows else 1
 
 
@@ -137,7 +137,7 @@ def _list_runs(*, as_json: bool) -> int:
         print(f"  continue    {safe(one.entry.command.line(here=os.getcwd()))}")
         print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
     if not runs:
-        print(f"There are no unfinished runs in {safe(registry.directory)}.", file=sys.stderr)
+        print(f"No unfinished runs were found in {safe(registry.directory)}.", file=sys.stderr)
     return 0 if runs else 1
 
 

@@ -19,12 +19,12 @@ from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 DESCRIPTION = """\
-Delete the autosaves of each fit below DIR that are older than its newest N that verify. Only files with the names of
-autosaves are deleted, so nothing of ModelCheckpoint's and nothing that you have put there; links neither.
+Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. Only files with the names of
+autosaves are deleted: no file of ModelCheckpoint, no file that you have put there, no link.
 
-Of a fit in which no autosave verifies, no autosave is deleted. Newer ones that don't verify, and those that were set
-aside as damaged, stay unless --damaged is given; those of superseded runs stay unless --superseded is given. A run that
-is being trained is left alone.
+If no autosave of a fit verifies, none is deleted. Newer ones that don't verify, and those that were set aside as
+damaged, stay unless you pass --damaged. Those of superseded runs stay unless you pass --superseded. A run in training
+is left alone.
 """
 EPILOG = """\
 Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--damaged", action="store_true", help="delete autosaves that don't verify too")
     parser.add_argument("--superseded", action="store_true", help="delete autosaves of superseded runs too")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -86,10 +86,10 @@ def _verdict_of_directory(path: str) -> CheckpointVerdict:
     except (FileNotFoundError, NotADirectoryError):
         if not is_url(path) and os.path.isdir(local_path(path)):
             return CheckpointVerdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
-        return CheckpointVerdict(word=MISSING, reason="there is no such file")
+        return CheckpointVerdict(word=MISSING, reason="the file does not exist")
     if not manifest.is_committed:
         return CheckpointVerdict(
-            word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} has begun it, and died or still writes"
+            word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} began it, and died or is still writing"
         )
     verification = verify_directory(path)
     extra = len(verification.extra_files)

@@ -15,16 +15,16 @@ from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.storage.store import is_url, local_path
 
 DESCRIPTION = """\
-Verify checkpoints by the checksums in them. PATH is a file, a directory with a manifest, any other directory (all
-checkpoints below it; what was set aside as damaged, and directories that were never committed, are passed over), or the
-URL of one. One line each.
+Verify checkpoints by their checksums. PATH is a file, a directory with a manifest, any other directory, or the URL of
+one of these. In any other directory, all checkpoints below it are verified, except those that were set aside as damaged
+or never committed. Each checkpoint is one line.
 
-Each byte is read, nothing is loaded.
+Each byte is read; nothing is loaded.
 """
 EPILOG = """\
-Exit status: 0 all are verified, 1 one or more are damaged, missing or not committed, 2 wrong usage, or one or more
-can't be read (permission, credentials, network) and none is known to be damaged. A file that was written without
-checksums can't be verified: it counts as 0, with --strict as 1.
+Exit status: 0 all are verified, 1 any is damaged, missing, or not committed, 2 wrong usage, or any can't be read
+(permission, credentials, network) and none is known to be damaged. A file without checksums can't be verified: it gives
+0, or 1 with --strict.
 """
 
 
@@ -76,7 +76,7 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, CheckpointVerdict]]:
             continue
         files = [file for file in what.files if file.kind != found.SET_ASIDE]
         if not files and not what.problems:
-            yield path, CheckpointVerdict(word=verdict.MISSING, reason="there are no checkpoints below it")
+            yield path, CheckpointVerdict(word=verdict.MISSING, reason="it contains no checkpoints")
         for file in files:
             checked = verdict_of(file.path)
             # A run that continues in the meantime deletes its old autosaves and begins new directories.

@@ -36,8 +36,8 @@ def refuse(reason: str, *, strict: bool | None, not_exact: list[str]) -> None:
 def lacks_generators(paths: list[str]) -> str:
     """Return the reason why a state can't be continued from if some of its generators no longer exist."""
     return (
-        f"there is no generator to restore the state of {', '.join(paths)} into. What is drawn from it would differ"
-        " from the uninterrupted run. Let its object make it before it is first used; or pass strict=False."
+        f"the generator {', '.join(paths)} does not exist, so its state can't be restored. Its draws would differ "
+        "from the uninterrupted run. Create it before it is first used; or pass strict=False."
     )
 
 
@@ -58,7 +58,7 @@ def why_not_exact(loader: object) -> str | None:
         return f"its class {type(loader).__name__} is not a torch DataLoader"
     reason = why_not_drawn_again(loader)
     if reason is None and any(_is_torchs_iterator(held) for held in vars(loader).values()) and not starts_over(loader):
-        return "it already has its own iterator (made before fit): its workers can't be reached anymore"
+        return "it already has its own iterator (created before fit), so its workers can't be reached"
     return reason
 
 
@@ -74,11 +74,11 @@ def why_not_drawn_again(loader: DataLoader[object]) -> str | None:
             return reason
     elif is_resumable(loader):
         if getattr(loader, "state", None) is not None:
-            return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
+            return "a state was loaded into it before fit, so its first epoch would begin at an unknown position"
     elif hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps its own state, and its workers' random states are not in it"
+        return f"a {type(loader).__name__} keeps its own state, which lacks the random states of its workers"
     if not getattr(loader, "in_order", True):
-        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
+        return "with in_order=False, the order of its batches depends on the speed of its workers; set in_order=True"
     return None
 
 

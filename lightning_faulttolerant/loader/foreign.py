@@ -50,8 +50,8 @@ def why_not_followed(loader: Any) -> str | None:
     if library is None:
         return None
     return (
-        f"its {type(dataset).__name__} passes on the samples of streaming data sets of {library}, whose epochs can't be"
-        " told through it. Give the loader the StreamingDataset itself, of which a derived class may change the samples"
+        f"its {type(dataset).__name__} passes on the samples of streaming data sets of {library}, so their epochs "
+        "can't be set. Give the loader the StreamingDataset itself; a subclass may change the samples"
     )
 
 

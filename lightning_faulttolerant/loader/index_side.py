@@ -237,8 +237,8 @@ class IndexSide:
             return self._iterator
         if not self._is_begun:
             raise NotExactError(
-                "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
-                " followed. Let it call super().__iter__()."
+                "A DataLoader subclass calls DataLoader.__iter__(self) itself, so its iterations can't be followed. "
+                "Let it call super().__iter__()."
             )
         # torch starts the sampler twice when it creates workers: the first call marks the workers' birth, the last one
         # starts the iterator that is used.
@@ -372,8 +372,7 @@ class IndexSide:
             self._differs(plan)
         elif replay.not_compared:
             _log.warning(
-                "The batches in flight of %s were drawn again. Whether they are the same can't be told of all that they"
-                " hold: %s.",
+                "The batches in flight of %s were drawn again. Some of their contents can't be compared: %s.",
                 type(self._sampler).__name__,
                 ", ".join(sorted(replay.not_compared)),
             )
@@ -407,10 +406,10 @@ class IndexSide:
 
     def _depends_on_workers(self) -> None:
         message = (
-            f"{type(self._sampler).__name__} draws random numbers in the middle of an epoch, and the number of workers"
-            " is another one than before a resume: torch draws its indices earlier where there are more workers. The"
-            " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
-            " its __iter__, or give it a generator of its own and pass strict=False."
+            f"{type(self._sampler).__name__} draws random numbers in the middle of an epoch, and the number of "
+            "workers has changed. With more workers, torch draws the indices earlier. The order of samples would "
+            "belong to neither run. Resume with as many workers as before, let the sampler draw only in its __iter__, "
+            "or give it its own generator and pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -418,10 +417,10 @@ class IndexSide:
         inner = getattr(self._sampler, "sampler", None)
         name = type(self._sampler).__name__ + ("" if inner is None else f" over {type(inner).__name__}")
         message = (
-            f"Started again from the same random states, {name} gives other indices than it gave before batch"
-            f" {plan.handed_out}: it keeps a state of its own, for instance a counter in __iter__, or its data set or"
-            " arguments changed. The order of samples would differ from the uninterrupted run. Give it"
-            " `set_epoch`, or derive its order from a generator; or pass strict=False."
+            f"Started again from the same random states, {name} yields other indices than before batch "
+            f"{plan.handed_out}. It keeps its own state, such as a counter in __iter__, or its data set or arguments "
+            "changed. The order of samples would differ from the uninterrupted run. Give it `set_epoch`, or derive "
+            "its order from a generator; or pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -438,7 +437,7 @@ class IndexSide:
         if self._objects is not None:
             missing += self._objects.load(moment.objects)
         if missing:
-            reason = f"The order of samples is begun again: {lacks_generators(missing)}"
+            reason = f"The order of samples begins again: {lacks_generators(missing)}"
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def _samplers_with_epoch(self) -> list[Any]:

@@ -96,8 +96,8 @@ class IterableRecord:
             if count == num_batches:
                 return position
         raise NotExactError(
-            f"Where the iterable data set was after {num_batches} batches is not known any more: {self.num_batches}"
-            " were fetched meanwhile. Its samples could not continue exactly."
+            f"The position of the iterable data set after {num_batches} batches is no longer known, because "
+            f"{self.num_batches} have been fetched since. Its samples could not continue exactly."
         )
 
 
@@ -237,11 +237,11 @@ class IterableSide(IterableDataset[Any]):
 
     def _differs(self, num_samples: int) -> None:
         message = (
-            f"Begun again from the same random states, the iterable data set {type(self.user_dataset).__name__} gives"
-            f" others than the {num_samples} samples that it gave before: it keeps a state of its own, such as a"
-            " counter of epochs in __iter__, or its data changed, or was drawn when it was built. Its samples would"
-            " differ from the uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or"
-            " pass strict=False."
+            f"Started again from the same random states, the iterable data set {type(self.user_dataset).__name__} "
+            f"does not yield the same {num_samples} samples again. It keeps its own state, such as a counter of "
+            "epochs in __iter__, or its data changed, or was drawn when it was built. Its samples would differ from "
+            "the uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or pass "
+            "strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -350,7 +350,7 @@ class IterableSide(IterableDataset[Any]):
         self._load(moment.objects)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         if missing:
-            self._refuse(f"is begun again: {lacks_generators(missing)}")
+            self._refuse(f"begins again: {lacks_generators(missing)}")
         for epoch in moment.sampler_epochs:
             self.go_to_epoch(epoch)
 

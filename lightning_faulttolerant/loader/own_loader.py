@@ -95,12 +95,12 @@ def why_state_is_no_use(loader: Any) -> str | None:
     """Return why the state that `loader` keeps can't be used, or ``None`` if it can."""
     strange = what_is_not_plain(loader.state_dict())
     if strange is not None:
-        return f"its state_dict has {strange}, and checkpoints hold plain values and tensors only"
+        return f"its state_dict has {strange}, but checkpoints hold only plain values and tensors"
     user_class = type(loader)
     try:
         swap(loader, class_of(user_class, lambda make_iterator: make_iterator()))
     except TypeError:
-        return f"the class {user_class.__name__} can't be derived from, so it can't be followed"
+        return f"the class {user_class.__name__} can't be subclassed, so it can't be followed"
     swap(loader, user_class)
     return None
 
@@ -176,10 +176,10 @@ class OwnLoader(WholeLoader):
 
     def _differs(self, num_batches: int) -> None:
         message = (
-            f"Brought back by its own load_state_dict, the loader {type(self.loader).__name__} gives another batch"
-            f" {num_batches - 1} than before: its state_dict lacks something, such as its order or what it has fetched"
-            " ahead, or its data changed. Its batches would differ from the uninterrupted run. Let its state hold"
-            " all that the next batch depends on, or pass strict=False."
+            f"Restored with its own load_state_dict, the loader {type(self.loader).__name__} yields another batch "
+            f"{num_batches - 1} than before. Its state_dict lacks something, such as its order or what it has fetched "
+            "ahead, or its data changed. Its batches would differ from the uninterrupted run. Let its state hold "
+            "everything that the next batch depends on, or pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -207,8 +207,8 @@ class OwnLoader(WholeLoader):
         last = dict(iteration.fetches).get(consumed - 1)
         if last is None and consumed:
             raise NotExactError(
-                f"Where the loader {type(self.loader).__name__} was after {consumed} batches is not known any more:"
-                f" {iteration.num_out} were fetched meanwhile. Its batches could not continue exactly."
+                f"The position of the loader {type(self.loader).__name__} after {consumed} batches is no longer "
+                f"known, because {iteration.num_out} have been fetched since. Its batches could not continue exactly."
             )
         return {
             "consumed": consumed,

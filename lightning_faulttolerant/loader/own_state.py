@@ -27,12 +27,12 @@ def why_not_followed(loader: DataLoader[Any]) -> str | None:
     for name in ("state_dict", "load_state_dict"):
         owner = next(base for base in type(loader).__mro__ if name in vars(base))
         if not owner.__module__.startswith("torchdata."):
-            return f"{type(loader).__name__} has a {name} of its own, which would not be called"
+            return f"{type(loader).__name__} has its own {name}, which would not be called"
     if vars(loader).get("_initial_iter_for_state_dict"):
-        return "it already has its own iterator (made by its state_dict before fit)"
+        return "it already has its own iterator (created by its state_dict before fit)"
     dataset = stateful_dataset(loader)
     strange = None if dataset is None else what_is_not_plain(dataset.state_dict())
-    return strange and f"the state_dict of its data set has {strange}; give it plain values and tensors only"
+    return strange and f"the state_dict of its data set has {strange}; give it only plain values and tensors"
 
 
 def was_given_position(loader: DataLoader[Any]) -> bool:
@@ -79,12 +79,12 @@ class OwnState:
     def why_not_exact(self) -> str | None:
         """Return why the loader's own objects can't report its position, or ``None`` if they can."""
         if not self._parts:
-            return "neither it nor its data set, sampler or batch sampler has state_dict and load_state_dict"
+            return "neither it nor its data set, sampler, or batch sampler has state_dict and load_state_dict"
         workers = getattr(self._loader, "num_workers", 0)
         if workers and "loader" not in self._parts:
             return (
-                f"its {workers} workers have copies of the {' and the '.join(self._parts)}, and run ahead: the state in"
-                " this process is not that of the batches that were trained"
+                f"its {workers} workers have copies of the {' and the '.join(self._parts)}, and run ahead, so the "
+                "state in this process does not belong to the consumed batches"
             )
         return None
 

@@ -37,8 +37,8 @@ def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
     """Return why the samples of `loader` can't be seeded one by one, or ``None`` if they can."""
     if isinstance(loader.dataset, IterableDataset):
         return (
-            "its data set is iterable and says itself what comes next in each worker, so that its samples have no place"
-            ' in the epoch to be seeded by; the states of its workers are saved as with worker_rng="capture"'
+            "its data set is iterable, so its samples have no position in the epoch from which to seed them; the "
+            'states of its workers are saved as with worker_rng="capture"'
         )
     return None
 
@@ -209,9 +209,9 @@ class PerSampleDataset:
             if not self._has_more_than(seeded):
                 return sample
         raise NotExactError(
-            f"{type(self._dataset).__name__} makes another random generator each time a sample is taken from it, and"
-            " keeps them all. They can't be seeded before the sample draws from them. Let it make them at its start,"
-            ' or use worker_rng="capture".'
+            f"{type(self._dataset).__name__} creates another random generator for each sample, and keeps them all. "
+            "They can't be seeded before the sample draws from them. Let it create them at its start, or use "
+            'worker_rng="capture".'
         )
 
     def _has_more_than(self, seeded: Collection[str]) -> bool:

@@ -50,8 +50,8 @@ class ChainIteration:
             if count == num_batches:
                 return digest
         raise NotExactError(
-            f"Where a loader was after {num_batches} batches is not known any more: {self.num_out} were fetched"
-            " meanwhile. Its batches could not continue exactly."
+            f"The position of a loader after {num_batches} batches is no longer known, because {self.num_out} have "
+            "been fetched since. Its batches could not continue exactly."
         )
 
 

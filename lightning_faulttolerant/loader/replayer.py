@@ -130,7 +130,7 @@ class Replayer:
 
     def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         num_batches = sum(num_out for num_out, _ in state["runs"])
-        _log.info("%s draws %s batches again that were trained before.", self._name, num_batches)
+        _log.info("%s draws %s consumed batches again.", self._name, num_batches)
         chain = Chain.from_state_dict(state)
         batches, is_same = chain.play(state, make_iterator, restore=self._restore, load_objects=self._load)
         if not is_same:
@@ -141,10 +141,10 @@ class Replayer:
     def _differs(self, num_before: int, num_now: int) -> None:
         how = f"only {num_now} of the" if num_now < num_before else "others than the"
         message = (
-            f"Begun again from the same random states, {self._name} gives {how} {num_before} batches that it gave"
-            " before: it keeps a state that can't be seen, its data changed, or it gives what training puts into it."
-            " Its batches would differ from the uninterrupted run. Give its class state_dict and load_state_dict, or"
-            " derive its order from a seed; or pass strict=False."
+            f"Started again from the same random states, {self._name} yields {how} {num_before} batches that it "
+            "yielded before. It keeps hidden state, its data changed, or it yields what training puts into it. Its "
+            "batches would differ from the uninterrupted run. Give its class state_dict and load_state_dict, or "
+            "derive its order from a seed; or pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -158,7 +158,7 @@ class Replayer:
         self._load(moment.objects)
         missing = self.held.load_state_dict(moment.held) if moment.held else []
         if missing:
-            reason = f"{self._name} is begun again: {lacks_generators(missing)}"
+            reason = f"{self._name} begins again: {lacks_generators(missing)}"
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def _load(self, objects: Mapping[str, object]) -> None:

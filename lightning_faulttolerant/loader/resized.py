@@ -33,20 +33,20 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
     """
     first = states[0]
     if "record" not in first:
-        raise NotExactError("it keeps its own position, which is that of one rank")
+        raise NotExactError("it keeps its own position, which belongs to one rank")
     if "iterable" in first and not is_dealt_stream(first):
-        raise NotExactError("an iterable data set says itself, on each rank, which samples come next")
+        raise NotExactError("an iterable data set decides on each rank which samples come next")
     if DEAL in first:  # nothing was consumed since another resume
         return dict(first)
     if "dataset" in first:
-        raise NotExactError("its data set keeps its own state, which is that of one rank")
+        raise NotExactError("its data set keeps its own state, which belongs to one rank")
     record = first["record"]
     if first["consumed"] is None or record is None or record["first"] is None:
         return between(first)
     if record.get("share") is None or record.get("order") is None:
         raise NotExactError(
-            "its sampler is none of torch's RandomSampler, SequentialSampler and DistributedSampler in one pass over"
-            " the data set, so that the order of all ranks together is not known"
+            "its sampler is not torch's RandomSampler, SequentialSampler, or DistributedSampler in one pass over the "
+            "data set, so the order of all ranks together is not known"
         )
     if len({state["consumed"] for state in states}) > 1:
         raise NotExactError(f"its ranks have consumed {[state['consumed'] for state in states]} batches, not as many")
@@ -110,17 +110,17 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object
     share = side.current_share()
     if share is None:
         raise NotExactError(
-            f"The epoch in progress was begun by another number of ranks, and a {type(side.own_sampler).__name__} does"
-            f" not say how its samples come to rank {side.global_rank} of {side.num_ranks}. Some would come twice,"
-            " others never. Let Lightning put its own distributed sampler in (use_distributed_sampler=True, no sampler"
-            " of your own), or continue with as many ranks as before."
+            f"Another number of ranks began this epoch, and a {type(side.own_sampler).__name__} does not say which "
+            f"samples belong to rank {side.global_rank} of {side.num_ranks}. Some would come twice, others never. Let "
+            "Lightning insert its own distributed sampler (use_distributed_sampler=True, without your own sampler), "
+            "or continue with as many ranks as before."
         )
     # torch's samplers need its length
     now = len(loader.dataset) if side.streamed is None else side.streamed.order().length  # type: ignore[arg-type]
     if now != order.length:
         raise FingerprintMismatchError(
-            f"The epoch in progress has {order.length} samples, and the data set now {now}. Its rest can't be dealt. Go"
-            " on with the same data."
+            f"This epoch has {order.length} samples, but the data set now has {now}. The rest can't be dealt. "
+            "Continue with the same data."
         )
     deal = RemainingBatches(order=order, begin=state["begin"], end=state["end"], share=share)
     moment = fresh_moment(order, deal.begin, side.global_rank, side.num_ranks, loader=loader)

@@ -101,7 +101,7 @@ class ResumableDataLoader(DataLoader[T]):
         **kwargs: Any,
     ) -> None:
         if worker_rng not in ("capture", "per_sample"):
-            raise ValueError(f'worker_rng is "capture" or "per_sample", not {worker_rng!r}')
+            raise ValueError(f'worker_rng must be "capture" or "per_sample", got {worker_rng!r}')
         super().__init__(dataset, *args, **kwargs)
         # Stored under the arguments' names: Fabric and Lightning read them when they recreate the loader for a sampler.
         self.worker_rng, self.seed = worker_rng, seed
@@ -227,8 +227,8 @@ class _MethodOf:
 @functools.cache
 def _say_no_snapshots() -> None:
     _log.warning(
-        "snapshot_every_n_steps has no effect in a ResumableDataLoader: each state is that of the last batch, whatever"
-        " the number. Leave it out."
+        "snapshot_every_n_steps has no effect in a ResumableDataLoader: each state belongs to the last batch, "
+        "whatever the number. Leave it out."
     )
 
 

@@ -215,8 +215,8 @@ class LoaderRun:
         state = _unpacked(state_dict)
         if state.get("version") not in _READ:
             raise NotExactError(
-                f"The state of a ResumableDataLoader is of version {state.get('version')}, this package reads versions"
-                f" up to {_VERSION}. Install the version that saved it."
+                f"The state of a ResumableDataLoader has version {state.get('version')}, but this package reads "
+                f"versions up to {_VERSION}. Install the version that saved it."
             )
         _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
         self._abandon()
@@ -239,16 +239,16 @@ class LoaderRun:
         missing = self._tracker.held.load_state_dict(state["held"])
         if missing:
             raise NotExactError(
-                f"There is no generator to restore the state of {', '.join(missing)} into. What is drawn from it would"
-                " differ from the uninterrupted run. Let its object make it before it is first used."
+                f"The generator {', '.join(missing)} does not exist, so its state can't be restored. Its draws would "
+                "differ from the uninterrupted run. Create it before it is first used."
             )
         set_rng_state(state["rng"])
 
     def _check_untangled(self) -> None:
         if self.is_entangled:
             raise NotExactError(
-                "Two iterations over one ResumableDataLoader are under way side by side, and a state has the position"
-                " of one. Make a loader for each of them."
+                "Two iterations over one ResumableDataLoader are in progress, but a state has the position of one. "
+                "Create a loader for each of them."
             )
 
     # The iterations.
@@ -280,9 +280,9 @@ class LoaderRun:
             return
         if self._asked_at == self._iteration.num_out and not self._has_none_left(self._iteration):
             raise NotExactError(
-                f"A state was taken after batch {self._asked_at} of epoch {self._epoch}, where the loop then left that"
-                " epoch and began the next one. A run that continues from this state would continue with the rest of"
-                " the epoch. Call end_epoch() of the loader where the epoch is to end, before its state is taken."
+                f"A state was taken after batch {self._asked_at} of epoch {self._epoch}, where the loop then left "
+                "that epoch and began the next one. A run that continues from this state would continue with the rest "
+                "of the epoch. Call end_epoch() of the loader at the end of the epoch, before you take its state."
             )
         self._epoch += 1
 
@@ -296,8 +296,8 @@ class LoaderRun:
         """End the current epoch here."""
         if self._iteration is None:
             raise NotExactError(
-                "end_epoch() was called while no epoch is under way. Call it in the loop over the loader, or after a"
-                " break from it."
+                "end_epoch() was called while no epoch was in progress. Call it in the loop over the loader, or after "
+                "a break from it."
             )
         handed = None if self._handed is None else self._handed()
         if handed is not None:
@@ -349,8 +349,8 @@ class _Handed(Iterator[Any]):
             raise StopIteration
         if self._is_abandoned:
             raise NotExactError(
-                "A state was loaded into a ResumableDataLoader after this iterator over it was made. Its batches would"
-                " not be those of the state. Make a new iterator: load the state right before the loop begins."
+                "A state was loaded into a ResumableDataLoader after this iterator over it was created. Its batches "
+                "would not belong to the state. Create a new iterator: load the state right before the loop begins."
             )
         try:
             return self._run.fetch(self, self._batches)
@@ -406,9 +406,9 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
 
 def _unpacked(state_dict: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f"This is no state of a ResumableDataLoader: it is {state_dict!r}.")
+        raise ValueError(f"This is not a state of a ResumableDataLoader: it is {state_dict!r}.")
     if not {POOL, "version"} <= state_dict.keys():
-        raise ValueError(f"This is no state of a ResumableDataLoader: it has {sorted(state_dict, key=str)}.")
+        raise ValueError(f"This is not a state of a ResumableDataLoader: it has {sorted(state_dict, key=str)}.")
     return from_json(state_dict)
 
 
@@ -426,9 +426,8 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sample
     differences = [f"{name} {saved[name]!r} then, {now[name]!r} now" for name in names]
     if differences:
         raise FingerprintMismatchError(
-            f"The state is that of another ResumableDataLoader: {'; '.join(differences)}. Its batches would not be"
-            " those of the uninterrupted run. Continue with the same data and arguments, and give each rank the state"
-            " that it saved itself."
+            f"The state belongs to another ResumableDataLoader: {'; '.join(differences)}. Its batches would differ "
+            "from the uninterrupted run. Continue with the same data and arguments, and give each rank its own state."
         )
 
 

@@ -160,7 +160,7 @@ class WorkerRing:
         if written != count:
             raise LookupError(f"worker {worker} has no state after {count} batches in its ring (found {written})")
         if _SLOT_HEADER.size + length > self.slot_bytes:
-            raise LookupError(f"worker {worker}'s state has {length} bytes, its slots have {self.slot_bytes}")
+            raise LookupError(f"the state of worker {worker} has {length} bytes, but its slots have {self.slot_bytes}")
         return bytes(self._view(offset + _SLOT_HEADER.size, length))
 
     def close(self) -> list[int]:

@@ -113,9 +113,9 @@ class StreamedEpochs:
             epoch, _ = stream.book.next_place
             if is_counted and epoch not in (begun["epoch"], begun["epoch"] + 1):
                 raise NotExactError(
-                    f"Epoch {begun['epoch']} of a StreamingDataset is under way, and meanwhile somebody else has begun"
-                    f" epoch {epoch - 1} of the same object. Which one comes next can't be restored. Give each loader"
-                    " a StreamingDataset of its own."
+                    f"Epoch {begun['epoch']} of a StreamingDataset is in progress, and another loader has begun epoch "
+                    f"{epoch - 1} of the same object. The next epoch can't be determined. Give each loader its own "
+                    "StreamingDataset."
                 )
         return [{**place, "is_begun": True} for place in self._begun]
 

@@ -308,8 +308,8 @@ class TrackedLoader:
             return self._state_between(iteration)
         if self._is_taken:
             raise NotExactError(
-                "Somebody else has iterated over the training loader in the middle of its epoch, and its persistent"
-                " workers were taken away from the training. Let a callback have a loader of its own."
+                "Other code has iterated over the training loader in the middle of its epoch, and has taken its "
+                "persistent workers away from the training. Give a callback its own loader."
             )
         record = iteration.record
         if self._seeded is not None:

@@ -106,8 +106,8 @@ def _load_no_state(self: object, state_dict: Mapping[str, object]) -> None:
     if not state_dict:
         return
     message = (
-        f"A state was loaded into {type(self).__name__}, whose place FaultTolerance keeps and restores: it would be"
-        " moved twice. Leave its state_dict and load_state_dict to FaultTolerance."
+        f"A state was loaded into {type(self).__name__}, whose position FaultTolerance keeps and restores. It would "
+        "be restored twice. Leave its state_dict and load_state_dict to FaultTolerance."
     )
     side = vars(self)[TRACKER].index_side
     if side.strict:

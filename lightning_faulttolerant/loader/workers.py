@@ -58,9 +58,9 @@ def counts_now(ring: WorkerRing, iteration: int, num_given: int) -> list[int]:
             return counts
         if time.monotonic() > deadline:
             raise NotExactError(
-                "An epoch ended while some of the persistent workers had run out of samples of their iterable data set"
-                " and others had not. How far these have fetched ahead depends on their speed, so that their random"
-                " draws could not continue exactly. Pass persistent_workers=False."
+                "An epoch ended while some of the persistent workers had run out of samples of their iterable data "
+                "set and others had not. How far these have fetched ahead depends on their speed, so their random "
+                "draws could not continue exactly. Pass persistent_workers=False."
             )
         time.sleep(0.001)
 
@@ -70,7 +70,7 @@ def _spans(ring: WorkerRing, iteration: int) -> list[tuple[int, int | None]]:
         return [ring.span(worker, iteration) for worker in range(ring.num_workers)]
     except LookupError as error:
         raise NotExactError(
-            f"How far a data-loading worker is could not be read: {error}. Its samples could not continue exactly."
+            f"The position of a data-loading worker could not be read: {error}. Its samples could not continue exactly."
         ) from error
 
 

@@ -106,8 +106,8 @@ def places_in(name: str, text: str) -> list[BatchPlace]:
     found = text.split(",")
     if not all(map(_is_place, found)):
         raise ValueError(
-            f"{name} must be <fit>:<epoch>:<batch>, in an evaluation with :<evaluation batch> after it, several with a"
-            f" comma between; got {text!r}."
+            f"{name} must be <fit>:<epoch>:<batch>, in an evaluation followed by :<evaluation batch>, or several "
+            f"separated by commas; got {text!r}."
         )
     return [tuple(map(int, place.split(":"))) for place in found]
 

@@ -34,7 +34,7 @@ class LineFile:
         text = b"\n" + text if self._is_torn else text
         self._is_torn = True
         if os.write(self._descriptor, text) < len(text):
-            raise OSError(errno.ENOSPC, "There is room for a part of the line only")
+            raise OSError(errno.ENOSPC, "Only a part of the line could be written")
         self._is_torn = False
 
     def close(self) -> None:

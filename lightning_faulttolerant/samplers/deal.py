@@ -33,7 +33,9 @@ class RankPlace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank is {self.rank}, but num_replicas is {self.num_replicas}: it must be less, from 0.")
+            raise ValueError(
+                f"rank is {self.rank}, but must be from 0 to num_replicas - 1; num_replicas is {self.num_replicas}."
+            )
 
 
 def place_of(*, num_replicas: int | None, rank: int | None) -> RankPlace:

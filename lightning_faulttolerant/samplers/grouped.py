@@ -104,13 +104,14 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset  # type: ignore[assignment]
         if len(group_ids) != len(self.dataset):  # type: ignore[arg-type]  # it is sized
             raise ValueError(
-                f"group_ids has {len(group_ids)} entries, the data set {len(self.dataset)}: each sample has a group."  # type: ignore[arg-type]
+                f"group_ids has {len(group_ids)} entries, but the data set has {len(self.dataset)} samples. Each "
+                "sample needs a group."  # type: ignore[arg-type]
             )
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}: it must be a whole number from 1 on.")
+            raise ValueError(f"batch_size={batch_size!r}: it must be a positive integer.")
         self.leftover = leftover or ("drop" if drop_last else "pad")
         if self.leftover not in LEFTOVERS:
-            raise ValueError(f"leftover={leftover!r}: there are {', '.join(map(repr, LEFTOVERS))}.")
+            raise ValueError(f"leftover={leftover!r}: it must be one of {', '.join(map(repr, LEFTOVERS))}.")
         self.batch_size, self.shuffle, self.order_name = batch_size, shuffle, order
         self.group_ids = group_ids
         self._groups = group_numbers(group_ids)

@@ -83,7 +83,9 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
     ) -> None:
         check_fraction(samples_pct_per_replica, "samples_pct_per_replica")
         if lazy and device_id is not None:
-            raise ValueError("lazy=True loads samples when they are asked for; device_id puts all of them on a device.")
+            raise ValueError(
+                "lazy=True loads samples on request, but device_id puts all of them on a device. Pass only one of them."
+            )
         place = place_of(num_replicas=world_size, rank=rank)
         self.root, self.seed, self.shuffle, self.lazy = os.fspath(root), seed, shuffle, lazy
         self.loader = loader
@@ -161,8 +163,8 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         """Return a sample and its target: by default the number of its class."""
         if self._is_on_cuda and get_worker_info() is not None:
             raise FaultToleranceError(
-                "The samples lie on a CUDA device, which a data-loading worker that was forked can't use. Give the"
-                " loader num_workers=0: nothing is left for workers to load."
+                "The samples are on a CUDA device, which a forked data-loading worker can't use. Pass num_workers=0 "
+                "to the loader: the samples are already loaded."
             )
         sample = self._load_sample(self.files[index][0]) if self.lazy else self.samples[index]
         target = self.targets[index]
@@ -179,7 +181,7 @@ def _applied(transform: Callable[[Any], Any] | None, value: object) -> Any:
 def _tensor(sample: object, path: str) -> Tensor:
     if not isinstance(sample, Tensor):
         raise TypeError(
-            f"device_id stacks the samples, and that of {path} is a {type(sample).__name__}. Turn them into tensors of"
-            " one shape by sample_load_transform."
+            f"device_id stacks the samples, but that of {path} is a {type(sample).__name__}. Turn them into tensors "
+            "of one shape with sample_load_transform."
         )
     return sample

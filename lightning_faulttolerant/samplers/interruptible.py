@@ -167,8 +167,8 @@ class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
         without_effect = [name for name, is_given in given.items() if is_given]
         if without_effect:
             warnings.warn(
-                f"InterruptibleSampler gives all samples of its data set: {', '.join(without_effect)} has no effect. To"
-                " deal one data set to several ranks, use InterruptibleDistributedSampler.",
+                f"InterruptibleSampler yields all samples of its data set: {', '.join(without_effect)} has no effect. "
+                "To deal one data set to several ranks, use InterruptibleDistributedSampler.",
                 stacklevel=2,
             )
         InterruptibleSamples.__init__(
@@ -244,7 +244,7 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
         len_mode: LenMode = "full",
     ) -> None:
         if on_world_size_change not in ("reshard", "error"):
-            raise ValueError(f"on_world_size_change={on_world_size_change!r}: there are 'reshard' and 'error'.")
+            raise ValueError(f"on_world_size_change={on_world_size_change!r}: it must be 'reshard' or 'error'.")
         self.on_world_size_change = on_world_size_change
         # Not torch's constructor: it reads the ranks immediately, and here they are read when they are needed.
         InterruptibleSamples.__init__(
@@ -285,16 +285,16 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
                 _warn_of_one_order(position.epoch)
         elif self.on_world_size_change == "error" and position.num_replicas != self.num_replicas:
             raise FingerprintMismatchError(
-                f"The state was saved by {position.num_replicas} ranks, this run has {self.num_replicas}. The rest of"
-                f" the epoch would be dealt to others. Start with {position.num_replicas} ranks, or allow it by"
-                ' on_world_size_change="reshard".'
+                f"The state was saved by {position.num_replicas} ranks, but this run has {self.num_replicas}. The "
+                f"rest of the epoch would be dealt to other ranks. Start with {position.num_replicas} ranks, or allow "
+                'it with on_world_size_change="reshard".'
             )
 
 
 def _warn_of_one_order(epoch: int) -> None:
     warnings.warn(
-        f"A state of cycling_utils in the middle of epoch {epoch} doesn't say in which order it was made: its versions"
-        " from February 2025 on give every epoch the order of epoch 0. If it is of one of those, the rest of this epoch"
-        " repeats samples and leaves others out. The next epochs are whole.",
+        f"A state of cycling_utils in the middle of epoch {epoch} doesn't name its order: versions since February "
+        "2025 give every epoch the order of epoch 0. If it comes from one of those, the rest of this epoch repeats "
+        "some samples and leaves others out. The next epochs are complete.",
         stacklevel=4,
     )

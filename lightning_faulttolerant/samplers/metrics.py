@@ -82,7 +82,7 @@ class MetricsTracker:
         operations = (reduce_op,) if isinstance(reduce_op, str) else tuple(reduce_op.values())
         unknown = [operation for operation in operations if operation not in OPERATIONS]
         if unknown:
-            raise ValueError(f"reduce_op={unknown[0]!r}: there are {', '.join(map(repr, OPERATIONS))}.")
+            raise ValueError(f"reduce_op={unknown[0]!r}: it must be one of {', '.join(map(repr, OPERATIONS))}.")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype}: metrics are exchanged as floating point numbers.")
         self._reduce_op = reduce_op if isinstance(reduce_op, str) else dict(reduce_op)
@@ -196,8 +196,8 @@ class MetricsTracker:
         others = [reduce_op for _, reduce_op in found if reduce_op != found[0][1]]
         if others:
             raise FaultToleranceError(
-                f"Ranks reduce their metrics differently: by {found[0][1]!r} and by {others[0]!r}. What they exchange"
-                " would not be what they mean. Give every rank the same reduce_op."
+                f"Ranks reduce their metrics differently, by {found[0][1]!r} and by {others[0]!r}. The results would "
+                "be wrong. Give every rank the same reduce_op."
             )
         self._agreed = tuple(sorted(set().union(*(names for names, _ in found))))
 
@@ -236,12 +236,12 @@ class MetricsTracker:
             ValueError: If it is not a state of a tracker.
         """
         if state_dict.get("version", 1) not in (1, _VERSION) or not {"epoch_reports", "agg"} <= state_dict.keys():
-            raise ValueError(f"This is no state of a MetricsTracker: it has {sorted(state_dict)}.")
+            raise ValueError(f"This is not a state of a MetricsTracker: it has {sorted(state_dict)}.")
         reduce_op = state_dict.get("reduce_op", "sum")
         if reduce_op != self._reduce_op:
             raise NotExactError(
-                f"The metrics were reduced by {reduce_op!r}, this tracker has reduce_op={self._reduce_op!r}. What was"
-                " summed up can't be turned into that. Make the tracker as it was."
+                f"The metrics were reduced by {reduce_op!r}, but this tracker has reduce_op={self._reduce_op!r}. The "
+                "values can't be converted. Create the tracker with the saved reduce_op."
             )
         counts = state_dict.get("agg_counts", {})
         aggregated = {name: Amount(float(value), int(counts.get(name, 1))) for name, value in state_dict["agg"].items()}
@@ -255,10 +255,10 @@ class MetricsTracker:
     def _of_another_rank(self, state: Mapping[str, Any], *, strict: bool) -> _Amounts:
         rank, num_ranks = self._place()
         message = (
-            f"The state holds values of rank {state['rank']} of {state['num_ranks']} that were not reduced, and this is"
-            f" rank {rank} of {num_ranks}: they would be counted by several ranks, and those of others by none. Call"
-            " reduce() before a state is saved for all ranks, save one of each rank, or pass strict=False to leave them"
-            " out."
+            f"The state holds values of rank {state['rank']} of {state['num_ranks']} that were not reduced, but this "
+            f"is rank {rank} of {num_ranks}. Several ranks would count these values, and none those of others. Call "
+            "reduce() before you save one state for all ranks, or save one state per rank, or pass strict=False to "
+            "leave them out."
         )
         if strict:
             raise NotExactError(message)

@@ -95,7 +95,7 @@ def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) ->
 def check_order(name: str) -> None:
     """Raise a ``ValueError`` unless `name` names an order."""
     if name not in ORDERS:
-        raise ValueError(f"order={name!r}: there are {', '.join(map(repr, ORDERS))}.")
+        raise ValueError(f"order={name!r}: it must be one of {', '.join(map(repr, ORDERS))}.")
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -116,11 +116,11 @@ def checked_seed(seed: int, *, order: str) -> int:
     try:
         number = operator.index(seed)
     except TypeError as error:
-        raise ValueError(f"seed={seed!r}: it must be a whole number.") from error
+        raise ValueError(f"seed={seed!r}: it must be an integer.") from error
     if order == "torch" and not _LEAST_SEED <= number <= _MOST_SEED:
         raise ValueError(
-            f"seed={seed!r}: torch's generators take seeds from -2**63 to 2**64 - 1. Take one of these; order='feistel'"
-            " takes any whole number."
+            f"seed={seed!r}: torch's generators take seeds from -2**63 to 2**64 - 1. Pass one of these; "
+            "order='feistel' takes any integer."
         )
     return number
 
@@ -154,7 +154,7 @@ class FeistelPermutation:
 
     def __init__(self, length: int, *, seed: int, epoch: int) -> None:
         if not 0 <= length <= MAX_LENGTH:
-            raise ValueError(f"length is {length}; a permutation is made of 0 to 2**60 numbers.")
+            raise ValueError(f"length is {length}; a permutation can have 0 to 2**60 elements.")
         self.length = length
         self._left, self._right = _digits(length)
         self._keys = _keys(length, seed, epoch)

@@ -39,7 +39,7 @@ class Interruptible(ABC):
         if num_replicas is not None and rank is not None:
             RankPlace(rank=rank, num_replicas=num_replicas)
         if len_mode not in ("full", "remaining"):
-            raise ValueError(f"len_mode={len_mode!r}: there are 'full' and 'remaining'.")
+            raise ValueError(f"len_mode={len_mode!r}: it must be 'full' or 'remaining'.")
         self.epoch = 0
         self.drop_last = drop_last
         self.len_mode = len_mode
@@ -144,7 +144,7 @@ class Interruptible(ABC):
         """
         n = operator.index(n)
         if n < 0:
-            raise ValueError(f"advance({n}): what was consumed can't be taken back.")
+            raise ValueError(f"advance({n}): consumed samples can't be taken back.")
         place = self.place()
         left = self.remaining()
         if n > left and not self._is_short_last(n, left):
@@ -179,8 +179,8 @@ class Interruptible(ABC):
         is_under_way = self._begin + self._own > 0 and not self.is_over
         if epoch != self.epoch and (is_under_way or self._is_restored):
             raise HasNotResetProgressError(
-                f"set_epoch({epoch}), but {self._what_would_be_lost()}. Loop over range(sampler.epoch,"
-                " num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by sampler.reset_progress()."
+                f"set_epoch({epoch}), but {self._what_would_be_lost()}. Loop over range(sampler.epoch, num_epochs), "
+                "use `with sampler.in_epoch(epoch):`, or discard the rest with sampler.reset_progress()."
             )
         if epoch != self.epoch or self.is_over:
             self._restart(epoch)
@@ -189,8 +189,8 @@ class Interruptible(ABC):
         if self._is_end_restored:
             return f"the end of epoch {self.epoch - 1} was restored: epoch {self.epoch} comes next and would be lost"
         return (
-            f"epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'}, at {self.progress} of"
-            f" {self._whole()} {self._unit}: what is left of it would be lost"
+            f"epoch {self.epoch} {('was restored' if self._is_restored else 'is in progress')}, at {self.progress} of "
+            f"{self._whole()} {self._unit}: the rest of it would be lost"
         )
 
     @contextlib.contextmanager
@@ -221,7 +221,7 @@ class Interruptible(ABC):
         except HasNotResetProgressError as error:
             if strict:
                 raise
-            _log.warning("The rest of an epoch is given up. %s", error)
+            _log.warning("The rest of an epoch is discarded. %s", error)
             self._restart(epoch)
         yield
         self._restart(epoch + 1)

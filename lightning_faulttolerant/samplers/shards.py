@@ -25,8 +25,8 @@ def check_fraction(fraction: float, name: str) -> None:
     """Raise a ``ValueError`` unless `fraction` is more than 0 and at most 1, the same on every rank."""
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"{name}={fraction!r}: it is the fraction of the data set that each rank holds, more than 0 and at most 1."
-            " For one half, give 0.5."
+            f"{name}={fraction!r}: it must be the fraction of the data set that each rank holds, more than 0 and at "
+            "most 1. For one half, pass 0.5."
         )
 
 

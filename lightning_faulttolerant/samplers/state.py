@@ -47,18 +47,18 @@ def read_position(state: Mapping[str, object], *, kind: str) -> SamplerPosition:
         ValueError: If it is not a state of a sampler, or one of another kind or of a later version.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"This is no state of a sampler: it is {state!r}.")
+        raise ValueError(f"This is not a state of a sampler: it is {state!r}.")
     if "version" not in state:
         return SamplerPosition(epoch=_count(state, "epoch"), consumed=_count(state, "progress"), num_replicas=0)
     if state["version"] != VERSION:
         raise ValueError(
-            f"The state is of version {state['version']!r}, and this package reads version {VERSION} and that of"
-            " cycling_utils. Update lightning_faulttolerant."
+            f"The state has version {state['version']!r}, but this package reads version {VERSION} and that of "
+            "cycling_utils. Update lightning_faulttolerant."
         )
     if state.get("kind") != kind:
         raise ValueError(
-            f"The state is that of a sampler of kind {state.get('kind')!r}, this one is {kind!r}. What they count"
-            " differs, so the position would be another one. Make the sampler that the run began with."
+            f"The state belongs to a sampler of kind {state.get('kind')!r}, but this one is {kind!r}. They count "
+            "different things, so the position would be wrong. Use the kind of sampler with which the run began."
         )
     return SamplerPosition(
         epoch=_count(state, "epoch"),
@@ -71,9 +71,9 @@ def _count(state: Mapping[str, Any], key: str, *, least: int = 0) -> int:
     try:
         number = operator.index(state[key])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"This is no state of a sampler: {key} is {state.get(key, 'missing')!r}.") from error
+        raise ValueError(f"This is not a state of a sampler: {key} is {state.get(key, 'missing')!r}.") from error
     if number < least:
-        raise ValueError(f"This is no state of a sampler: {key} is {number}, but at least {least}.")
+        raise ValueError(f"This is not a state of a sampler: {key} is {number}, but must be at least {least}.")
     return number
 
 
@@ -88,13 +88,15 @@ def check_same(state: Mapping[str, object], now: Mapping[str, object], *, strict
     Raises:
         FingerprintMismatchError: If something differs, and `strict`.
     """
-    others = [f"{key} was {state.get(key)!r} and is {value!r}" for key, value in now.items() if state.get(key) != value]
+    others = [
+        f"{key} was {state.get(key)!r} and is now {value!r}" for key, value in now.items() if state.get(key) != value
+    ]
     if not others:
         return
     message = (
-        f"The sampler is not the one whose state was saved: {'; '.join(others)}. The rest of the epoch would be dealt"
-        " from another order: samples would be lost and others repeated. Make it as it was, or pass strict=False, which"
-        " keeps the position only."
+        f"The sampler is not the one whose state was saved: {'; '.join(others)}. The rest of the epoch would have "
+        "another order: some samples would be lost and others repeated. Use the same arguments as before, or pass "
+        "strict=False, which keeps only the position."
     )
     if strict:
         raise FingerprintMismatchError(message)

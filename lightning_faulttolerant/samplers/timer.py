@@ -95,5 +95,5 @@ class TimestampedTimer:
             ValueError: If it is not a state of a timer.
         """
         if state_dict.get("version") != _VERSION or not isinstance(state_dict.get("running"), (int, float)):
-            raise ValueError(f"This is no state of a TimestampedTimer: {dict(state_dict)!r}.")
+            raise ValueError(f"This is not a state of a TimestampedTimer: {dict(state_dict)!r}.")
         self.running, self.start_time = float(state_dict["running"]), self._now()

@@ -109,9 +109,9 @@ class HeldGenerators:
             del self._made[name]
             if now is not generator and is_unused:
                 _log.warning(
-                    "A generator was put back as %s, where there was none yet, and its object has made another one"
-                    " before it drew from that: what it draws may differ from the uninterrupted run. Let it make one"
-                    " only where it has none, or at its start.",
+                    "A generator was restored as %s before its object created one, and the object has replaced it. "
+                    "Its draws may differ from the uninterrupted run. Let the object create a generator only if it "
+                    "has none, or in __init__.",
                     name,
                 )
 

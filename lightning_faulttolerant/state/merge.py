@@ -74,7 +74,7 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
         lost += [f"{name} {line}"] if line else []
     for name, value in first["attributes"].items():
         if any(not _equal(value, state["attributes"].get(name)) for state in states):
-            lost.append(f"{name} is kept in a plain attribute, with another value on each rank")
+            lost.append(f"{name} is a plain attribute with different values on the ranks")
     return {**first, "values": values, "update_count": max(state["update_count"] for state in states)}, lost
 
 

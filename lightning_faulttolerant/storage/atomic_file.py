@@ -115,7 +115,9 @@ def _replace(temporary: Path, target: Path, written: os.stat_result) -> None:
             raise
     # Checked by the temporary name, since another writer may have replaced the target again.
     if os.path.lexists(temporary):
-        raise OSError(errno.EIO, "The rename was reported as done, but it was not", str(temporary), None, str(target))
+        raise OSError(
+            errno.EIO, "The file system reported a rename that it did not do", str(temporary), None, str(target)
+        )
 
 
 def fsync_directory(directory: Path) -> None:
@@ -240,7 +242,7 @@ def remove_abandoned(directory: Path) -> None:
         with contextlib.suppress(OSError):  # such as another user's file: the save must not fail for it
             if temporary.is_file() and is_unchanged_for_long(temporary):
                 temporary.unlink(missing_ok=True)
-                _logger.info("Removed %s, left by a writer that was killed", temporary)
+                _logger.info("Removed %s, left by a killed writer", temporary)
 
 
 def is_of_this_process(name: str) -> bool:
@@ -281,11 +283,11 @@ def _check_replaceable(target: Path) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "A file can't take the place of a directory", str(target))
+        raise IsADirectoryError(errno.EISDIR, "A file can't replace a directory", str(target))
     if not stat.S_ISREG(mode):
         raise ValueError(
-            f"{target} is not a regular file. Writing atomically would replace the device or pipe itself. "
-            "Give the path of a file."
+            f"{target} is not a regular file. Writing atomically would replace the device or pipe itself. Pass the "
+            "path of a file."
         )
 
 

@@ -47,13 +47,13 @@ def file_system(url: str) -> tuple[Any, str]:
         fs, path = fsspec.url_to_fs(url, **client_options(protocol))
     except ImportError as error:
         raise CheckpointError(
-            f"{url} can't be opened: {error}. Without its package no checkpoint can be written there or read from "
-            f"there. Install it: pip install {missing_package(error)}"
+            f"{url} can't be opened: {error}. Without its package, no checkpoint can be written or read there. "
+            f"Install it: pip install {missing_package(error)}"
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{url} can't be opened: {error}. Nothing could be written there or read from there. Give a directory, or "
-            "a URL that fsspec knows, such as s3://bucket/folder."
+            f"{url} can't be opened: {error}. Nothing can be written or read there. Pass a directory, or a URL that "
+            "fsspec knows, such as s3://bucket/folder."
         ) from error
     let_retries_draw_elsewhere()
     return fs, path

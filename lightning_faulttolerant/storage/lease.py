@@ -131,7 +131,7 @@ class RunLease(Lock):
         if holder is not None and _is_ours(holder):
             raise RunInUseError(describe_holder(self.url, holder.hostname, holder.process_id))
         _logger.warning(
-            "%s is held by %s. If it is not renewed within %g s it will be taken over.",
+            "%s is held by %s. If it is not renewed within %g s, it is taken over.",
             self.url, _name(holder), self._lease_seconds,
         )  # fmt: skip
         deadline = time.monotonic() + self._lease_seconds
@@ -155,8 +155,8 @@ class RunLease(Lock):
             )
         if holder.token != token:
             raise RunInUseError(
-                f"{describe_holder(self.url, holder.hostname, holder.process_id)} It has taken the directory over: "
-                "this process did not renew its lock in time. Nothing was written."
+                f"{describe_holder(self.url, holder.hostname, holder.process_id)} It has taken over the directory, "
+                "because this process did not renew its lock in time. Nothing was written."
             )
 
     def _renew(self, is_over: threading.Event) -> None:
@@ -173,7 +173,7 @@ class RunLease(Lock):
                 return False
             self._store.replace(LOCK_NAME, replace(self._held, num_renewals=num_renewals).encoded())
         except (OSError, CheckpointError) as error:
-            _logger.debug("%s could not be renewed, it is tried again: %s", self.url, error)
+            _logger.debug("%s could not be renewed. The next attempt follows: %s", self.url, error)
         return True
 
 

@@ -152,7 +152,7 @@ def _lock(descriptor: int, directory: Path) -> None:
 
 def _warn_unprotected(directory: Path, reason: str) -> None:
     _logger.warning(
-        "Can't lock %s (%s). Training continues; make sure yourself that no second run writes there.", directory, reason
+        "Can't lock %s (%s). Training continues. Make sure that no second run writes there.", directory, reason
     )
 
 
@@ -176,8 +176,8 @@ def describe_holder(directory: Path | str, hostname: str, process_id: int | None
     if process_id == os.getpid() and hostname == socket.gethostname():
         who += " (this one)"
     return (
-        f"{directory} is in use by {who}. Two runs in one directory would overwrite each other's checkpoints. "
-        "Wait for that run, stop it, or give this one another directory or run id."
+        f"{directory} is in use by {who}. Two runs in one directory would overwrite each other's checkpoints. Wait "
+        "for that run, stop it, or give this run another directory or run id."
     )
 
 
@@ -192,7 +192,7 @@ def try_lock(descriptor: int) -> bool:
         OSError: If the file system, or the operating system, can't lock.
     """
     if sys.platform == "win32":
-        raise OSError(errno.ENOTSUP, "there are no POSIX locks on Windows")
+        raise OSError(errno.ENOTSUP, "Windows has no POSIX locks")
     try:
         # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
         # that was killed with SIGKILL. They would keep holding a flock. A record lock belongs to the process.

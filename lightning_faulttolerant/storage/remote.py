@@ -140,7 +140,7 @@ class RemoteStore:
             try:
                 _abort_uploads(fs, path)
             except (OSError, KeyError) as error:  # listing them needs a separate permission
-                _logger.info("Uploads that were left unfinished in %s can't be looked for: %s", self._url, error)
+                _logger.info("Can't look for unfinished uploads in %s: %s", self._url, error)
 
     def read(self, name: str) -> bytes | None:
         """Return the current content of a small file, or None if it does not exist."""
@@ -236,7 +236,7 @@ def _abort_uploads(fs: Any, path: str) -> None:
     while True:
         page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key.rstrip('/')}/", **more)
         for upload in page.get("Uploads", []):
-            _logger.info("Dropping an upload of s3://%s/%s, which a killed writer has left", bucket, upload["Key"])
+            _logger.info("Dropping an unfinished upload of s3://%s/%s, left by a killed writer", bucket, upload["Key"])
             with contextlib.suppress(FileNotFoundError):
                 fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
         if not page.get("IsTruncated"):

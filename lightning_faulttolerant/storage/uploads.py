@@ -173,7 +173,7 @@ class _S3Upload:
     def find_damage(self) -> str | None:
         bucket, head = self._fs.split_path(self._path)[0], self._head()
         if self._answered_etag == self._etag() != head["ETag"].strip('"'):
-            _logger.warning("Another writer has uploaded its own file to s3://%s since", self._path)
+            _logger.warning("Another writer has since uploaded its own file to s3://%s", self._path)
             return None
         if head["ContentLength"] != self._parts.num_bytes:
             return _describe_size(head["ContentLength"], self._parts.num_bytes)
@@ -181,8 +181,8 @@ class _S3Upload:
         if etag == expected or not _is_md5(head, etag) or bucket in _buckets_without_md5:
             return None
         if _read_back(self._fs, self._path, self._parts.part_bytes) != self._parts.digests():
-            return f"its ETag is {etag}, what was sent has {expected}"
-        _logger.info("The ETags of %s are not the MD5 of what is sent: from now on only sizes are compared", bucket)
+            return f"its ETag is {etag}, but the sent data has {expected}"
+        _logger.info("The ETags of %s are not the MD5 of the sent data. From now on, only sizes are compared", bucket)
         _buckets_without_md5.add(bucket)
         return None
 
@@ -216,7 +216,7 @@ class _GCSUpload:
             return _describe_size(info["size"], self._num_bytes)
         expected = base64.b64encode(self._md5.digest()).decode()
         md5 = info.get("md5Hash", expected)  # composed objects have none
-        return f"its MD5 is {md5}, what was sent has {expected}" if md5 != expected else None
+        return f"its MD5 is {md5}, but the sent data has {expected}" if md5 != expected else None
 
 
 class _MovedUpload:
@@ -273,8 +273,8 @@ def check_arrived(upload: Upload, url: str, *, aside: str) -> None:
         damage = upload.find_damage()
     if damage is not None:
         raise DamagedCheckpointError(
-            f"{url} did not arrive as it was sent: {damage}. Resuming from it could go wrong without a sign. It is now "
-            f"{aside}. Save again; if it happens again, look at the network and the store."
+            f"{url} did not arrive as it was sent: {damage}. Resuming from it could silently go wrong. It is now "
+            f"{aside}. Save again. If this happens again, check the network and the store."
         )
 
 
@@ -296,4 +296,4 @@ def _md5(data: bytes = b"") -> Any:
 
 
 def _describe_size(found: int, sent: int) -> str:
-    return f"it has {found} bytes, {sent} were sent"
+    return f"it has {found} bytes, but {sent} were sent"

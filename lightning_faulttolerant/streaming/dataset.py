@@ -284,9 +284,9 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         """
         if num_samples and self._book.is_vague:
             raise StreamingError(
-                "Several data-loading workers take turns in batches whose size this data set was not told, so which"
-                " samples were consumed can't be told from their number. Pass batch_size= to StreamingDataset, or use"
-                " StreamingDataLoader."
+                "Several data-loading workers take turns by batches, but this data set doesn't know the batch size. "
+                "So it can't know which samples were consumed. Pass batch_size= to StreamingDataset, or use "
+                "StreamingDataLoader."
             )
         epoch, start = self._book.place
         return self.state_at(epoch, num_samples if from_beginning else start + num_samples)
@@ -332,12 +332,12 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         if differing and strict:
             raise mismatch(differing)
         if differing:
-            _log.warning("The state is of other data or of another order: %s.", "; ".join(differing))
+            _log.warning("The state belongs to other data or to another order: %s.", "; ".join(differing))
         if "order" not in obj and self.shuffle and not self._ordering.is_original:
             _log.warning(
-                "The state does not say in which order it was saved, as one of the original library. This data set"
-                " shuffles by %r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the"
-                " original's default), 'py1s', 'py1br', 'py2s' or 'naive': the one that the run began with.",
+                "The state comes from the original library, and does not name its order. This data set shuffles with "
+                "%r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the original's "
+                "default), 'py1s', 'py1br', 'py2s', or 'naive': the one with which the run began.",
                 own["shuffle_algo"],
             )
         nodes = obj.get("initial_physical_nodes")
@@ -365,7 +365,7 @@ def _check_counts(*, batch_size: int | None, predownload: int | None, replicatio
             raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
     if predownload is not None and batch_size is not None and predownload < batch_size:
         warnings.warn(
-            f"predownload < batch_size ({predownload} < {batch_size}). A batch then waits for shards that could be"
-            " fetched before it. Give a predownload of at least batch_size.",
+            f"predownload < batch_size ({predownload} < {batch_size}). A batch then waits for shards that could be "
+            "fetched before it. Pass a predownload of at least batch_size.",
             stacklevel=3,  # where the data set is created
         )

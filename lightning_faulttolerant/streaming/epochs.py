@@ -216,9 +216,9 @@ class EpochBook:
                 return epoch, sample
             if time.monotonic() > deadline or os.getppid() != parent:
                 raise StreamingError(
-                    f"Data-loading worker 0 has not begun iteration {iteration} of this data set within"
-                    f" {_WAIT_SECONDS:g} s, so this worker can't know its epoch. See what keeps worker 0, or use"
-                    " StreamingDataLoader, which tells its workers."
+                    f"Data-loading worker 0 has not begun iteration {iteration} of this data set within "
+                    f"{_WAIT_SECONDS:g} s, so this worker can't know its epoch. Find out what delays worker 0, or use "
+                    "StreamingDataLoader, which tells its workers."
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -230,8 +230,8 @@ def _pool_of(worker: int) -> int:
     number = multiprocessing.current_process().name.rpartition("-")[2].rpartition(":")[2]
     if not number.isdigit():
         raise StreamingError(
-            f"The data-loading worker {multiprocessing.current_process().name!r} was given a name of its own, so that"
-            " it can't be told which workers belong together. Use StreamingDataLoader, which tells its workers."
+            f"The data-loading worker {multiprocessing.current_process().name!r} has its own name, so this data set "
+            "can't know which workers belong together. Use StreamingDataLoader, which tells its workers."
         )
     return int(number) - worker
 

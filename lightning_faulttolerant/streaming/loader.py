@@ -42,19 +42,19 @@ class StreamingDataLoader(DataLoader[Any]):
             self.collate_fn = collate  # the same batches, faster
         if not isinstance(self.dataset, StreamingDataset):
             raise TypeError(
-                f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets"
-                " can't be entered anywhere. Use ResumableDataLoader for them."
+                f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets "
+                "can't start at any position. Use ResumableDataLoader for them."
             )
         told, own = self.dataset.batch_size, self.batch_size or 1
         if told not in (None, own):
             raise ValueError(
-                f"The data set was told batch_size={told}, and the loader makes batches of {own}: workers would take"
-                " turns at other samples than the batches have. Give both the same, or none to the data set."
+                f"The data set has batch_size={told}, but the loader creates batches of {own}. Workers would take "
+                "turns at the wrong samples. Pass the same size to both, or none to the data set."
             )
         if self.num_workers > 1 and not getattr(self, "in_order", True):
             raise ValueError(
-                "in_order=False hands out batches in the order in which workers are ready, so which samples were"
-                " consumed can't be told from their number. Leave it True."
+                "in_order=False yields batches in the order in which workers finish them, so their number does not "
+                "tell which samples were consumed. Use in_order=True."
             )
         self._channel = Channel(is_shared=self.persistent_workers)
         self._batches: _Place | None = None

@@ -58,7 +58,7 @@ class Stream:
     def __post_init__(self) -> None:
         _ = self.weight  # checks it
         if self.remote is None and self.local is None:
-            raise ValueError("A stream needs `local`, `remote` or both: there is nothing to read.")
+            raise ValueError("A stream needs `local`, `remote`, or both. Without them, it has nothing to read.")
         if self.local is None:
             self.local = _temporary(os.fspath(self.remote or ""), self.split or "")
 

@@ -37,11 +37,11 @@ class World:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.num_ranks and 0 <= self.worker < self.num_workers):
-            raise StreamingError(f"There is no such reader: {self}. Set RANK and WORLD_SIZE as the launcher should.")
+            raise StreamingError(f"This reader is not possible: {self}. Set RANK and WORLD_SIZE as a launcher does.")
         if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
             raise StreamingError(
-                f"{self.num_ranks} ranks can't be {self.ranks_per_node} on each node. Set LOCAL_WORLD_SIZE to the"
-                " number of ranks on a node, equal on all nodes, or unset it."
+                f"{self.num_ranks} ranks can't be divided into {self.ranks_per_node} per node. Set LOCAL_WORLD_SIZE "
+                "to the number of ranks on a node, equal on all nodes, or unset it."
             )
 
     @property
@@ -62,8 +62,8 @@ class World:
         """
         if self.num_ranks % replication:
             raise ValueError(
-                f"replication={replication} does not divide the {self.num_ranks} ranks. Some of them would get other"
-                " samples than the rest of their group."
+                f"replication={replication} does not divide the {self.num_ranks} ranks. Some ranks would get other "
+                "samples than the rest of their group."
             )
         per_node = self.ranks_per_node // replication if self.ranks_per_node % replication == 0 else 1
         num_ranks = self.num_ranks // replication
@@ -139,9 +139,9 @@ def _rank(env: Mapping[str, str], num_ranks: int) -> int:
     if num_ranks == 1:
         return 0
     raise StreamingError(
-        f"WORLD_SIZE is {num_ranks}, but which rank this process is can't be told: RANK is not set, and"
-        f" {'LOCAL_WORLD_SIZE' if 'LOCAL_RANK' in env else 'LOCAL_RANK'} isn't either. Ranks that believe to be the"
-        " same one would read the same samples. Make the process group before the first iteration, or set RANK."
+        f"WORLD_SIZE is {num_ranks}, but this process can't know its rank: RANK is not set, and neither is "
+        f"{('LOCAL_WORLD_SIZE' if 'LOCAL_RANK' in env else 'LOCAL_RANK')}. Processes that take the same rank would "
+        "read the same samples. Create the process group before the first iteration, or set RANK."
     )
 
 

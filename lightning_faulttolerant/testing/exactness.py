@@ -291,8 +291,8 @@ class Runs:
         trainer = self.fit([*callbacks, recorder, *faults], directory)
         if self.num_ranks > 1 and trainer.world_size != self.num_ranks:
             raise ValueError(
-                f"The Trainer that `fit` made has {trainer.world_size} ranks, and num_ranks is {self.num_ranks}: the"
-                f' processes would not train together. Give it devices={self.num_ranks}, strategy="ddp".'
+                f"The Trainer of `fit` has {trainer.world_size} ranks, but num_ranks is {self.num_ranks}. The "
+                f'processes would not train together. Pass it devices={self.num_ranks}, strategy="ddp".'
             )
         record_end(recorder, trainer, _next_draws())
 

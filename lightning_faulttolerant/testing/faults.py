@@ -104,8 +104,8 @@ _LOSABLE = ("write", "fsync", "fsync_directory", "rename", "unlink", "link", "mk
 def _demand_kind(step: Step, kinds: tuple[str, ...], fault: str) -> None:
     if step.kind not in kinds:
         raise ValueError(
-            f"{fault} makes no sense for a step of kind {step.kind!r}. "
-            f"Give FaultyFiles a kind, one of: {', '.join(kinds)}."
+            f"{fault} is not possible for a step of kind {step.kind!r}. Pass FaultyFiles a kind, one of: "
+            f"{', '.join(kinds)}."
         )
 
 
@@ -128,9 +128,9 @@ class FaultySteps:
     ) -> None:
         kinds = frozenset(KINDS if kind is None else [kind] if isinstance(kind, str) else kind)
         if not kinds <= set(KINDS):
-            raise ValueError(f"There is no kind of step named {sorted(kinds - set(KINDS))}. Take some of {KINDS}.")
+            raise ValueError(f"Unknown kinds of steps: {sorted(kinds - set(KINDS))}. Use some of {KINDS}.")
         if at is not None and at < 1:
-            raise ValueError(f"at is {at}, steps are counted from 1.")
+            raise ValueError(f"at is {at}, but steps are counted from 1.")
         self.steps: list[Step] = []
         self._fault = fault
         self._kinds = kinds

@@ -80,7 +80,7 @@ class FaultyFiles:
 
     def __enter__(self) -> FaultyFiles:
         if _blocks:
-            raise RuntimeError("A FaultyFiles or PowerLoss block is open already. Two at once would see one another.")
+            raise RuntimeError("A FaultyFiles or PowerLoss block is already open. Two at once would see each other.")
         _blocks.append(self)
         for owner, name, ours in self._replacements():
             self._replaced.append((owner, name, vars(owner)[name]))

@@ -59,7 +59,7 @@ class PowerLoss:
 
     def __init__(self, directory: str | os.PathLike[str], *, at: int | None = None, keeps: Kept = "synced") -> None:
         if keeps not in ("synced", "names", "removals"):
-            raise ValueError(f'keeps is {keeps!r}, it must be "synced", "names" or "removals".')
+            raise ValueError(f'keeps is {keeps!r}, but must be "synced", "names" or "removals".')
         self._root = Path(os.path.realpath(directory))
         self._at = at
         self._keeps: Kept = keeps

@@ -211,7 +211,7 @@ class Boundary:
         if run.can_be_resumed:
             lost = self._run_state.not_carried(None if taken is None else taken.state)
             if not run.lost_before.issuperset(lost):
-                run.repeat("it has made or changed what a checkpoint can't carry")
+                run.repeat("it has created or changed something that a checkpoint can't carry")
         return run.can_be_resumed
 
     def _capture_in_validation(self) -> None:

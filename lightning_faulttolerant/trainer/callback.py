@@ -164,7 +164,7 @@ class FaultTolerance(AnyCallback):
             >>> callback = FaultTolerance().register("seen", lambda: list(seen), seen.extend)
         """
         if name in self._registered:
-            raise ValueError(f"A state is registered as {name!r} already. Give each its own name.")
+            raise ValueError(f"A state is already registered as {name!r} already. Give each its own name.")
         if not callable(state_dict) or not callable(load_state_dict):
             raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
         self._registered[name] = (state_dict, load_state_dict)
@@ -209,7 +209,7 @@ class FaultTolerance(AnyCallback):
         if under_way.is_inside_another(trainer):
             # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
             # inner fit would then be that of another fit.
-            _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
+            _log.info("A fit inside another fit is not saved: the outer fit resumes before it.")
             return
         self._last_report = None
         self._close_ledger()  # first: its patches lie over those of the session

@@ -161,4 +161,4 @@ def place_of(trainer: Trainer, position: TrainerPosition | None) -> dict[str, An
         place = {"epoch": position.epoch, "batch": position.batch, "num_validated": position.num_validated}
         return {"position": str(position), **place}
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return {"position": "where Lightning takes it to be", "epoch": trainer.current_epoch, "batch": batch}
+    return {"position": "where Lightning expects it", "epoch": trainer.current_epoch, "batch": batch}

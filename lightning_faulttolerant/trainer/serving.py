@@ -28,8 +28,8 @@ def served(trainer: object) -> Any:
     package = _package_with("Trainer", trainer)
     if package is None:
         raise UnsupportedTrainerError(
-            "FaultTolerance serves the Trainers of lightning.pytorch and of pytorch_lightning, and this is a"
-            f" {type(trainer).__module__}.{type(trainer).__name__}. Nothing would be saved. Leave the callback out."
+            "FaultTolerance supports the Trainers of lightning.pytorch and pytorch_lightning, but this is a "
+            f"{type(trainer).__module__}.{type(trainer).__name__}. Nothing would be saved. Leave the callback out."
         )
     return _served(package)
 
@@ -43,8 +43,8 @@ def _served(package: str) -> object:
     version = getattr(sys.modules.get(package), "__version__", "")
     if version and tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST:
         raise UnsupportedTrainerError(
-            f"FaultTolerance serves {package} from version {'.'.join(map(str, _OLDEST))} on, and this is {version}."
-            f" Install a newer one: pip install -U {'lightning' if package == PACKAGES[0] else 'pytorch-lightning'}"
+            f"FaultTolerance needs {package} {'.'.join(map(str, _OLDEST))} or newer, but this is {version}. Install a "
+            f"newer one: pip install -U {('lightning' if package == PACKAGES[0] else 'pytorch-lightning')}"
         )
     return importlib.import_module(f"{_OURS[package]}.served")
 

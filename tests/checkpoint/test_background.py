@@ -43,7 +43,7 @@ def test_one_job_at_a_time(gate: threading.Event) -> None:
     """A second job is refused while the first is under way, and begins after it."""
     writer = BackgroundWriter("autosave")
     writer.start(gate.wait)
-    with pytest.raises(RuntimeError, match="has a job already"):
+    with pytest.raises(RuntimeError, match="already has a job"):
         writer.start(gate.wait)
     gate.set()
     writer.wait()

@@ -80,7 +80,7 @@ def test_without_contents_only_presence_and_sizes_are_compared(directory):
     (directory / "a.bin").write_bytes(b"x" * 10)
     verify_directory(directory, contents=False)
     (directory / "a.bin").write_bytes(b"x" * 9)
-    with pytest.raises(DamagedCheckpointError, match="has 9 bytes, it was written with 10"):
+    with pytest.raises(DamagedCheckpointError, match="has 9 bytes, but was written with 10"):
         verify_directory(directory, contents=False)
 
 
@@ -91,7 +91,7 @@ def test_directory_without_manifest_was_written_without_checksums(directory, tmp
     assert not verification.has_checksums
     assert (verification.num_files, verification.num_bytes) == (4, 111)
     (tmp_path / "empty/deeper").mkdir(parents=True)
-    with pytest.raises(DamagedCheckpointError, match="there is no file in it"):
+    with pytest.raises(DamagedCheckpointError, match="it contains no file"):
         verify_path(tmp_path / "empty")
     with pytest.raises(DamagedCheckpointError, match="No such file"):
         verify_directory(tmp_path / "missing")
@@ -100,14 +100,14 @@ def test_directory_without_manifest_was_written_without_checksums(directory, tmp
 def test_uncommitted_directory_is_refused_with_its_writer(directory):
     """A directory that was begun and never committed must be refused, and the message must name the process."""
     save_manifest(directory, Manifest(owner={"hostname": "node7", "process_id": 12}))
-    with pytest.raises(DamagedCheckpointError, match="never committed, it was begun by process 12 on node7"):
+    with pytest.raises(DamagedCheckpointError, match="never committed: process 12 on node7 began it"):
         verify_path(directory)
 
 
 def test_empty_directory_is_not_committed(tmp_path):
     """A checkpoint without files, even with subdirectories, must be refused and leave no manifest."""
     (tmp_path / "shards").mkdir()
-    with pytest.raises(ValueError, match="There is no file in"):
+    with pytest.raises(ValueError, match="contains no file"):
         write_manifest(tmp_path)
     assert not (tmp_path / MANIFEST_NAME).exists()
 

@@ -277,7 +277,7 @@ def test_empty_directory_is_not_published(tmp_path):
     save(saver, 0)
     directory = saver.prepare_checkpoint_directory()
     os.mkdir(os.path.join(directory, "shards"))
-    with pytest.raises(ValueError, match="There is no file in"):
+    with pytest.raises(ValueError, match="contains no file"):
         saver.symlink_latest(directory)
     assert recipe(str(tmp_path), saver) == "0"
     Path(directory, "shards", "content.txt").write_text("1")
@@ -306,7 +306,7 @@ def test_several_processes_without_a_group_are_refused(tmp_path, monkeypatch):
     """Under torchrun without a group, ranks would overwrite each other's files; async and mono need no group."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 and there is no process group"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but no process group exists"):
         AtomicDirectory(tmp_path)
     assert AtomicDirectory(tmp_path, strategy="async").name == "AtomicDirectory_rank_1"
     assert AtomicDirectory(tmp_path, strategy="mono").name == "AtomicDirectory"
@@ -322,7 +322,7 @@ def test_abort_deletes_the_directory_and_nothing_else(tmp_path):
     assert names_in(tmp_path) == ["AtomicDirectory_checkpoint_0"]
     for path in (complete, directory, tmp_path, tmp_path / "AtomicDirectory_checkpoint_7"):
         for end in (saver.abort, saver.symlink_latest):
-            with pytest.raises(ValueError, match="Only a directory that was prepared"):
+            with pytest.raises(ValueError, match="Pass the path that prepare_checkpoint_directory returned"):
                 end(path)
     assert Path(save(saver, 1)).name == "AtomicDirectory_checkpoint_1"
 
@@ -457,7 +457,7 @@ def test_original_without_its_link_is_an_error_and_loses_nothing(tmp_path):
     original_save(tmp_path, 0)
     original_save(tmp_path, 1)
     os.unlink(tmp_path / "AtomicDirectory.latest_checkpoint")
-    with pytest.raises(NoValidCheckpointError, match="said which of them is complete, is gone"):
+    with pytest.raises(NoValidCheckpointError, match="points to the complete one, is gone"):
         AtomicDirectory(tmp_path)
     assert len(names_in(tmp_path)) == 2
 
@@ -482,7 +482,7 @@ def test_file_system_without_links_has_the_file_beside(tmp_path, monkeypatch, ca
     saver = AtomicDirectory(tmp_path)
     save(saver, 0)
     save(saver, 1)
-    assert "There are no links" in caplog.text
+    assert "This file system has no links" in caplog.text
     assert (tmp_path / f"{saver.symlink_name}.txt").read_text() == "AtomicDirectory_checkpoint_1\n"
     assert content_of(AtomicDirectory(tmp_path).latest()) == "1"
 

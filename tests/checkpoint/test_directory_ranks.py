@@ -145,7 +145,7 @@ def test_abort_on_one_rank_ends_the_checkpoint_on_both(tmp_path):
         return [answer, os.path.exists(path), os.path.basename(_save(saver, rank))]
 
     first, second = on_ranks(main, tmp_path / "ranks")
-    assert "was given up by rank 1 and deleted" in first[0]
+    assert "was aborted by rank 1 and deleted" in first[0]
     assert first[1:] == second[1:] == [False, "AtomicDirectory_checkpoint_0"]
 
 
@@ -232,9 +232,9 @@ def test_empty_checkpoint_and_different_paths_are_refused_on_both(tmp_path):
         return errors
 
     first, second = on_ranks(main, tmp_path / "ranks")
-    assert "There is no file in" in first[0]
-    assert "There is no file in" in second[0]
-    assert "Only a directory that was prepared" in first[1]
+    assert "contains no file" in first[0]
+    assert "contains no file" in second[0]
+    assert "Pass the path that prepare_checkpoint_directory returned" in first[1]
     assert "rank 0: ValueError" in second[1]
 
 
@@ -248,7 +248,7 @@ def test_output_directory_that_is_not_shared_is_an_error_on_both(tmp_path):
         saver.prepare_checkpoint_directory()
 
     answers = on_ranks(main, tmp_path / "ranks")
-    assert "is not seen by rank 1" in answers[1]
+    assert "rank 1 does not see" in answers[1]
     assert "rank 1: CheckpointError" in answers[0]
 
 

@@ -156,7 +156,9 @@ def test_a_class_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the object's place and its class."""
     packed = pack({"here": {"mine": Holds(1)}})
     monkeypatch.delattr(f"{__name__}.Holds")
-    with pytest.raises(CheckpointError, match=rf"here/mine, an object of the class {__name__}.Holds, can't be made"):
+    with pytest.raises(
+        CheckpointError, match=rf"here/mine, an object of the class {__name__}.Holds, can't be recreated"
+    ):
         unpack(packed.checkpoint, packed.pool)
 
 

@@ -163,7 +163,10 @@ def test_short_writes_lose_nothing(writer, tmp_path):
 def test_a_lost_rename_is_an_error(writer, tmp_path):
     """A rename that is reported as done and is not must be raised; the old file must stay, and nothing may be left."""
     writer.save(tmp_path / "run", 1)
-    with FaultyFiles(tmp_path, lose, kind="rename"), pytest.raises(OSError, match="reported as done") as caught:
+    with (
+        FaultyFiles(tmp_path, lose, kind="rename"),
+        pytest.raises(OSError, match="reported a rename that it did not do") as caught,
+    ):
         writer.save(tmp_path / "run", 2)
     assert caught.value.errno == errno.EIO
     assert writer.number(tmp_path / "run") == 1

@@ -62,7 +62,7 @@ def test_what_only_the_user_writes_to_is_trusted(directory: Path) -> None:
 def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int) -> None:
     """Neither the file, nor its directory, nor one above may be open to all; the place and its mode are named."""
     os.chmod(directory / place, mode)
-    assert f"{(directory / place).resolve()} can be written to by everybody (mode 0{mode:o})" == reason(
+    assert f"{(directory / place).resolve()} is writable by everybody (mode 0{mode:o})" == reason(
         directory / "run" / "file"
     )
 
@@ -72,7 +72,7 @@ def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int)
 def test_what_a_group_writes_to_is_not(directory: Path, place: str) -> None:
     """A group with other members counts as others."""
     os.chmod(directory / place, 0o775)
-    assert "can be written to by its group" in reason(directory / "run" / "file")
+    assert "is writable by its group" in reason(directory / "run" / "file")
 
 
 @pytest.mark.usefixtures("own_group")
@@ -88,7 +88,7 @@ def test_an_access_list_counts(directory: Path, monkeypatch: pytest.MonkeyPatch)
     """If an access list gives rights to others, the group's bits are those of everyone on the list."""
     os.chmod(directory / "run", 0o775)
     monkeypatch.setattr(os, "getxattr", lambda place, name: b"a list" if name == "system.posix_acl_access" else b"")
-    assert "can be written to by its group" in reason(directory / "run" / "file")
+    assert "is writable by its group" in reason(directory / "run" / "file")
 
 
 def test_a_group_is_the_users_own_by_name_and_members() -> None:
@@ -113,7 +113,7 @@ def test_what_belongs_to_somebody_else_is_not(directory: Path, place: str) -> No
 def test_a_sticky_directory_may_not_hold_the_file_itself(directory: Path) -> None:
     """Others can't replace a file in it, but can put one of their own there before us."""
     os.chmod(directory / "run", 0o1777)
-    assert "can be written to by everybody" in reason(directory / "run" / "file")
+    assert "is writable by everybody" in reason(directory / "run" / "file")
 
 
 def test_below_a_directory_that_nobody_else_enters_all_is_trusted(directory: Path) -> None:

@@ -207,7 +207,7 @@ def test_one_missing_checksum_among_right_ones_is_damage(tmp_path):
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.getinfo(record.filename).CRC == 0
     (tmp_path / "a.ckpt").write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match="it was written with 00000000"):
+    with pytest.raises(DamagedCheckpointError, match="but was written with 00000000"):
         verify_path(tmp_path / "a.ckpt")
 
 

@@ -150,7 +150,7 @@ def test_nothing_found_is_said_and_is_a_status_of_its_own(tmp_path: Path, capsys
     save(tmp_path / ".hidden" / "a.ckpt")
     found = call(capsys, "list", tmp_path)
     assert (found.status, found.out) == (1, "")
-    assert f"no checkpoints below {tmp_path}" in found.err
+    assert f"No checkpoints were found below {tmp_path}" in found.err
 
 
 def test_what_is_no_directory_is_an_error(tmp_path: Path, capsys: Capture) -> None:

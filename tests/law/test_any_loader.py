@@ -445,7 +445,7 @@ def test_hidden_state_is_refused(kill: int) -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=Hidden(), max_epochs=3)
 
-    with pytest.raises((NotExactError, AssertionError), match=r"gives others than the [58] batches that it gave"):
+    with pytest.raises((NotExactError, AssertionError), match=r"yields others than the [58] batches that it yielded"):
         assert_resumes_exactly(fit, [KillAt(kill)], options={"every_n_train_steps": kill - 1 if kill == 14 else 8})
 
 

@@ -182,8 +182,8 @@ def test_paths_outside_are_left_alone(tmp_path: Path) -> None:
     assert files_below(outside / "killed") == files_below(outside / "whole")
     log = "logs/lightning_logs/version_0/metrics.csv"
     assert (outside / "killed" / log).read_bytes() == (outside / "whole" / log).read_bytes()
-    assert f"logs to {outside}/new-start-2/lightning_logs now; what was logged so far is in" in starts.output
-    assert f"saves to {outside}/saved-start-2 now; what was saved so far is in {outside}/saved-start-1" in starts.output
+    assert f"now logs to {outside}/new-start-2/lightning_logs; what was logged so far is in" in starts.output
+    assert f"now saves to {outside}/saved-start-2; earlier files are in {outside}/saved-start-1" in starts.output
     last = starts.places["start-2"]
     assert last["loggers"][1].startswith(f"{outside}/new-start-2/")
     assert last["dirpaths"] == [f"{outside}/killed/checkpoints", f"{outside}/saved-start-2"]

@@ -17,7 +17,7 @@ from tests.data_sets import NoisyDataset, Unsized
 from tests.loader.loops import seed
 from tests.runs import Net, fit_net
 
-CLOSED = r"ended in the middle of an epoch, after its batch 3. Its epoch was closed there.*every_n_train_steps"
+CLOSED = r"ended in the middle of an epoch, after batch 3. The epoch was closed there.*every_n_train_steps"
 
 
 class Skips(Net):

@@ -133,7 +133,7 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
     """An open window that the new ranks can't have is an error, or is reported if the user allows it."""
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": 2})
     first = Leg(num_ranks=2, save=(0, 2))
-    run(plan, first, Leg(num_ranks=1), error="they are of 4 samples, where the windows of these ranks would have 0")
+    run(plan, first, Leg(num_ranks=1), error="they cover 4 samples, but with these ranks they would cover 0")
     done = run(plan, first, Leg(num_ranks=1, options={"elastic": True}))
     assert any("accumulation window" in line for line in done[1].of("report")[0]["not_exact"])
 
@@ -172,7 +172,7 @@ def test_gradients_that_the_module_keeps_itself() -> None:
     done = run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1, batch_size=4))
     expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1), error="how many batches they are of is not known")
+    run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1), error="the number of their batches is not known")
 
 
 class NetInShards(Net):
@@ -252,8 +252,8 @@ def test_what_ranks_had_apart_is_told() -> None:
     """Buffers and callback states that differed between ranks continue as rank 0's, and the report names them."""
     plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
     done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
-    (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "these are rank 0's" in line]
-    assert line.endswith("these are rank 0's: buffers.seen, callbacks.Sum, callbacks['Sum#0'].seen")
+    (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "now come from rank 0" in line]
+    assert line.endswith("now come from rank 0: buffers.seen, callbacks.Sum, callbacks['Sum#0'].seen")
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_an_order_that_is_not_known_is_refused() -> None:
         plan,
         Leg(num_ranks=2, kill=(0, 1), loader=weights),
         Leg(num_ranks=1, loader=weights),
-        error="its sampler is none",
+        error="its sampler is not",
     )
 
 

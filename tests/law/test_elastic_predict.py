@@ -329,7 +329,7 @@ def test_a_finished_one(way: tuple[int, int], tmp_path: Path) -> None:
     assert_returned_once(plan, done)
     assert done.entries[1] == [], done.output
     assert "after the end of predict" in done.output
-    assert "now: each rank returns what other ranks have predicted" in done.output
+    assert "now: each rank also returns predictions of other ranks" in done.output
 
 
 @pytest.mark.slow
@@ -388,18 +388,18 @@ def test_ranks_without_a_batch(tmp_path: Path) -> None:
 
 UNLIKE = {
     "not elastic": (Plan(options={}), {}, "the number of ranks is 1, and was 2 in "),
-    "shuffled": (Plan(loader={"shuffle": True}), {}, "has another order than Lightning's own sampler of predict"),
-    "shuffled now": (Plan(), {"shuffle": True}, "has another order than Lightning's own sampler of predict"),
+    "shuffled": (Plan(loader={"shuffle": True}), {}, "has another order than Lightning's own sampler"),
+    "shuffled now": (Plan(), {"shuffle": True}, "has another order than Lightning's own sampler"),
     "batch sampler": (
         Plan(loader={"batch_size": 1, "batch_sampler": OwnBatches(range(26), 2, drop_last=False)}),
         {},
-        "has another order than Lightning's own sampler of predict",
+        "has another order than Lightning's own sampler",
     ),
-    "no batches": (Plan(loader={"batch_size": None}), {}, "has another order than Lightning's own sampler of predict"),
+    "no batches": (Plan(loader={"batch_size": None}), {}, "has another order than Lightning's own sampler"),
     "limited": (Plan(arguments={"limit_predict_batches": 6}), {}, "limit_predict_batches=6 counts the batches of one"),
     "limited to one": (Plan(arguments={"limit_predict_batches": 1}), {}, "limit_predict_batches=1 counts the batches"),
     "batch norm": (Plan(module=AdaptsNet), {}, "a batch norm takes the mean of each batch"),
-    "apart": (Plan(module=CountsNet), {}, "its ranks have come to different values of module.seen"),
+    "apart": (Plan(module=CountsNet), {}, "its ranks have different values of module.seen"),
 }
 
 
@@ -427,7 +427,7 @@ def test_seeded_samples_of_ranks_in_different_loaders(tmp_path: Path) -> None:
     legs = Leg(num_ranks=2, kill=Kill(2, loader=1)), Leg(num_ranks=1)
     done = run(plan, *legs, directory=tmp_path)
     assert_returned_once(plan, done)
-    assert "the seeds of its samples can't continue where the ranks were in different loaders" in done.output
+    assert "the seeds of its samples can't continue if the ranks were in different loaders" in done.output
 
 
 @pytest.mark.slow
@@ -436,7 +436,7 @@ def test_a_list_of_one_rank(tmp_path: Path) -> None:
     plan = Plan(module=CountsNet)
     done = run(plan, Leg(num_ranks=1, kill=Kill(2)), Leg(num_ranks=2), directory=tmp_path)
     assert_each_sample_once(plan, done)
-    assert "NOT EXACT all ranks have what rank 0 had in module.seen" in done.output
+    assert "NOT EXACT all ranks have the values of rank 0 in module.seen" in done.output
 
 
 @pytest.mark.slow

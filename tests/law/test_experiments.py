@@ -155,7 +155,7 @@ def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
     run(lambda: fit([FaultTolerance(**options), LogsParam(2), KillAt(3)], tmp_path, mlflow))
     ended = run(lambda: fit([FaultTolerance(**options), LogsParam(3)], tmp_path, mlflow), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert "MLflow keeps the first value of epochs, which is another one now" in ended.output
+    assert "MLflow keeps the first value of epochs, which differs now" in ended.output
     [only] = runs_of(tmp_path).values()
     assert only["params"]["epochs"] == "2"
 
@@ -198,9 +198,9 @@ def begun(directory: Path) -> Logger:
 def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
     """W&B can't rename a run that has started: both starts print advice."""
     first = run(lambda: fit([FaultTolerance(every_n_train_steps=2), KillAt(3)], tmp_path, begun))
-    assert "WandbLogger does not continue in its run after a restart. Its run has begun before the fit" in first.output
+    assert "WandbLogger does not continue in its run after a restart. Its run began before the fit" in first.output
     ended = run(lambda: fit([FaultTolerance(every_n_train_steps=2)], tmp_path, begun), seed=99)
-    assert "had begun the run" in ended.output
+    assert "began the run" in ended.output
     assert len(rows(tmp_path)) == 2
 
 
@@ -251,7 +251,7 @@ def test_unknown_loggers_are_named_once(tmp_path: Path) -> None:
     told = [line for line in ended.output.splitlines() if "does not continue in its run" in line]
     assert [line.removeprefix("INFO: ") for line in told] == [
         "Other does not continue in its run after a restart."
-        " Its documentation says how to name the run in which it is to continue."
+        " See its documentation for how to name the run in which it continues."
     ]
 
 

@@ -202,7 +202,7 @@ def test_killed_evaluation_repeats_its_batches(tmp_path: Path) -> None:
     [
         (signal.SIGTERM, RARELY, []),
         (signal.SIGKILL, RARELY, ["batches 0 to 3 of predict, and maybe some more, run a second time"]),
-        (signal.SIGKILL, ALWAYS, ["batches of predict from 4 on may run a second time"]),
+        (signal.SIGKILL, ALWAYS, ["batches 4 and later of predict may run a second time"]),
     ],
 )
 def test_report_names_the_batches_that_run_again(
@@ -217,7 +217,7 @@ def test_report_names_the_batches_that_run_again(
             [protection] = [one for one in trainer.callbacks if isinstance(one, FaultTolerance)]
             report = protection.resume_report
             assert report is not None
-            told = [text.removeprefix("the process before ended without a save: ") for text in report.notes]
+            told = [text.removeprefix("the previous process ended without a save: ") for text in report.notes]
             assert told == note, told
 
     ended = run(lambda: main(Looks()))

@@ -59,7 +59,7 @@ def test_other_values_are_refused_with_what_to_do(values: Any, tmp_path: Path) -
     refused = killed_and_restarted(tmp_path, *values)
     assert refused.exit_code == 1
     assert "FingerprintMismatchError" in refused.output
-    assert "may be named in FaultTolerance(ignore_hyperparameters=(...))" in refused.output
+    assert "name it in FaultTolerance(ignore_hyperparameters=(...))" in refused.output
     assert autosaves(tmp_path) != []
 
 

@@ -181,7 +181,7 @@ def test_a_changed_configuration_is_saved_beside_the_one_before(tmp_path: Path) 
     assert resumed.exit_code == 0, resumed.output
     assert saved.with_name("config-1.yaml").read_bytes() == before
     assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 3
-    assert "The configuration is another one than before" in resumed.output
+    assert "The configuration has changed" in resumed.output
 
 
 class KillOnFitStart(Callback):

@@ -128,4 +128,4 @@ def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
     ended = run(main)
     assert ended.exit_code != 0
     assert NotExactError.__name__ in ended.output
-    assert "Lost gives other indices than it gave before" in ended.output
+    assert "Lost yields other indices than before" in ended.output

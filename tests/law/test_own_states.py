@@ -265,11 +265,14 @@ class Numbers(Prefetching):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "asked before": (looked_at, "made by its state_dict before fit"),
+    "asked before": (looked_at, "created by its state_dict before fit"),
     "told before": (told_where, "a state was loaded into it before fit"),
     "own methods": (lambda: Persistent(NoisyDataset()), "Persistent has a state_dict of its own"),
     "data set": (stateful(KeepsSet, 0), "the state_dict of its data set has a set as seen"),
-    "own state and workers": (lambda: WorkerState(NoisyDataset(), num_workers=1), "random states are not in it"),
+    "own state and workers": (
+        lambda: WorkerState(NoisyDataset(), num_workers=1),
+        "lacks the random states of its workers",
+    ),
     "not plain": (Numbers, "its state_dict has a set as seen"),
 }
 
@@ -294,13 +297,13 @@ def test_state_loaded_by_the_script_at_a_restart() -> None:
 
 
 def test_state_loaded_in_the_middle_of_a_fit(tmp_path: Path) -> None:
-    """Loading a state into a followed loader is refused: it would be moved twice."""
+    """Loading a state into a followed loader is refused: it would be restored twice."""
 
     class Loads(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.train_dataloader.load_state_dict({"_num_yielded": 3})
 
-    with pytest.raises(NotExactError, match="it would be moved twice"):
+    with pytest.raises(NotExactError, match="It would be restored twice"):
         fit_net([FaultTolerance(), Loads()], tmp_path, train=stateful(NoisyDataset, 0)())
 
 
@@ -427,7 +430,7 @@ def test_own_state_that_lies(make: Callable[[], Any]) -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, train=make())
 
-    with pytest.raises(AssertionError, match="gives another batch 2 than before: its state_dict lacks something"):
+    with pytest.raises(AssertionError, match=r"yields another batch 2 than before\. Its state_dict lacks something"):
         assert_resumes_exactly(fit, [KillAt(3)], options={"every_n_train_steps": 1})
 
 

@@ -37,7 +37,7 @@ def already_iterated() -> DataLoader:
 each_loader = pytest.mark.parametrize(
     ("make_loader", "reason"),
     [
-        (out_of_order, "with in_order=False the order of its batches depends on the speed of its workers"),
+        (out_of_order, "with in_order=False, the order of its batches depends on the speed of its workers"),
         (already_iterated, "it already has its own iterator"),
     ],
 )
@@ -88,7 +88,7 @@ def fit_with_hidden_state(callbacks: list[Any], directory: Path) -> Trainer:
 
 def test_sampler_with_a_hidden_state_is_refused_on_resume() -> None:
     """A sampler that does not yield the same indices again is detected when the run resumes."""
-    reason = r"NotExactError: .*CountingSampler gives other indices .* state of its own.* strict=False\.\s*$"
+    reason = r"NotExactError: .*CountingSampler yields other indices .* its own state.* strict=False\.\s*$"
     with pytest.raises(NotTheSame, match=reason):
         assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options={"every_n_train_steps": 1})
 
@@ -100,7 +100,7 @@ def test_sampler_with_a_hidden_state_goes_on_if_not_strict(tmp_path: Path) -> No
         assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options=options, directory=tmp_path)
     report = (tmp_path / "report.txt").read_text()
     assert "NOT EXACTLY" in report
-    assert "CountingSampler gives other indices" in report
+    assert "CountingSampler yields other indices" in report
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0)])

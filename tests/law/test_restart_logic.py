@@ -73,8 +73,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("interval", "expected", "line"),
-    [(1, "before batch 3", f"step=2.ckpt is not further on. To start from that file anyway, {ONCE}"),
-     (100, "after the step of batch 1", "step=2.ckpt is further on than the autosave")],
+    [(1, "before batch 3", f"step=2.ckpt is not further. To start from that file anyway, {ONCE}"),
+     (100, "after the step of batch 1", "step=2.ckpt is further than the autosave")],
 )  # fmt: skip
 def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, tmp_path: Path) -> None:
     """The autosave or the script's file of this run wins, whichever is further: the log says which, and why."""
@@ -125,7 +125,7 @@ def test_one_without_our_part_wins(tmp_path: Path) -> None:
     torch.save(content, path)
     ended = run(lambda: train(tmp_path, path, strict=False))
     assert "superseded" in ended.output
-    assert "the checkpoint has no part of lightning_faulttolerant" in ended.output
+    assert "the checkpoint was saved without lightning_faulttolerant" in ended.output
 
 
 def test_run_that_was_started_from_a_pretrained_model(tmp_path: Path) -> None:

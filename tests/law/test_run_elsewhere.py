@@ -174,7 +174,7 @@ def test_edited_script_is_refused(tmp_path: Path) -> None:
     assert ended.exit_code == 1
     assert "FingerprintMismatchError" in ended.output
     lines = ended.output.strip().splitlines()
-    assert lines[-2].startswith("To continue the run that was interrupted, undo the change and type: ")
+    assert lines[-2].startswith("To continue the interrupted run, undo the change and type: ")
     assert lines[-1].startswith("To start over, type: lightning-faulttolerant discard ")
 
 

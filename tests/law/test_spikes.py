@@ -104,4 +104,4 @@ def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> N
     assert saved.exit_code == 0, saved.output
     ended = run(lambda: main(tmp_path / NAME))
     assert ended.exit_code == 1
-    assert "SpikeDetection.on_train_batch_end stood after the hook that saved" in ended.output
+    assert "SpikeDetection.on_train_batch_end comes after the hook that saved" in ended.output

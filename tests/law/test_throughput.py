@@ -142,4 +142,4 @@ def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> Non
     assert saved.exit_code == 0, saved.output
     ended = run(lambda: main(tmp_path / NAME))
     assert ended.exit_code == 1
-    assert "ThroughputMonitor.on_train_batch_end stood after the hook that saved" in ended.output
+    assert "ThroughputMonitor.on_train_batch_end comes after the hook that saved" in ended.output

@@ -100,7 +100,7 @@ def assert_refused(ended: Ended, reason: str) -> None:
 def test_refused_where_others_write(shared: Path) -> None:
     """The error comes before any batch, with each key and its class, the directory, and the remedy."""
     ended = fit(shared, KillAt(0))
-    assert_refused(ended, f"{shared} can be written to by everybody (mode 0777)")
+    assert_refused(ended, f"{shared} is writable by everybody (mode 0777)")
     assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
     assert "callbacks/Describes/where: pathlib.PosixPath\n" in ended.output
     assert "FaultTolerance(trust_autosaves=True) or set PL_FAULT_TOLERANT_TRUST=1" in ended.output
@@ -165,8 +165,8 @@ def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
     """A warning says that the next start needs trust, and it does."""
     ended = fit(shared, KillAt(3), strict=False)
     assert ended.exit_code == -signal.SIGKILL
-    assert "As strict is off, the run is saved anyway" in ended.output
-    assert_refused(fit(shared, strict=False), f"{shared} can be written to by everybody (mode 0777)")
+    assert "Because strict is off, the run is saved anyway" in ended.output
+    assert_refused(fit(shared, strict=False), f"{shared} is writable by everybody (mode 0777)")
     assert_resumed(fit(shared, strict=False, trust_autosaves=True))
 
 
@@ -179,7 +179,7 @@ def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -
     mode = place.stat().st_mode
     place.chmod(0o777)
     ended = fit(private)
-    assert_refused(ended, f"{place} can be written to by everybody (mode 0777)")
+    assert_refused(ended, f"{place} is writable by everybody (mode 0777)")
     assert f"{newest} is not trusted" in ended.output
     assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
     assert autosaves(private)[-1] == newest
@@ -215,8 +215,8 @@ def test_what_others_have_planted_is_never_run(shared: Path, private: Path, tmp_
     payload = tmp_path / "run by the payload"
     assert fit(shared, KillAt(3), trust_autosaves=True).exit_code == -signal.SIGKILL
     plant(shared, payload)
-    assert_refused(fit(shared), "can be written to by everybody")
-    assert_refused(fit(shared, strict=False), "can be written to by everybody")
+    assert_refused(fit(shared), "is writable by everybody")
+    assert_refused(fit(shared, strict=False), "is writable by everybody")
     assert not payload.exists()
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
     plant(private, payload)
@@ -271,7 +271,7 @@ def test_a_class_that_is_gone_is_named(private: Path) -> None:
     newest = autosaves(private)[-1]
     ended = run(lambda: main(KeepsAfterwards()))
     assert ended.exit_code == 1
-    assert f"Keeps/own, an object of the class {__name__}.Before, can't be made again from its bytes" in ended.output
+    assert f"Keeps/own, an object of the class {__name__}.Before, can't be recreated from its bytes" in ended.output
     assert autosaves(private)[-1] == newest
 
 
@@ -304,7 +304,7 @@ def test_the_first_autosave_shows_that_it_can_be_unpickled(private: Path) -> Non
 
     ended = run(lambda: fit_net([FaultTolerance(private), Keeps()], private))
     assert ended.exit_code == 1
-    assert "can't be made again from its bytes: ValueError" in ended.output
+    assert "can't be recreated from its bytes: ValueError" in ended.output
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
@@ -332,7 +332,7 @@ def test_an_autosave_that_the_user_names(private: Path, outside: Path, tmp_path:
 
     assert_resumed(run(main))
     own.chmod(0o666)
-    assert_refused(run(main), f"{own} can be written to by everybody")
+    assert_refused(run(main), f"{own} is writable by everybody")
 
 
 class Draws:
@@ -377,6 +377,6 @@ def test_each_file_of_a_directory_counts(private: Path) -> None:
     trust = Trust(options)
     assert trust.why_not(str(directory)) is None
     (directory / "__0_0.distcp").chmod(0o666)
-    assert "__0_0.distcp can be written to by everybody" in str(trust.why_not(str(directory)))
+    assert "__0_0.distcp is writable by everybody" in str(trust.why_not(str(directory)))
     trust.written({"key": b""}, str(directory), is_first=False)
     assert trust.why_not(str(directory)) is None

@@ -242,7 +242,7 @@ def test_an_unknown_order_is_refused() -> None:
     """A sampler whose order is unknown is refused, both as the saved one and as the one that would continue."""
     weighted = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 22, 22)}
     _, states = Ranks(1, 2, **weighted).run(1)
-    with pytest.raises(NotExactError, match="its sampler is none of torch's"):
+    with pytest.raises(NotExactError, match="its sampler is not torch's"):
         state_for_others(states, num_left=None)
     _, states = Ranks(2, 2).run(1)
     with pytest.raises(NotExactError, match="a BatchSampler does not say"):
@@ -252,7 +252,7 @@ def test_an_unknown_order_is_refused() -> None:
 def test_other_data_is_refused() -> None:
     """The rest of an epoch is not dealt to a data set of another length."""
     _, states = Ranks(2, 2).run(1)
-    with pytest.raises(FingerprintMismatchError, match="22 samples, and the data set now 20"):
+    with pytest.raises(FingerprintMismatchError, match="22 samples, but the data set now has 20"):
         Ranks(1, 2, length=20).resume(states)
 
 
@@ -260,7 +260,7 @@ def test_other_data_is_refused() -> None:
     ("state", "reason"),
     [
         ({"own": 1}, "keeps its own position"),
-        ({"record": None, "iterable": {}, "consumed": 3}, "says itself, on each rank"),
+        ({"record": None, "iterable": {}, "consumed": 3}, "decides on each rank"),
         ({"record": None, "dataset": {}, "consumed": 3}, "keeps its own state"),
     ],
 )

@@ -148,7 +148,7 @@ def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
     sampler.num_iterations = 5  # earlier epochs
     side, iterator = begin(sampler)
     next(iterator)
-    with pytest.raises(NotExactError, match="Counting gives other indices than it gave before batch 1"):
+    with pytest.raises(NotExactError, match="Counting yields other indices than before batch 1"):
         resume(Counting(), safe(record_state(side.record)), 1)
 
 
@@ -362,7 +362,7 @@ def test_order_of_another_length_is_found_out(has_wrapper: bool) -> None:
     for _ in range(5):
         next(iterator)
     state = safe(record_state(side.record))
-    with pytest.raises(NotExactError, match="gives other indices than it gave"):
+    with pytest.raises(NotExactError, match="yields other indices than before"):
         next(resume(make_sampler(39), state, 5)[1])
 
 
@@ -402,7 +402,7 @@ def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(3):
         next(indices)
     state = safe(record_state(side.record))
-    reason = r"order of samples is begun again: there is no generator to restore the state of sampler\.parts\[0\]"
+    reason = r"order of samples begins again: the generator sampler\.parts\[0\] does not exist"
     with pytest.raises(NotExactError, match=reason):
         resume(Equipped(), state, 3)
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
@@ -444,7 +444,7 @@ def test_replay_is_compared_from_its_first_batch_on(sampler: type) -> None:
     given = [next(iterator) for _ in range(15)]
     state = safe(record_state(side.record))
     assert given[9:] == [sampler.give(i) for i in range(9, 15)]
-    with pytest.raises(NotExactError, match=f"{sampler.__name__} gives other indices than it gave before batch 15"):
+    with pytest.raises(NotExactError, match=f"{sampler.__name__} yields other indices than before batch 15"):
         resume(sampler(), state, 14)
 
 

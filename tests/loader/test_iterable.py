@@ -112,7 +112,7 @@ def test_generator_that_is_gone_is_refused(workers: str) -> None:
     state = state_at(Equipped(random.Random(3)), workers, num_iterations=1, consumed=2)
     tracker, loader = tracked(Equipped(), workers)
     tracker.load_state_dict(state)
-    with pytest.raises(NotExactError, match=r"no generator to restore the state of dataset\.parts\[0\] into"):
+    with pytest.raises(NotExactError, match=r"the generator dataset\.parts\[0\] does not exist"):
         list(loader)
     tracker.close_workers()
 
@@ -130,7 +130,7 @@ def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog:
     tracker.close_workers()
     reasons = tracker.index_side.not_exact
     assert reasons
-    assert all("no generator to restore the state of dataset.parts[0]" in reason for reason in reasons)
+    assert all("the generator dataset.parts[0] does not exist" in reason for reason in reasons)
     assert [record.message for record in caplog.records] == reasons
 
 

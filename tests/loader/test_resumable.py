@@ -198,7 +198,7 @@ def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
         resumed.load_state_dict(saved[0])
         assert epochs(resumed, []) == reference[2:]
     loader = small()
-    with pytest.raises(NotExactError, match="no epoch is under way"):
+    with pytest.raises(NotExactError, match="no epoch was in progress"):
         loader.end_epoch()
     next(iter(loader))
     loader.state_dict()
@@ -248,7 +248,7 @@ def test_what_cant_be_exact_is_refused() -> None:
     other = iter(loader)
     next(other)
     next(batches)
-    with pytest.raises(NotExactError, match="side by side"):
+    with pytest.raises(NotExactError, match="in progress"):
         loader.state_dict()
     with pytest.raises(ValueError, match=r"collate_fn .* was set after its first iteration"):
         loader.collate_fn = drawn
@@ -301,7 +301,7 @@ def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
 )
 def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
     """An empty state, one of another kind, and None are each refused by what they are."""
-    with pytest.raises(ValueError, match=f"This is no state of a ResumableDataLoader: {message}"):
+    with pytest.raises(ValueError, match=f"This is not a state of a ResumableDataLoader: {message}"):
         small().load_state_dict(state)
 
 

@@ -61,7 +61,7 @@ def test_state_that_is_too_long_is_refused_and_touches_nobody() -> None:
         for count in range(2):
             ring.put(worker, count, b"12345678")
     ring.put(0, 2, b"123456789")
-    with pytest.raises(LookupError, match="worker 0's state has 9 bytes, its slots have 24"):
+    with pytest.raises(LookupError, match="the state of worker 0 has 9 bytes, but its slots have 24"):
         ring.get(0, 2)
     assert [ring.get(0, 1), ring.get(1, 0), ring.get(1, 1)] == [b"12345678"] * 3
 

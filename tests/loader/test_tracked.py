@@ -453,7 +453,7 @@ def test_worker_state_that_does_not_fit_is_told() -> None:
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
     next(iterator)
-    with pytest.raises(NotExactError, match=r"state has \d+ bytes, its slots have \d+"):
+    with pytest.raises(NotExactError, match=r"has \d+ bytes, but its slots have \d+"):
         tracker.state_dict(1)
     del iterator
 

@@ -267,7 +267,7 @@ def test_fault_drop_last_keeps_batches_that_are_not_full() -> None:
 
 def test_fault_the_length_of_group_ids_is_not_looked_at() -> None:
     """Fewer or more groups than samples are refused immediately."""
-    with pytest.raises(ValueError, match="group_ids has 2 entries, the data set 3"):
+    with pytest.raises(ValueError, match="group_ids has 2 entries, but the data set has 3"):
         Grouped(range(3), [0, 1], 2, 1, 0)
 
 

@@ -198,7 +198,7 @@ def test_the_originals_state_goes_on_here() -> None:
     with pytest.raises(NotExactError, match="reduced by 'sum', this tracker has reduce_op='mean'"):
         MetricsTracker("mean").load_state_dict(state)
     for bad in ({}, {"agg": {}}, {**state, "version": 9}):
-        with pytest.raises(ValueError, match="no state"):
+        with pytest.raises(ValueError, match="not a state"):
             MetricsTracker().load_state_dict(bad)
 
 

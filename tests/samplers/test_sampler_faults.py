@@ -163,7 +163,7 @@ def test_another_number_of_ranks_may_be_refused() -> None:
     saved = sampler_of(10)
     saved.advance(4)
     sampler = sampler_of(10, ranks=2, on_world_size_change="error")
-    with pytest.raises(FingerprintMismatchError, match="saved by 1 ranks, this run has 2"):
+    with pytest.raises(FingerprintMismatchError, match="saved by 1 ranks, but this run has 2"):
         sampler.load_state_dict(saved.state_dict())
     same = sampler_of(10, on_world_size_change="error")
     same.load_state_dict(saved.state_dict())

@@ -180,7 +180,7 @@ def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
     sampler.advance(4)
     sampler.set_epoch(0)
     assert sampler.progress == 4
-    with pytest.raises(HasNotResetProgressError, match="epoch 0 is under way, at 4 of 10"):
+    with pytest.raises(HasNotResetProgressError, match="epoch 0 is in progress, at 4 of 10"):
         sampler.set_epoch(1)
     with pytest.raises(HasNotResetProgressError), sampler.in_epoch(1):
         pass
@@ -235,7 +235,7 @@ def test_in_epoch_gives_up_the_rest_if_it_is_told_to(caplog: pytest.LogCaptureFi
     sampler.advance(4)
     with sampler.in_epoch(1, strict=False):
         assert sampler.progress == 0
-    assert "is given up" in caplog.text
+    assert "is discarded" in caplog.text
 
 
 def test_an_exception_keeps_the_position() -> None:
@@ -389,5 +389,5 @@ def test_a_deal_is_padded_from_the_beginning_of_the_order() -> None:
 @pytest.mark.parametrize("make", [sampler_of, make_grouped])
 def test_nothing_is_no_state(make: Any) -> None:
     """The error names the value."""
-    with pytest.raises(ValueError, match="This is no state of a sampler: it is None"):
+    with pytest.raises(ValueError, match="This is not a state of a sampler: it is None"):
         make().load_state_dict(None)

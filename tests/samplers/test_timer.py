@@ -79,7 +79,7 @@ def test_fault_it_has_no_state(clock: Clock) -> None:
     clock.seconds += 3
     again.report("step")
     assert again.running == 66
-    with pytest.raises(ValueError, match="no state"):
+    with pytest.raises(ValueError, match="not a state"):
         again.load_state_dict({"running": 3})
 
 

@@ -283,7 +283,7 @@ def test_generator_that_its_object_replaces_unused_is_told(draws: bool, caplog: 
     fresh.rng = random.Random(4)
     held.refresh()
     held.refresh()
-    assert caplog.text.count("A generator was put back as dataset.rng, where there was none yet") == (not draws)
+    assert caplog.text.count("A generator was restored as dataset.rng before its object created one") == (not draws)
 
 
 class Counting(random.Random):

@@ -316,7 +316,7 @@ def test_lost_lock_is_noticed(remote_url: str) -> None:
         with pytest.raises(RunInUseError, match="has been removed"):
             held.check()
         put_lock(remote_url, hostname="elsewhere", process_id=1)
-        with pytest.raises(RunInUseError, match=r"process 1 on elsewhere.*taken the directory over"):
+        with pytest.raises(RunInUseError, match=r"process 1 on elsewhere.*taken over the directory"):
             held.check()
         time.sleep(LEASE_SECONDS)  # the thread must not renew over it
     assert (holder_of(remote_url)["hostname"], holder_of(remote_url)["num_renewals"]) == ("elsewhere", 0)

@@ -69,7 +69,7 @@ def test_message_names_host_process_and_directory(tmp_path):
         )
     assert result.returncode == 1
     assert f"RunInUseError: {tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}." in result.stderr
-    assert "Wait for that run, stop it, or give this one another directory" in result.stderr
+    assert "Wait for that run, stop it, or give this run another directory" in result.stderr
 
 
 def test_second_lock_object_of_this_process_is_refused(tmp_path):

@@ -203,7 +203,7 @@ def test_damage_is_found_where_there_are_only_sizes(monkeypatch: pytest.MonkeyPa
     write(url, "a", b"old")
     real = uploads._MovedUpload.write
     monkeypatch.setattr(uploads._MovedUpload, "write", lambda self, piece: (real(self, piece), self._file.truncate(3)))
-    with pytest.raises(OSError, match="3 bytes, 10 were sent"):
+    with pytest.raises(OSError, match="3 bytes, but 10 were sent"):
         write(url, "a", bytes(10))
     assert store.names() == ["a"]
     assert read(store.path("a")) == b"old"
@@ -338,7 +338,7 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
         real(self)
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
-    with pytest.raises(DamagedCheckpointError, match="it has 3 bytes, 4 were sent"):
+    with pytest.raises(DamagedCheckpointError, match="it has 3 bytes, but 4 were sent"):
         write(s3, "a", b"1234")
 
 

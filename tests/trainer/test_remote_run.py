@@ -45,7 +45,7 @@ def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
         output = fit_at("s3://bucket/runs", tmp_path, AWS_ENDPOINT_URL=endpoint)
     assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
     assert "The AWS Access Key Id you provided does not exist in our records" in output
-    assert "Look at the credentials" in output
+    assert "Check the credentials" in output
 
 
 def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
@@ -184,7 +184,7 @@ class SavesForSlurm(Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt")
 
 
-@pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further on than")])
+@pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further than")])
 def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3: str, every: int, taken: str) -> None:
     """Below a URL too, the run resumes from a checkpoint of Lightning's or our autosave, whichever is further."""
 

@@ -40,7 +40,7 @@ def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch
 def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid value is an error that shows it and names the valid ones; it never silently switches off."""
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .* or unset, got '{value}'"):
+    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .*, or unset; got '{value}'"):
         read_switch()
 
 

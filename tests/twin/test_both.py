@@ -241,10 +241,10 @@ def test_trainer_is_served_by_its_own(helpers: Any, root: str, tmp_path: Path) -
 
 def test_other_trainers_and_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An object that is not a Trainer, and a package before 2.5.6, are refused by name."""
-    with pytest.raises(UnsupportedTrainerError, match=r"and of pytorch_lightning, and this is a builtins\.int"):
+    with pytest.raises(UnsupportedTrainerError, match=r"and pytorch_lightning, but this is a builtins\.int"):
         serving.served(1)
     monkeypatch.setattr(pytorch_lightning, "__version__", "2.5.5")
-    with pytest.raises(UnsupportedTrainerError, match=r"serves pytorch_lightning from version 2\.5\.6 on"):
+    with pytest.raises(UnsupportedTrainerError, match=r"needs pytorch_lightning 2\.5\.6 or newer"):
         serving.served(twin_runs.make_trainer([], tmp_path))
     assert serving.served(runs.make_trainer([], tmp_path))
 

@@ -21,8 +21,8 @@ _RUN = (
     "{run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
 )
 _FIRST_RUN_LEFT = (
-    "The second run may find what the first one left, such as weights or a cache that the script loads."
-    " {run} in the command keeps the two apart."
+    "The second run may find files of the first one, such as weights or a cache that the script loads. Put {run} into "
+    "the command to separate the two."
 )
 
 # What differs after a restart.
@@ -49,10 +49,10 @@ AUGMENTATION = Cause(
 )
 ITERABLE_DATA = Cause(
     part="augmentation",
-    text="The batch has other contents. It has no indices to compare: its samples differ, or what was made of them.",
+    text="The batch has other contents. It has no indices to compare: its samples differ, or their contents.",
     advice=(
-        "An iterable data set continues exactly if it has state_dict and load_state_dict, or if reading it again gives"
-        " the same samples. Look for files in another order, and for a shared source that advances.",
+        "An iterable data set continues exactly if it has state_dict and load_state_dict, or if reading it again "
+        "yields the same samples. Look for files in another order, and for a shared source that advances.",
         *AUGMENTATION.advice[:2],
     ),
 )

@@ -27,23 +27,23 @@ from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSetting
 from lightning_faulttolerant.cli.text import safe
 
 DESCRIPTION = """\
-Prove on your own script that an interrupted run equals an uninterrupted one. COMMAND is run once uninterrupted, and
-once with faults at random moments, started again after each until it ends. Then the two are compared batch by batch, in
-training, validation, test, and predict: order and content of the data, random generators, losses, learning rates,
-results, predictions, logged values, final weights.
+Prove on your own script that an interrupted run equals an uninterrupted one. The drill runs COMMAND once uninterrupted.
+Then it runs COMMAND with faults at random moments, and starts it again after each fault until it ends. It compares the
+two runs batch by batch, in training, validation, test, and predict: order and content of the data, random generators,
+losses, learning rates, results, predictions, logged values, final weights.
 
   lightning-faulttolerant drill -- python train.py
   lightning-faulttolerant drill --kills 3 --signal TERM -- torchrun --nproc_per_node 2 train.py
   lightning-faulttolerant drill --in validation,test -- python train.py
   lightning-faulttolerant drill --check --html drill.html -- python train.py --output out/{run}
 
-The script needs no change: where it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds it. {run} in
-COMMAND becomes "uninterrupted" or "interrupted" (with --check also "repeated"), to keep outputs apart. Each run has a
-run id of its own, also where the script gives one, so that nothing of a run of yours is touched.
+The script needs no change: if it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds it. {run} in COMMAND
+becomes "uninterrupted" or "interrupted" (with --check also "repeated"), to separate outputs. Each run has its own run
+id, even if the script sets one, so your runs are not touched.
 """
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 EPILOG = """\
-Its processes save before a strike that is due and wait for it, so that each restart has something to continue from.
+A process saves before its strike and waits for it, so that each restart has something to continue from.
 
 Exit status: 0 exact, 1 the runs differ (or a restart failed, was refused, or started over), 2 could not be judged: the
 script fails by itself or is not deterministic, no strike came, wrong usage.
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         metavar="COMMAND",
         nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
-        help="what starts your script, with its arguments; after --",
+        help="the command that starts your script, with its arguments; after --",
     )
     parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(

@@ -25,22 +25,22 @@ from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 
 DESCRIPTION = """\
-Report on a run: its processes, when each began, where it continued and why it ended; its autosaves; and where the time
-has gone: training and evaluation that counted, waiting for autosaves, restoring, work that was done again, no process
-at all. Scripts with several fits, or with evaluations, have a line for each, and each validation run or evaluation that
-a later process continued is named, with the batches that ran again.
+Report on a run: its processes, when each began, where it continued, and why it ended; its autosaves; and where the time
+went: training and evaluation that counted, waiting for autosaves, restoring, work that was done again, no process at
+all. A script with several fits or evaluations has a line for each. The report names each validation run or evaluation
+that a later process continued, with the batches that ran again.
 
-DIR is a run's directory (<dirpath>/<run_id>), or a dirpath with several: the run that was alive last is reported, the
-others are listed. Also the default_root_dir above it, or a URL of one of them. What is read is the run's history.jsonl,
-which stays when the run is over.
+DIR is the directory of a run (<dirpath>/<run_id>), a dirpath with several runs, the default_root_dir above it, or a URL
+of one of these. If it has several runs, the one that was alive last is reported, and the others are listed. The report
+reads history.jsonl in the directory of the run, which stays when the run is over.
 """
 EPILOG = """\
-A run that is started again when it was over begins a new chapter; the last is shown, --all shows all of them. When a
-process was killed is known to ten seconds (a minute below a URL): by its last autosave or sign of life. "may be
-running": the last one is not older than 90 seconds. Goodput is the share of the wall time in which training or
-evaluation made lasting progress.
+If a run is started again after it was over, it begins a new chapter. The last chapter is shown; --all shows all of
+them. The time of a kill is known to ten seconds (with a URL, to a minute), from the last autosave or sign of life.
+"may be running": the last sign of life is at most 90 seconds old. Goodput is the share of the wall time in which
+training or evaluation made lasting progress.
 
-Exit status: 0 reported, 1 there is no history there, 2 something could not be read or written.
+Exit status: 0 reported, 1 no history exists, 2 something could not be read or written.
 """
 
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     runs = find_runs(arguments.directory)
     if not runs:
-        print(f"There is no history of a run in {safe(arguments.directory)}.", file=sys.stderr)
+        print(f"No history of a run was found in {safe(arguments.directory)}.", file=sys.stderr)
         return 1
     newest, *others = runs
     report = report_of(newest.history, run_id=newest.run_id, path=newest.path, made=time.time(), is_whole=arguments.all)

@@ -282,7 +282,7 @@ def _before(report: RunReport) -> str | None:
             f"the script was run from its beginning {plural(report.num_chapters - len(report.chapters), 'time')}"
         )
     if report.num_forgotten:
-        texts.append(f"{plural(report.num_forgotten, 'process')} of which nothing is known any more")
+        texts.append(f"{plural(report.num_forgotten, 'process')} of which nothing is known anymore")
     if report.num_unread:
         texts.append(f"{plural(report.num_unread, 'line')} of the history could not be read")
     return "; ".join(texts) or None
@@ -305,9 +305,9 @@ def _foot() -> Markup:
         "footer",
         tag(
             "p",
-            "Goodput is the share of the wall time in which training or evaluation made lasting progress. Starting, "
-            "saving, restoring, what was done again and the time without a process are not in it. A process that was "
-            "killed is taken to have ended at its last sign of life.",
+            "Goodput is the share of the wall time in which training or evaluation made lasting progress. It does not "
+            "include starting, saving, restoring, repeated work, and the time without a process. A killed process "
+            "counts as ended at its last sign of life.",
         ),
     )
 

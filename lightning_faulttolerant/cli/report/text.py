@@ -40,12 +40,12 @@ def report_lines(report: RunReport) -> Iterator[str]:
     yield safe(report.path)
     if report.num_forgotten:
         yield from _wrapped(
-            f"Of the first {report.num_forgotten} processes nothing is known any more: the history was shortened."
+            f"The history was shortened: nothing is known of the first {report.num_forgotten} processes."
         )
     if report.num_unread:
         yield from _wrapped(
-            f"{_count(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged: what"
-            " they told is missing below."
+            f"{_count(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged. Their "
+            "contents are missing below."
         )
     hidden = report.num_chapters - len(report.chapters)
     for chapter in report.chapters:

@@ -96,7 +96,7 @@ class Decoder:
         elif kind == MADE and set_state(value, content[1]):
             return
         elif kind in (MADE, PICKLED):
-            raise NothingThereError(f"a {type(value).__name__} is there that can't be made what it was by its bytes")
+            raise NothingThereError(f"a {type(value).__name__} exists that can't be restored from its bytes")
         elif kind == "array":
             _fill_array(value, decode_array(*content[1:4]))
         elif kind == "objects":
@@ -130,25 +130,25 @@ class Decoder:
     def _known(self, path: str) -> Any:
         found = self._graph.thing_at(path)
         if found is None:
-            raise NothingThereError(f"{path} is not there any more")
+            raise NothingThereError(f"{path} no longer exists")
         return found
 
     def _class(self, name: str) -> Any:
         found = found_class(name, self._graph)
         if found is None:
-            raise NothingThereError(f"the class {name} is not there any more")
+            raise NothingThereError(f"the class {name} no longer exists")
         return found
 
     def _part(self, name: str) -> Any:
         found = found_part(name, self._graph)
         if found is None and name != "builtins:NoneType":
-            raise NothingThereError(f"{name} is not there any more")
+            raise NothingThereError(f"{name} no longer exists")
         return found
 
     def _method(self, owner: Any, name: str) -> Any:
         found = found_method(owner, name)
         if found is None:
-            raise NothingThereError(f"{type(owner).__name__}.{name} is not there any more")
+            raise NothingThereError(f"{type(owner).__name__}.{name} no longer exists")
         return found
 
     def _enum(self, kind: str, name: str, encoded: Any) -> Any:
@@ -156,7 +156,7 @@ class Decoder:
         try:
             return found[encoded] if kind == "enum" else found(self._decode(encoded))
         except (KeyError, ValueError) as error:
-            raise NothingThereError(f"{name} has no {encoded} any more") from error
+            raise NothingThereError(f"{name} no longer has {encoded}") from error
 
     def _items(self, items: Any, *, has_hashes: bool = False) -> list[Any]:
         if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
@@ -226,8 +226,8 @@ class Decoder:
         if kind == MADE:
             return rest[0]
         if kind == PICKLED:
-            raise NothingThereError(f"a {rest[0]} can't be made again from its bytes")
-        raise NothingThereError(f"a {kind} is of a newer version of the package")
+            raise NothingThereError(f"a {rest[0]} can't be recreated from its bytes")
+        raise NothingThereError(f"a {kind} comes from a newer version of the package")
 
     def _empty_container(self, kind: str, items: Any, more: Any, *own: Any) -> Any:
         value: Any = _empty(self._class(own[0]) if own else BUILTINS[kind])
@@ -275,7 +275,7 @@ def _progress_bar(name: str, position: object, total: object, description: Any, 
     """Return a progress bar that continues where the old one was."""
     kind = found_progress_bar(name)
     if kind is None:
-        raise NothingThereError(f"the class {name} is not there any more")
+        raise NothingThereError(f"the class {name} no longer exists")
     description = (description or "").removesuffix(": ") or None
     return kind(total=total, initial=position, desc=description, disable=not is_shown)
 
@@ -293,7 +293,7 @@ class _Gone:
 def _check_order(value: set[Any], wanted: list[Any]) -> None:
     """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
     if containers.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
-        raise NothingThereError("a set of numbers has its items again, and gives them in another order; sort it")
+        raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")
 
 
 def _empty(kind: type) -> Any:
@@ -307,7 +307,7 @@ def set_attribute(value: object, name: str, child: object) -> None:
     slots = dict(kinds.slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
         if kinds.is_named(child):
-            raise NothingThereError("it was a value, and the state has a function")
+            raise NothingThereError("it is a value, but the state has a function")
         setattr(value.owner, name, child)
     elif name in slots:
         slots[name].__set__(value, child)
@@ -329,13 +329,13 @@ def delete_attribute(value: object, name: str) -> None:
 
 def _fill_array(array: Any, content: Any) -> None:
     if not kinds.is_numpy(array, "ndarray") or array.shape != content.shape or array.dtype != content.dtype:
-        raise NothingThereError(f"an array of shape {list(content.shape)} was there, and now it is another one")
+        raise NothingThereError(f"it was an array of shape {list(content.shape)}, but now it differs")
     array[...] = content
 
 
 def _fill_memory(value: object, content: bytes) -> None:
     if not kinds.is_shared_value(value) or len(kinds.memory_of(value)) != len(content):
-        raise NothingThereError(f"{len(content)} bytes of shared memory were there, and now it is something else")
+        raise NothingThereError(f"it was {len(content)} bytes of shared memory, but now it is something else")
     kinds.memory_of(value)[:] = content
 
 

@@ -244,7 +244,7 @@ class Encoder:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, type) and "<locals>" in value.__qualname__ and not is_users(value):
-            raise LiveError(f"the class {value.__qualname__}, which its library makes when it is first used")
+            raise LiveError(f"the class {value.__qualname__}, which its library creates on first use")
         path = self._graph.path_of(value)
         if path is not None:
             return ["known", path]
@@ -287,7 +287,9 @@ class Encoder:
 
     def _number(self, value: object) -> int:
         if self._pickles is not None and self._pickles.has_met(value):
-            raise CantCarryError(f"a {type(value).__name__} that is a part of what only its library can read, too")
+            raise CantCarryError(
+                f"a {type(value).__name__} that is also part of an object that only its library can read"
+            )
         self.is_torn |= id(value) in self._in_plain
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = len(self.table)
@@ -323,7 +325,7 @@ class Encoder:
         if kinds.is_container(value) or kinds.is_numpy(value, "ndarray") or kinds.is_buffer(value):
             return [*self._content(value), *self._rest(value)]
         if isinstance(value, torch.nn.Module):
-            raise CantCarryError(f"a module ({type(value).__name__}) that was made in training")
+            raise CantCarryError(f"a module ({type(value).__name__}) that was created in training")
         if isinstance(value, tuple(VALUES)):
             return self._value(value)
         if kinds.is_walked(value):
@@ -450,7 +452,7 @@ class Encoder:
     def _array(self, array: Any) -> list[object]:
         self._take(array.nbytes)
         if not kinds.is_plain_array(array):
-            raise CantCarryError(f"a {type(array).__name__}, which is no plain array")
+            raise CantCarryError(f"a {type(array).__name__}, which is not a plain array")
         if array.nbytes > _MAX_BYTES:
             raise CantCarryError(f"an array of {array.nbytes / (1 << 20):.0f} MiB, which is too large")
         return ["array", *encode_array(array)]

@@ -95,7 +95,7 @@ def _dtype(dtype: Any) -> Any:
 def _torch_dtype(name: str) -> torch.dtype:
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype of torch's")
+        raise ValueError(f"{name} is not a dtype of torch")
     return found
 
 

@@ -49,7 +49,7 @@ class Pickles:
         try:
             pickler.dump(value)
         except _SharedError as error:
-            raise CantCarryError(f"{reason}, and which refers to {error}, as others do") from error
+            raise CantCarryError(f"{reason}, and which refers to {error}, which other objects also use") from error
         except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
             raise reason from None
         self._met.update(pickler.met)

@@ -25,8 +25,8 @@ class _LostGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Any) -> object:
         raise NotExactError(
-            "A gradient is to go back through a tensor that was computed before the run was interrupted. A checkpoint"
-            " has the tensor, but not the steps that made it. Detach it, or compute it again from its batch."
+            "A gradient would flow back through a tensor from before the interruption. A checkpoint has the tensor, "
+            "but not its graph. Detach it, or compute it again from its batch."
         )
 
 

@@ -93,8 +93,8 @@ def graph_of(
             continue
         if len(graph.things) >= MAX_OBJECTS:
             _log.warning(
-                "More than %s objects can be reached from the module, the callbacks, and the data sets: what training"
-                " changes on those after %s is not saved.",
+                "More than %s objects can be reached from the module, the callbacks, and the data sets: what training "
+                "changes on objects after %s is not saved.",
                 MAX_OBJECTS,
                 path,
             )

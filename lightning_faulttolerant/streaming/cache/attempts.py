@@ -36,9 +36,9 @@ class Attempts:
 
     def __post_init__(self) -> None:
         if isinstance(self.retry, bool) or not isinstance(self.retry, int) or self.retry < 0:
-            raise ValueError(f"download_retry is {self.retry!r}: give how often to try again, 0 or more.")
+            raise ValueError(f"download_retry is {self.retry!r}. Pass the number of further attempts, 0 or more.")
         if not self.timeout_seconds > 0:
-            raise ValueError(f"download_timeout is {self.timeout_seconds!r}: give a number of seconds above 0.")
+            raise ValueError(f"download_timeout is {self.timeout_seconds!r}. Pass a number of seconds above 0.")
 
     @property
     def longest_seconds(self) -> float:

@@ -79,8 +79,8 @@ def _read(directory: str) -> bytes:
         return Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingIndexError(
-            f"There is no {path}. It says which shards there are, so nothing can be read. Give the directory of a data "
-            "set, with its split, or remote= to fetch it from."
+            f"{path} does not exist. It lists the shards, so nothing can be read. Pass the directory of a data set, "
+            "with its split, or remote= to fetch it from."
         ) from error
 
 
@@ -88,7 +88,7 @@ def _download(source: Remote, attempts: Attempts) -> bytes:
     def attempt() -> bytes:
         text = source.read(INDEX_NAME, timeout_seconds=attempts.timeout_seconds)
         if not _is_complete(text):
-            raise DamagedIndexError(f"its {len(text)} bytes are no complete index")
+            raise DamagedIndexError(f"its {len(text)} bytes are not a complete index")
         return text
 
     try:
@@ -96,8 +96,8 @@ def _download(source: Remote, attempts: Attempts) -> bytes:
     except FailedError as failed:
         reason = source.without_secrets(str(failed))
         raise _kind(failed.__cause__)(
-            f"The index can't be had from {source.address(INDEX_NAME)}: {reason}. It says which shards there are, so "
-            "nothing can be read. Check remote= and the split, and that it can be reached from here."
+            f"The index can't be fetched from {source.address(INDEX_NAME)}: {reason}. It lists the shards, so nothing "
+            "can be read. Check remote=, the split, and the connection."
         ) from failed.__cause__
 
 
@@ -118,8 +118,8 @@ def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
         if kept is not None and kept != text:
             own = os.path.join(directory, OTHER_INDEX + _digest(text))
             _logger.warning(
-                "%s is the cache of another index: the data set has been changed, or another one uses the same "
-                "directory. The shards of this one are kept in %s; remove what you don't need any more.",
+                "%s is the cache of another index: the data set has changed, or another data set uses the same "
+                "directory. The shards of this one are kept in %s. Remove what you no longer need.",
                 directory, own,
             )  # fmt: skip
             directory = own

@@ -105,7 +105,7 @@ class KeptShards:
                 return f"{file.basename}: {fault}"
         mark = marks.read(self._mark_path(shard)) if self._is_marked else None
         if mark is not None and (mark.index != self._index_digest or len(mark.files) != len(files)):
-            return f"{files[0].basename} is of another index"
+            return f"{files[0].basename} belongs to another index"
         if mark is not None and self._is_checked_as_asked(mark) and mark.is_unchanged(self._paths(shard)):
             return None
         for number, file in enumerate(files):
@@ -260,19 +260,19 @@ def size_fault(path: str, num_bytes: int) -> str | None:
     try:
         found = os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
-        return "it is not there"
-    return None if found == num_bytes else f"it has {found} bytes, the index says {num_bytes}"
+        return "it does not exist"
+    return None if found == num_bytes else f"it has {found} bytes, but the index says {num_bytes}"
 
 
 def hash_fault(path: str, file: ShardFile, algorithm: str) -> str | None:
     """Return the fault in a file's hash, or None if it is correct."""
     found, expected = _digest(path, algorithm), file.hashes[algorithm]
-    return None if found == expected else f"its {algorithm} is {found}, the index says {expected}"
+    return None if found == expected else f"its {algorithm} is {found}, but the index says {expected}"
 
 
 def _mark_fault(path: str, mark: marks.FileMark) -> str | None:
     found = _digest(path, mark.algorithm)
-    return None if found == mark.checksum else f"its {mark.algorithm} is {found}, it was {mark.checksum}"
+    return None if found == mark.checksum else f"its {mark.algorithm} is {found}, but was {mark.checksum}"
 
 
 def _digest(path: str, algorithm: str) -> str:

@@ -77,7 +77,7 @@ class CacheLimit:
         if largest > self.num_bytes:
             raise ValueError(
                 f"cache_limit is {self.num_bytes} bytes, but the largest shard in {cache.directory} takes {largest} "
-                "while it is fetched (with its compressed file). It could never be read. Give a larger cache_limit."
+                "while it is fetched (with its compressed file). It could never be read. Pass a larger cache_limit."
             )
         self._caches[os.path.realpath(cache.directory)] = cache
         self._largest = max(self._largest, largest)
@@ -92,8 +92,8 @@ class CacheLimit:
         if self.num_bytes < least:
             raise ValueError(
                 f"cache_limit is {self.num_bytes} bytes, which is too low: the largest shard takes {self._largest} "
-                f"while it is fetched, the indexes {index_bytes}, and there must be room for {_NUM_LARGEST} such "
-                f"shards. Give at least {least}, and more if several processes read."
+                f"while it is fetched, the indexes {index_bytes}, and the limit needs room for {_NUM_LARGEST} such "
+                f"shards. Pass at least {least}, and more if several processes read."
             )
 
     def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
@@ -126,8 +126,8 @@ class CacheLimit:
                 raise CacheLimitError(
                     f"cache_limit is {self.num_bytes} bytes. Of the {room.used} that are in use, this process is "
                     f"reading {room.held}, other processes are fetching {room.announced}, and the rest may not be "
-                    f"evicted. The next shard takes {num_bytes}. Give a larger cache_limit, smaller shards, or a "
-                    "shuffle that needs fewer at once."
+                    f"evicted. The next shard takes {num_bytes}. Pass a larger cache_limit, or use smaller shards, or "
+                    "a shuffle that needs fewer shards at a time."
                 )
             pause(_LOOK_SECONDS)
 
@@ -169,5 +169,5 @@ def parse_bytes(size: int | str) -> int:
     else:
         num_bytes = int(size) if not isinstance(size, bool) else 0
     if num_bytes <= 0:
-        raise ValueError(f'{size!r} is no size. Give a number of bytes above 0, or a text such as "10gb".')
+        raise ValueError(f'{size!r} is not a size. Pass a number of bytes above 0, or a text such as "10gb".')
     return num_bytes

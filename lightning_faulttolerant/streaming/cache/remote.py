@@ -108,13 +108,13 @@ class Remote:
             fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
         except ImportError as error:
             raise ImportError(
-                f"{self.address('')} can't be opened: {error}. Without its package nothing can be read from there. "
+                f"{self.address('')} can't be opened: {error}. Without its package, nothing can be read there. "
                 f"Install it: pip install {missing_package(error)}"
             ) from error
         except ValueError as error:
             raise ValueError(
-                f"{self.address('')} can't be opened: {error}. Nothing can be read from there. Give a directory, or a "
-                "URL that fsspec knows, such as s3://bucket/folder, with the storage_options that it needs."
+                f"{self.address('')} can't be opened: {error}. Nothing can be read there. Pass a directory, or a URL "
+                "that fsspec knows, such as s3://bucket/folder, with the storage_options that it needs."
             ) from error
         if isinstance(fs, AsyncFileSystem):
             # One for all threads: its work runs in fsspec's own thread. Blocking file systems don't support that, and

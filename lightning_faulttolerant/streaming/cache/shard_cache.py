@@ -150,7 +150,7 @@ class ShardCache:
                 self._kept.remove(shard)
         raise ShardError(
             f"{self._name(shard)} was removed from {self.directory} {_NUM_OPENINGS} times before it could be opened. "
-            "Other processes evict what this one needs: give a larger cache_limit."
+            "Other processes evict shards that this one needs. Pass a larger cache_limit."
         )
 
     def hold(self, shard: int) -> None:
@@ -193,8 +193,8 @@ class ShardCache:
         """
         if self._remote is None:
             raise ValueError(
-                f"{self._name(shard)} in {self.directory} can't be evicted: there is no remote to fetch it from again,"
-                " so this would be the only copy. Delete its files yourself if you don't need them."
+                f"{self._name(shard)} in {self.directory} can't be evicted: without a remote, it can't be fetched "
+                "again, and this may be the only copy. Delete its files yourself if you don't need them."
             )
         self._sound.discard(shard)
         self._kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
@@ -210,11 +210,11 @@ class ShardCache:
 
     def _get(self, shard: int) -> None:
         if self._remote is None and not self._can_be_decompressed(shard):
-            fault = self._kept.fault(shard) or "it was removed just now"
-            error = MissingShardError if "it is not there" in fault else DamagedShardError
+            fault = self._kept.fault(shard) or "it has just been removed"
+            error = MissingShardError if "it does not exist" in fault else DamagedShardError
             raise error(
-                f"{self._name(shard)} can't be read from {self.directory}: {fault}. There is no remote to fetch it "
-                "from. Give remote=, or put the file back."
+                f"{self._name(shard)} can't be read from {self.directory}: {fault}. It can't be fetched, because no "
+                "remote is given. Pass remote=, or put the file back."
             )
         try:
             self._prepare()
@@ -230,8 +230,8 @@ class ShardCache:
             raise self._error(shard, failed) from failed.__cause__
         except OSError as error:
             raise ShardError(
-                f"{self._name(shard)} can't be written to {self.directory}: {error}. It has to be there to be read. "
-                "Give a local directory that can be written, with enough room."
+                f"{self._name(shard)} can't be written to {self.directory}: {error}. A shard is read from this "
+                "directory. Pass a writable local directory with enough space."
             ) from error
 
     def _prepare(self) -> None:
@@ -302,12 +302,14 @@ class ShardCache:
         file = (info.zip_files or info.files)[0]
         address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
         reason = self._remote.without_secrets(str(failed)) if self._remote else str(failed)
-        what = f"{self._name(shard)} can't be had from {address}: {reason}."
+        what = f"{self._name(shard)} can't be fetched from {address}: {reason}."
         if isinstance(cause, FileNotFoundError):
-            return MissingShardError(f"{what} The index names it, so that no epoch is whole without it. Put it there.")
+            return MissingShardError(
+                f"{what} The index names it, so no epoch is complete without it. Put the shard there."
+            )
         if isinstance(cause, DamagedShardError):
-            return DamagedShardError(f"{what} It would give wrong samples. Write it, or its index, again.")
-        return ShardError(f"{what} The epoch can't continue without it. Run again when it can be reached.")
+            return DamagedShardError(f"{what} Its samples would be wrong. Write the shard, or its index, again.")
+        return ShardError(f"{what} The epoch can't continue without it. Start again when it can be reached.")
 
     def _name(self, shard: int) -> str:
         return f"Shard {shard} ({self.shards[shard].files[0].basename})"
@@ -321,12 +323,12 @@ def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
     if algorithm is None:
         return
     if not is_known_hash(algorithm):
-        raise ValueError(f"validate_hash is {algorithm!r}, which is no hash that is known here.")
+        raise ValueError(f"validate_hash is {algorithm!r}, which is an unknown hash.")
     for number, info in enumerate(shards):
         for file in (*info.files, *info.zip_files):
             if algorithm not in file.hashes:
                 raise ValueError(
-                    f"validate_hash is {algorithm!r}, but the index has no such hash of shard {number} "
-                    f"({file.basename}); it has {', '.join(file.hashes) or 'none'}. Nothing could be checked. Give one "
-                    "that it has, or None."
+                    f"validate_hash is {algorithm!r}, but the index has no such hash for shard {number} "
+                    f"({file.basename}); it has {', '.join(file.hashes) or 'none'}. Nothing could be checked. Pass "
+                    "one that it has, or None."
                 )

@@ -57,7 +57,9 @@ def array_encoding(config: str) -> Encoding:
         return DynamicArray(None)
     dtype_name, *rest = config.split(":")
     if dtype_name not in DTYPES or len(rest) > 1:
-        raise ValueError(f"ndarray:{config}: a type among {', '.join(DTYPES)}, and perhaps a shape (ndarray:int32:3,4)")
+        raise ValueError(
+            f"ndarray:{config}: needs a type, one of {', '.join(DTYPES)}, and may have a shape (ndarray:int32:3,4)"
+        )
     if not rest:
         return DynamicArray(np.dtype(dtype_name))
     shape = tuple(int(dim) for dim in rest[0].split(","))

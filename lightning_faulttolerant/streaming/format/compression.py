@@ -71,7 +71,7 @@ def _package(name: str, algorithm: str) -> ModuleType:
 
 def _parsed(algorithm: str) -> tuple[str, int]:
     if not is_known_compression(algorithm):
-        raise ValueError(f"There is no compression {algorithm!r}; those known are {', '.join(COMPRESSIONS)}.")
+        raise ValueError(f"The compression {algorithm!r} is unknown. Use one of {', '.join(COMPRESSIONS)}.")
     family, _, level = algorithm.partition(":")
     return family, int(level) if level else _DEFAULT_LEVELS[family]
 
@@ -103,7 +103,7 @@ def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int)
                 raw.write(part)
             if num_written != num_bytes:
                 how_many = "more" if num_written > num_bytes else num_written
-                raise ValueError(f"it holds {how_many} bytes, the index says {num_bytes}")
+                raise ValueError(f"it holds {how_many} bytes, but the index says {num_bytes}")
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(target)
@@ -184,7 +184,7 @@ def _zstd_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
 def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str) -> bytes:
     """Return the content of ``data``, decompressed in one piece. The size that it states is checked first."""
     if size != num_bytes:
-        raise ValueError(f"it holds {size} bytes by what it says itself, the index says {num_bytes}")
+        raise ValueError(f"it says that it holds {size} bytes, but the index says {num_bytes}")
     module: Any = extra(package, purpose=f"for the compression {package}")
     try:
         return bytes(module.decompress(data))

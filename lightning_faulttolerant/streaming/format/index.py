@@ -60,7 +60,7 @@ def encoding_of(name: str) -> Encoding:
         return array_encoding(config)
     if name not in _MAKERS:
         raise ValueError(
-            f"there is no encoding {name!r}; those known are {', '.join(ENCODINGS)}, ndarray:<dtype>[:<shape>]"
+            f"the encoding {name!r} is unknown; known are {', '.join(ENCODINGS)}, ndarray:<dtype>[:<shape>]"
         )
     return _MAKERS[name]()
 
@@ -186,8 +186,8 @@ class _Parser:
 
     def _error(self, what: str) -> DamagedIndexError:
         return DamagedIndexError(
-            f"The index {self._source} can't be read: {what}. "
-            f"Without it the samples are not known. Write it again, or copy it again."
+            f"The index {self._source} can't be read: {what}. Without it, the samples are not known. Write it again, "
+            "or copy it again."
         )
 
 
@@ -210,7 +210,7 @@ def _check_columns(columns: Columns, *, is_mds: bool) -> None:
     if not is_mds:
         unknown = [encoding for encoding in columns.encodings if encoding not in TEXT_ENCODINGS]
         if unknown:
-            raise ValueError(f"there is no encoding {unknown[0]!r}; those known are {', '.join(TEXT_ENCODINGS)}")
+            raise ValueError(f"the encoding {unknown[0]!r} is unknown; known are {', '.join(TEXT_ENCODINGS)}")
         return
     if len(columns.sizes) != len(columns.names):
         raise ValueError(f"its columns {columns.names} do not match their sizes {columns.sizes}")

@@ -74,22 +74,22 @@ class _Merge:
                 if name is not None:
                     return name if name.endswith(".json") else f"{name}/{INDEX_BASENAME}"
         raise ValueError(
-            f"The index {address} is not below {' or '.join(map(str, self._places))}: an index written there could not "
-            f"name its shards. Give a directory that all data sets are below of."
+            f"The index {address} is not below {' or '.join(map(str, self._places))}: an index written there could "
+            "not name its shards. Pass a directory above all data sets."
         )
 
     def run(self, names: Sequence[str]) -> None:
         """Merge the indexes of these names."""
         if not names:
-            raise FileNotFoundError(f"There is no {INDEX_BASENAME} below {self._places[-1]}, so nothing to merge.")
+            raise FileNotFoundError(f"No {INDEX_BASENAME} exists below {self._places[-1]}, so nothing can be merged.")
         executor = ThreadPoolExecutor(min(_NUM_THREADS, len(names)))
         seconds = self._timeout_seconds * len(names)
         try:
             texts = list(executor.map(self._read, names, timeout=seconds))
         except futures.TimeoutError as error:  # before Python 3.11 not the built-in one
             raise TimeoutError(
-                f"Not all indexes below {self._places[-1]} ({len(names)}) were read within {seconds:g} s. Run it"
-                " again, or give a longer download_timeout."
+                f"Not all indexes below {self._places[-1]} ({len(names)}) were read within {seconds:g} s. Run it "
+                "again, or pass a longer download_timeout."
             ) from error
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -105,7 +105,7 @@ class _Merge:
         for place in self._places:
             with contextlib.suppress(FileNotFoundError):
                 return place.read(name)
-        raise FileNotFoundError(f"There is no {name} below {' or '.join(map(str, self._places))}.")
+        raise FileNotFoundError(f"No {name} exists below {' or '.join(map(str, self._places))}.")
 
     def _shards(self, name: str, text: bytes) -> list[dict[str, object]]:
         source = f"{self._places[-1]}/{name}"

@@ -112,8 +112,8 @@ class Output:
                 if attempt == self._retry or isinstance(error, _FINAL_ERRORS):
                     raise OSError(
                         f"{name} could not be uploaded to {self._remote} (attempt {attempt + 1} of "
-                        f"{self._retry + 1}): {error!r}. The data set there has no index, so nobody takes it for "
-                        f"whole. Write it again, with exist_ok=True."
+                        f"{self._retry + 1}): {error!r}. The data set there has no index, so it does not count as "
+                        "complete. Write it again, with exist_ok=True."
                     ) from error
             time.sleep(min(2.0**attempt, _MAX_DELAY_SECONDS))
         return None
@@ -145,7 +145,7 @@ def _places(
     """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):
         if len(out) != 2 or is_url(out[0]):
-            raise ValueError(f"out={out!r}: a pair is a directory of this machine, and an address.")
+            raise ValueError(f"out={out!r}: a pair must be a local directory and an address.")
         return place_of(out[0]), place_of(out[1], storage_options)
     place = place_of(out, storage_options)
     return (place, None) if isinstance(place, LocalPlace) else (None, place)
@@ -156,8 +156,8 @@ def _make_room(place: FilePlace, *, exist_ok: bool) -> None:
     names = place.names()
     if names and not exist_ok:
         raise FileExistsError(
-            f"There is something in {place} already ({names[0]}, ...). Choose another place, or pass exist_ok=True to "
-            f"replace the data set there; other files stay."
+            f"{place} is not empty ({names[0]}, ...). Choose another place, or pass exist_ok=True to replace the data "
+            "set there; other files stay."
         )
     found = [name for name in names if _SHARD_NAME.fullmatch(name)]
     place.delete(sorted(found, key=lambda name: name != INDEX_BASENAME))

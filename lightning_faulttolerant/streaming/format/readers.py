@@ -74,7 +74,7 @@ class JSONReader(TextReader):
     def _decoded(self, line: str) -> dict[str, object]:
         sample = json.loads(line)
         if not isinstance(sample, dict) or not all(name in sample for name in self._info.columns.names):
-            raise ValueError(f"its line is no object with {self._info.columns.names}")
+            raise ValueError(f"its line is not an object with {self._info.columns.names}")
         return sample
 
 
@@ -213,6 +213,6 @@ def check_safe(info: ShardInfo) -> None:
     name = layout_of(info.columns).unsafe_column() if info.format == "mds" else None
     if name is not None:
         raise UnsafeDataError(
-            f"Column {name!r} of {info.files[0].basename} is pickled: whoever wrote the shard can run any code here "
-            f"when it is read. If you trust the source, pass allow_unsafe_types=True."
+            f"Column {name!r} of {info.files[0].basename} is pickled: reading it can run any code that the writer of "
+            "the shard has put there. If you trust the source, pass allow_unsafe_types=True."
         )

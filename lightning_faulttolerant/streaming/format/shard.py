@@ -122,12 +122,12 @@ class ShardReader(ABC):
             with open(path, "rb") as opened:
                 num_bytes = os.fstat(opened.fileno()).st_size
                 if num_bytes != file.num_bytes:
-                    raise self._damaged(f"{file.basename} has {num_bytes} bytes, the index says {file.num_bytes}")
+                    raise self._damaged(f"{file.basename} has {num_bytes} bytes, but the index says {file.num_bytes}")
                 return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if num_bytes else b""
         except FileNotFoundError as error:
             raise MissingShardError(
-                f"The shard {path} is not there. If it is on a remote, give its address as `remote`; "
-                f"if it was deleted while it was read, raise the limit of the cache."
+                f"The shard {path} does not exist. If it is on a remote, pass its address as `remote`. If it was "
+                "deleted while it was read, raise the limit of the cache."
             ) from error
 
     def _offsets(self, table: Buffer, *, first: int | None, end: int) -> Positions:
@@ -145,7 +145,7 @@ class ShardReader(ABC):
         numbers = np.frombuffer(table, "<u4", num_samples + 2).astype(np.int64)
         offsets = numbers[1:]
         if numbers[0] != num_samples:
-            raise self._damaged(f"it says that it has {numbers[0]} samples, the index says {num_samples}")
+            raise self._damaged(f"it says that it has {numbers[0]} samples, but the index says {num_samples}")
         begins_well = offsets[0] >= head_bytes if first is None else offsets[0] == first
         if not begins_well or offsets[-1] != end or (np.diff(offsets) < 0).any():
             raise self._damaged("its offsets do not ascend from the first byte of its samples to the last")

@@ -108,7 +108,7 @@ def digest_of(data: bytes, algorithm: str) -> str:
 
 def _new(algorithm: str) -> Any:
     if not is_known_hash(algorithm):
-        raise ValueError(f"There is no hash {algorithm!r}; those known are {', '.join(_HASHLIB + _XXHASHES)}.")
+        raise ValueError(f"The hash {algorithm!r} is unknown. Use one of {', '.join(_HASHLIB + _XXHASHES)}.")
     if algorithm in _XXHASHES:
         return getattr(extra("xxhash", purpose=f"for the hash {algorithm}"), algorithm)()
     # Not for secrets: a platform that forbids old algorithms for secrets may allow them here.

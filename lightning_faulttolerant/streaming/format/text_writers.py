@@ -29,7 +29,7 @@ class TextWriter(DatasetWriter):
     def __init__(self, *, columns: Mapping[str, str], newline: str = "\n", **options: Any) -> None:
         unknown = [encoding for encoding in columns.values() if encoding not in TEXT_ENCODINGS]
         if unknown:
-            raise TypeError(f"There is no encoding {unknown[0]!r} here; those known are {', '.join(TEXT_ENCODINGS)}.")
+            raise TypeError(f"The encoding {unknown[0]!r} is unknown here. Use one of {', '.join(TEXT_ENCODINGS)}.")
         if not newline:
             raise ValueError("newline='': a line can't be read if it is empty.")
         self.columns = dict(columns)

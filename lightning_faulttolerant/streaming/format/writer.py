@@ -68,13 +68,13 @@ class DatasetWriter(ABC):
     ) -> None:
         self.compression = compression or None
         if self.compression is not None and not is_known_compression(self.compression):
-            raise ValueError(f"There is no compression {compression!r}.")
+            raise ValueError(f"The compression {compression!r} is unknown.")
         self.hashes = list(hashes or [])
         if self.hashes != sorted(set(self.hashes)):
             raise ValueError(f"Hashes must be sorted, each once: {self.hashes}")
         unknown = [name for name in self.hashes if not is_known_hash(name)]
         if unknown:
-            raise ValueError(f"There is no hash {unknown[0]!r}.")
+            raise ValueError(f"The hash {unknown[0]!r} is unknown.")
         self.size_limit = _num_bytes(size_limit)
         self._shards: list[dict[str, object]] = []
         self._samples: list[bytes] = []
@@ -199,7 +199,7 @@ def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
     offsets = np.cumsum([first, *map(len, samples)], dtype=np.int64)
     if offsets[-1] >= _MAX_SHARD_BYTES:
         raise ValueError(
-            f"A shard would have {offsets[-1]} bytes, but its offsets have 32 bits. Give a size_limit below 4 GiB."
+            f"A shard would have {offsets[-1]} bytes, but its offsets have 32 bits. Pass a size_limit below 4 GiB."
         )
     table: bytes = np.array([len(samples), *offsets], "<u4").tobytes()
     return table
@@ -212,10 +212,10 @@ def _num_bytes(size_limit: int | str | None) -> int | None:
     if isinstance(size_limit, str):
         parsed = _SIZE.fullmatch(size_limit.strip().lower())
         if parsed is None or parsed[2] not in _UNITS:
-            raise ValueError(f"size_limit={size_limit!r}: give a number of bytes, or one with a unit such as '100kb'.")
+            raise ValueError(f"size_limit={size_limit!r}: pass a number of bytes, or one with a unit such as '100kb'.")
         size_limit = int(float(parsed[1]) * _UNITS[parsed[2]])
     if not 0 <= size_limit < _MAX_SHARD_BYTES:
-        raise ValueError(f"size_limit={size_limit}: it must be from 1 to 2**32 - 1, since offsets have 32 bits.")
+        raise ValueError(f"size_limit={size_limit}: it must be from 1 to 2**32 - 1, because offsets have 32 bits.")
     return size_limit
 
 

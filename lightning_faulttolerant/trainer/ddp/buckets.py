@@ -50,7 +50,7 @@ class Buckets:
     def why_not_exact(self) -> list[str]:
         """Return what DDP keeps from batch to batch and no checkpoint holds."""
         reason = (
-            "keeps a state from batch to batch, such as PowerSGD's errors, which is in no checkpoint: it begins again"
+            "keeps a state from batch to batch, such as PowerSGD's errors. No checkpoint holds it, so it begins again"
         )
         return [f"DDP's communication hook {name} {reason}" for name in self._hooks]
 
@@ -64,10 +64,10 @@ class Buckets:
         if self._ddp is None:
             return []
         if state.get("is_lost"):
-            return [f"{_LAST_BITS}: with static_graph=True DDP tells the order of gradients after two batches only"]
+            return [f"{_LAST_BITS}: with static_graph=True, DDP reports the order of gradients only after two batches"]
         reason = None if order is None else compat.why_not_reordered(self._ddp, order)
         if reason is not None:
-            return [f"{_LAST_BITS}: DDP's buckets can't be laid out as they were: {reason}"]
+            return [f"{_LAST_BITS}: DDP's buckets can't be restored: {reason}"]
         if order is not None:
             compat.set_reduction_order(self._ddp, order)
             self._order, self._is_laid_out = list(order), True

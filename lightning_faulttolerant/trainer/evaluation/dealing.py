@@ -81,7 +81,7 @@ class Dealing:
         for number, loader in enumerate(map(user_loader, runs.loaders_of(trainer.predict_loop))):
             length = runs.num_in_order(loader, rank=rank, num_ranks=num_ranks)
             if length is None:
-                self._reason = f"loader predict/{number} has another order than Lightning's own sampler of predict"
+                self._reason = f"loader predict/{number} has another order than Lightning's own sampler"
                 self._dealt = []
                 return
             num_own = len(range(rank, length, num_ranks))
@@ -105,7 +105,7 @@ class Dealing:
             return f"limit_predict_batches={limit} counts the batches of one rank"
         modules = self._trainer.lightning_module.modules()
         if any(isinstance(one, _BatchNorm) and (one.training or one.running_mean is None) for one in modules):
-            return "a batch norm takes the mean of each batch, so that samples depend on the others of their batch"
+            return "a batch norm takes the mean of each batch, so each sample depends on the others in its batch"
         return ""
 
     def why_not_dealt(self, states: Sequence[Mapping[str, object]]) -> str:
@@ -120,7 +120,7 @@ class Dealing:
         if saved != now:
             return f"its loaders had {saved} samples, and now {now}"
         if self._is_per_sample and any(_rest_of(state).begin is None for state in states):
-            return "the seeds of its samples can't continue where the ranks were in different loaders"
+            return "the seeds of its samples can't continue if the ranks were in different loaders"
         return ""
 
     def deal(self, states: Sequence[Mapping[str, Any]], patches: Patches) -> None:

@@ -31,7 +31,7 @@ from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RU
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
-_UNSAVED = "the process before ended without a save"
+_UNSAVED = "the previous process ended without a save"
 
 
 class EvaluationResume:
@@ -128,7 +128,7 @@ class EvaluationResume:
             return f"{self._path} was written by a newer version of the package"
         if self._part["world_size"] != self._trainer.world_size:
             before, now = self._part["world_size"], self._trainer.world_size
-            ranks = f"the number of ranks is {now}, and was {before} in {self._path}"
+            ranks = f"the number of ranks is {now}, but was {before} in {self._path}"
             if self._other_ranks is None:
                 return ranks
             if self._other_ranks.reason:
@@ -232,7 +232,7 @@ class EvaluationResume:
             return ()
         function = function_of(self._trainer)
         if known <= first:
-            return (f"{_UNSAVED}: batches of {function} from {first} on may run a second time",)
+            return (f"{_UNSAVED}: batches {first} and later of {function} may run a second time",)
         batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
         return (f"{_UNSAVED}: {batches} of {function}, and maybe some more, run a second time",)
 

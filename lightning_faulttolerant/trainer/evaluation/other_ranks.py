@@ -70,7 +70,7 @@ class OtherRanks:
         if loaders["own"] or loaders["left"] or any("dataset" in state for state in loaders["places"].values()):
             yield "a data set or a loader has its own state, which belongs to one rank"
         if apart := kept_apart(part, checkpoint):
-            yield f"its ranks have come to different values of {', '.join(apart)}"
+            yield f"its ranks have different values of {', '.join(apart)}"
         _, lost = self._metrics(0)
         yield from lost
 
@@ -102,14 +102,14 @@ class OtherRanks:
     def _tell(self, *, is_per_sample: bool) -> None:
         ranks = f"{ranks_in_words(len(self._states))} when it was saved, {ranks_in_words(self._trainer.world_size)} now"
         if VALIDATION_RUN in self._states[0]:
-            difference = "batches consist of other samples, so that the last bits of a prediction may differ"
+            difference = "batches consist of other samples, so the last bits of a prediction may differ"
         else:
-            difference = "each rank returns what other ranks have predicted"
+            difference = "each rank also returns predictions of other ranks"
         self.not_exact.append(f"{ranks}: {difference}")
         self.not_exact.append(other_draws("predict") if is_per_sample else LOST_GENERATORS)
         changed = sorted(changed_objects(self._states[0].get(OBJECTS)))
         if changed:
-            self.not_exact.append(f"all ranks have what rank 0 had in {', '.join(changed)}")
+            self.not_exact.append(f"all ranks have the values of rank 0 in {', '.join(changed)}")
 
 
 def _datasets(fingerprints: State) -> dict[str, Any]:

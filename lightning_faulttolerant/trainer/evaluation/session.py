@@ -351,7 +351,7 @@ class EvaluationSession(AnySession):
             run.repeat(str(error))
             return None
         if not run.lost_before.issuperset(self._run_state.not_carried(state)):
-            run.repeat("it has made or changed what a checkpoint can't carry")
+            run.repeat("it has created or changed something that a checkpoint can't carry")
         return state if run.can_be_resumed else None
 
     # The end.

@@ -102,11 +102,11 @@ class ValidationRun:
         if self._may_be_resized and function_of(self._trainer) == FIT:
             return "another number of ranks may continue it"
         if isinstance(self._trainer.strategy, FSDPStrategy) and function_of(self._trainer) == FIT:
-            return "FSDP1 has its gradients in another form there"
+            return "FSDP1 stores its gradients in another form there"
         if swaps_in_its_own_way(self._trainer):
-            return "a callback has swapped the weights in its own way"
+            return "a callback swaps the weights in its own way"
         if not leaves_only_state(self._trainer):
-            return "a hook at its start may have done what a new process would lack"
+            return "a hook at its start may have done something that a new process would miss"
         trackers = self._trackers()
         if len(trackers) < self._val_loop.num_dataloaders:
             return "a loader is not followed"

@@ -32,8 +32,8 @@ from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.process import has_told
 
 _RUNNING, _KILLED = "RUNNING", "KILLED"
-_BEGUN = "Its run has begun before the fit: give WandbLogger, or wandb.init, an id."
-_UNKNOWN = "Its documentation says how to name the run in which it is to continue."
+_BEGUN = "Its run began before the fit: give WandbLogger, or wandb.init, an id."
+_UNKNOWN = "See its documentation for how to name the run in which it continues."
 _ADVICE = {
     "CometLogger": "Give it an experiment_key.",
     "NeptuneLogger": "Give it run=neptune.init_run(with_id=...).",
@@ -88,7 +88,7 @@ class Experiments:
         for state in states:
             logger = loggers.get(state["key"])
             if logger is None:
-                self.notes.append(f"there is no {state['key']} any more, which logged to the run {state['id']}")
+                self.notes.append(f"{state['key']}, which logged to the run {state['id']}, is missing now")
             elif self._continues(state["key"], logger, state["id"]):
                 self._begin(state["key"], logger, state)
 
@@ -129,7 +129,7 @@ class Experiments:
         if own == run_id:
             return True
         if compat.starts_over(logger):
-            self.notes.append(f"{key} is to begin a run at each start; what was logged so far is in the run {run_id}")
+            self.notes.append(f"{key} begins a new run at each start; what was logged so far is in the run {run_id}")
             return False
         if not compat.has_begun(logger):
             if own is not None:
@@ -137,13 +137,13 @@ class Experiments:
                 return False
         elif isinstance(logger, WandbLogger):
             self.notes.append(
-                f"{key} had begun the run {own} before the fit; what was logged so far is in the run {run_id}. Give it"
-                f" id={run_id!r}"
+                f"{key} began the run {own} before the fit; what was logged so far is in the run {run_id}. Give it "
+                f"id={run_id!r}"
             )
             return False
         else:
             logger.experiment.set_terminated(own, _KILLED)
-            self.notes.append(f"{key} had begun the run {own} before the fit; it continues in the run {run_id}")
+            self.notes.append(f"{key} began the run {own} before the fit; it continues in the run {run_id}")
         compat.set_run_id(logger, run_id)
         return True
 
@@ -155,8 +155,8 @@ class Experiments:
                 self._resumed.append((key, self._follower(logger, is_resumed=True), state))
                 return
             self.notes.append(
-                f"{key} logs to the run {found}, which the script has begun; what was logged so far is in the run"
-                f" {state['id']}. Call wandb.init(id={state['id']!r}, resume='allow')"
+                f"{key} logs to the run {found}, which the script began; what was logged so far is in the run "
+                f"{state['id']}. Call wandb.init(id={state['id']!r}, resume='allow')"
             )
         except Exception as error:
             if isinstance(logger, WandbLogger):  # nothing can be logged: Lightning would get the same error
@@ -201,11 +201,9 @@ def _advice(logger: Logger) -> str | None:
     return _ADVICE.get(type(logger).__qualname__, _UNKNOWN) if compat.is_unknown(logger) else None
 
 
-_OFFLINE = (
-    "W&B is offline: `wandb sync` joins the parts of the run, with rows after the autosave twice where it was killed"
-)
+_OFFLINE = "W&B is offline: `wandb sync` joins the parts of the run; after a kill, rows after the autosave appear twice"
 _NOT_COUNTED = "this version of W&B has no `_log`, so rows after the autosave may be in the run twice"
-_NOT_NUMBERED = "rows after the autosave may be in the run twice, as not W&B alone has numbered them"
+_NOT_NUMBERED = "rows after the autosave may be in the run twice, because your code has numbered rows, too"
 
 # W&B sends rows, and writes them to its file, every 15 seconds.
 _KEPT_SECONDS, _MAX_KEPT = 60.0, 1000
@@ -249,7 +247,7 @@ class WandbRows:
         lost = state["rows"][-num_lost:] if num_lost else []
         if len(lost) < num_lost or None in lost:
             self._num_rows -= self._num_to_pass
-            return [f"W&B has {self._num_found} of the {num_logged} rows that were logged by then"]
+            return [f"W&B has {self._num_found} of the {num_logged} rows that were logged before the autosave"]
         for row in lost:
             self._original(row, None, None)
         self._num_rows += num_lost - self._num_to_pass
@@ -322,9 +320,12 @@ class MLflowPoints:
         lost = logged - have
         notes = []
         if lost:
-            notes.append(f"MLflow does not have {lost.total()} of the {logged.total()} values that were logged by then")
+            notes.append(
+                f"MLflow does not have {lost.total()} of the {logged.total()} values that were logged before the "
+                "autosave"
+            )
         if self._changed_params:
-            notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which is another one now")
+            notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which differs now")
         return notes
 
     def state_dict(self) -> dict[str, Any]:
@@ -375,7 +376,7 @@ class MLflowPoints:
         if self._num_to_pass[key] <= 0:
             return False
         if not self._found[key][_point(step, value)]:
-            _log.warning("MLflow has other values of %s after the autosave than are logged now: it gets both.", key)
+            _log.warning("MLflow has other values of %s after the autosave than this run logs: it keeps both.", key)
             del self._num_to_pass[key]
             return False
         self._num_to_pass[key] -= 1

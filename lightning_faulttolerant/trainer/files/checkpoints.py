@@ -118,7 +118,7 @@ class CheckpointFiles:
             then, now = states.get(callback.state_key, {}).get("dirpath"), absolute(str(callback.dirpath))
             name = type(callback).__qualname__
             if then is not None and absolute(then) != now:
-                self.notes.append(f"{name} saves to {now} now; what was saved so far is in {then}")
+                self.notes.append(f"{name} now saves to {now}; earlier files are in {then}")
             elif then is not None and self._has_moved:
                 self.notes.append(f"{name} continues in {now}, where the first start of the run saved")
 

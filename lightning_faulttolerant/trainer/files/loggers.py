@@ -69,7 +69,7 @@ class LoggerFiles:
         for state in states:
             logger = loggers.get(state["key"])
             if logger is None:
-                self.notes.append(f"there is no {state['key']} any more, which logged to {state['log_dir']}")
+                self.notes.append(f"{state['key']}, which logged to {state['log_dir']}, is missing now")
             elif self._continues(logger, state, moves):
                 cuts = kept is not None and state["log_dir"] not in kept
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
@@ -98,7 +98,7 @@ class LoggerFiles:
         key, root = state["key"], absolute(logger.root_dir)
         save_dir = None if root == state["root_dir"] else _first_save_dir(logger, state, moves)
         if root != state["root_dir"] and save_dir is None:
-            self.notes.append(f"{key} logs to {root} now; what was logged so far is in {state['log_dir']}")
+            self.notes.append(f"{key} now logs to {root}; what was logged so far is in {state['log_dir']}")
             return False
         if not compat.takes_next_version(logger) and logger.version != state["version"]:
             self.notes.append(
@@ -109,7 +109,7 @@ class LoggerFiles:
             self.notes.append(f"{key} begins again: {state['log_dir']} is gone")
             return False
         if compat.has_begun(logger) and (save_dir is not None or logger.version != state["version"]):
-            self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it continues in {state['log_dir']}")
+            self.notes.append(f"{key} began {logger.log_dir} before the fit; it continues in {state['log_dir']}")
         if save_dir is not None:
             self.notes.append(
                 f"{key} continues in {state['log_dir']}, where the first start of the run logged, not in {root}"
@@ -241,7 +241,8 @@ def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: 
     undo, num_rows = None, file.num_rows()
     if num_rows < state["num_rows"]:
         notes.append(
-            f"{file.path} has {num_rows} rows, {state['num_rows']} were logged by then: it was deleted or changed since"
+            f"{file.path} has {num_rows} rows, but {state['num_rows']} were logged before the autosave: it has been "
+            "deleted or changed"
         )
     elif cuts and (num_rows > state["num_rows"] or file.columns() != state["columns"]):
         columns, rows = file.columns(), file.rows()

@@ -210,7 +210,7 @@ def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
     if file_system.isfile(aside) and file_system.cat_file(aside) == file_system.cat_file(path):
         file_system.rm_file(aside)
     elif file_system.isfile(aside):
-        tell(f"The configuration is another one than before: that is in {aside}, this one in {path}.")
+        tell(f"The configuration has changed. The earlier one is in {aside}, this one in {path}.")
 
 
 def _overwrite(save: Any, *args: Any, **kwargs: Any) -> None:

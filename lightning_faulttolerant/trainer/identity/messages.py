@@ -150,8 +150,8 @@ def tell_passed_over(match: Match, *, run_id: str) -> None:
     if match.is_guess and "guess" not in has_told:
         has_told.add("guess")
         tell(
-            "This trial starts from the beginning: nothing tells it from other trials of this sweep. Give each"
-            ' a callback FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
+            "This trial starts from the beginning: it can't be distinguished from other trials of this sweep. So that "
+            'an interrupted trial continues, give each a callback FaultTolerance(run_id=f"trial-{trial.number}").'
         )
     if not match.passed_over or run_id in has_told:
         return
@@ -174,8 +174,9 @@ def advise(exception: BaseException, choice: Choice | None) -> None:
     if record is None:
         return
     exception.args = (
-        f"{exception}\nTo continue the run that was interrupted, undo the change and type: {record.command.line()}"
-        f"\nTo start over, type: {discard_line(directory)}",
+        f"{exception}\n"
+        f"To continue the interrupted run, undo the change and type: {record.command.line()}\n"
+        f"To start over, type: {discard_line(directory)}",
     )
 
 
@@ -210,5 +211,5 @@ def _difference(one: Command, other: Command) -> str:
     if one.task != other.task:
         return f"it is another task ({one.task or 'none'})"
     if one.script != other.script:
-        return f"it is of {one.script}, and starts differently"
+        return f"it belongs to {one.script}, and starts differently"
     return "it starts differently"

@@ -217,8 +217,8 @@ class FitLedger:
             self._file.append({"event": event, "fit": self._number, "time": time.time(), **values})
         except OSError as error:
             raise LedgerError(
-                f"A line could not be added to the ledger: {error}. What it lacks could not be compared. Make room, or"
-                " run without a ledger."
+                f"A line could not be added to the ledger: {error}. A ledger with a gap can't be compared. Free some "
+                "space, or run without a ledger."
             ) from error
 
     def _begin(self) -> None:

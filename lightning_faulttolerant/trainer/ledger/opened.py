@@ -134,8 +134,8 @@ def _opened(path: str) -> LineFile:
         return LineFile(path)
     except OSError as error:
         raise LedgerError(
-            f"The ledger can't be written to {path}: {error}. Nothing could be compared. Pass a path that can be"
-            f" written, as FaultTolerance(ledger=...) or {LEDGER_VARIABLE}."
+            f"The ledger can't be written to {path}: {error}. Nothing could be compared. Pass a writable path, as "
+            f"FaultTolerance(ledger=...) or {LEDGER_VARIABLE}."
         ) from error
 
 
@@ -200,8 +200,8 @@ class Fault:
             return
         if place == self._place.batch[1:]:
             raise DrillFault(
-                f"A drill has asked for this exception, by {FAULT_VARIABLE}={self._place}: it stands for one that a"
-                " run may meet. Nothing is wrong with the script. Run it without the variable to let it continue."
+                f"A drill requested this exception with {FAULT_VARIABLE}={self._place}. The script is fine. Run it "
+                "without the variable to continue."
             )
 
 

@@ -37,7 +37,7 @@ def place_or_none(place: str, state_of: Callable[[], _T], *, strict: bool, not_e
     except NotExactError as error:
         if strict:
             raise
-        refuse(f"Loader {place} has no place to resume at: {error}", strict=False, not_exact=not_exact)
+        refuse(f"Loader {place} has no position to resume from: {error}", strict=False, not_exact=not_exact)
         return None
 
 

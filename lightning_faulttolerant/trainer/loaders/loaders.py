@@ -61,8 +61,8 @@ class Loaders:
     ) -> None:
         if manual and is_per_sample:
             raise ValueError(
-                'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual leaves all'
-                " loaders as they are: their samples would not be seeded. Drop one of the two."
+                'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual does not '
+                "touch loaders. Their samples would not be seeded. Drop one of the two."
             )
         self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
@@ -163,7 +163,7 @@ class Loaders:
                 self._refuse(place, reason)
             return loader
         if place in self._left:
-            self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
+            self._refuse(place, "the checkpoint has no position of it, because it could not be followed then")
         tracker, followed = self._follow_own(place, loader) if is_whole else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
         if stage == TRAIN:
@@ -184,9 +184,9 @@ class Loaders:
         if reason is not None or not keeps_own_position(loader):
             return reason
         if stage == TRAIN and self.lightning_restores:
-            return "the checkpoint was saved without FaultTolerance and holds a state that the loader is to load itself"
+            return "the checkpoint was saved without FaultTolerance and holds a state that the loader would load itself"
         if was_given_position(loader) and not self.continues:
-            return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
+            return "a state was loaded into it before fit, so its first epoch would begin at an unknown position"
         if self._seeds is not None and stateful_dataset(loader) is not None:
             return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
         return None
@@ -197,7 +197,7 @@ class Loaders:
             return known, known.loader
         for other, tracker in self.trackers.items():
             if other != place and isinstance(tracker, TrackedLoader) and share_a_state(loader, tracker.user_loader):
-                self._refuse(place, f"its data set is that of {other} too, and it keeps one state for both")
+                self._refuse(place, f"{other} reads the same data set, which keeps one state for both")
         seeds = self._seeds_of(place, loader)
         init, before = default_worker_init(self._trainer), known.objects if isinstance(known, TrackedLoader) else None
         tracker = TrackedLoader(loader, default_worker_init=init, seeds=seeds, known=before)
@@ -216,7 +216,7 @@ class Loaders:
         others = [tracker for tracker in self._followed if tracker.loader is loader]
         has_state = keeps_own_state(loader)
         if has_state and any(tracker.place != place for tracker in others):
-            self._refuse(place, f"the same object is {others[0].place} too, and it has one state for both")
+            self._refuse(place, f"the same object is also {others[0].place}, and it has one state for both")
         for tracker in others:
             if has_state or tracker.place == place:  # loaders are reloaded, and this one is the same
                 return tracker, tracker.followed

@@ -25,8 +25,8 @@ _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init
 _MAX_SEED = 2**32  # seeds of users are smaller, as NumPy and Lightning require; torch's own are not
 _MAX_TOLD = 3
 SEED_THEM = (
-    "What a script draws before fit is the same in each start only with a seed: call seed_everything before it is"
-    " drawn, or pass random_split a generator with a seed."
+    "Without a seed, a script draws differently at each start. Call seed_everything before the draw, or pass "
+    "random_split a generator with a seed."
 )
 """The advice if a start drew something else."""
 
@@ -234,6 +234,6 @@ def _tell_of(drawn: list[str]) -> None:
         return
     more = f" and {len(drawn) - _MAX_TOLD} more" if len(drawn) > _MAX_TOLD else ""
     tell(
-        f"No seed is set, and {', '.join(drawn[:_MAX_TOLD])}{more} may have been drawn at random. A resumed run gets"
-        " those of this start back. Call seed_everything before they are drawn, and each start draws the same."
+        f"No seed is set, and {', '.join(drawn[:_MAX_TOLD])}{more} may have been drawn at random. A resumed run gets "
+        "the values of this start back. To draw the same at each start, call seed_everything first."
     )

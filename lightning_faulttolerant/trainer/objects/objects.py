@@ -67,10 +67,10 @@ class Structure:
         now, before = _modules_of(self._module), self._modules
         added = now.keys() - before.keys()
         outer = [name for name in sorted(added) if name.rpartition(".")[0] not in added]
-        found = {f"module.{name}": "a module that training has assigned; make it in __init__" for name in outer}
+        found = {f"module.{name}": "a module that training has assigned; create it in __init__" for name in outer}
         moved = [name for name in now.keys() & before.keys() if now[name] is not before[name]]
         if any(id(now[name]) in self._ids for name in moved):
-            found["module"] = "layers that have changed places: their optimizer states would be those of others"
+            found["module"] = "layers that have changed places: they would get each other's optimizer states"
         return found
 
 
@@ -163,9 +163,10 @@ def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
     if lost and strict:
         lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
         raise NotExactError(
-            f"{path} can't be resumed exactly: training had changed what a checkpoint can't carry.\n{lines}\n"
-            "Give these objects state_dict and load_state_dict, or save their state with FaultTolerance.register;"
-            " or pass strict=False to continue without it."
+            f"{path} can't be resumed exactly: training had changed something that a checkpoint can't carry.\n"
+            f"{lines}\n"
+            "Give these objects state_dict and load_state_dict, or save their state with FaultTolerance.register; or "
+            "pass strict=False to continue without it."
         )
 
 
@@ -248,7 +249,7 @@ class Objects:
                 if is_global(path):
                     continue  # the script may have taken a batch from it; it is reported if training draws from it
                 reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
-                remedy = "Let the training loaders give these batches, too, or pass strict=False."
+                remedy = "Let the training loaders yield these batches, too, or pass strict=False."
                 refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
 
     def state_dict(self, where: str, places: Mapping[str, object]) -> dict[str, Any]:
@@ -284,7 +285,10 @@ class Objects:
         assert self._state is not None
         skipped = made_at_epoch_start(self._owners())
         live = {path: reason for path, reason in self._state.live.items() if path in skipped}
-        found = {path: f"{reason}, and a resume in an epoch does not call the hook" for path, reason in live.items()}
+        found = {
+            path: (f"{reason}, and a resume in the middle of an epoch does not call the hook")
+            for path, reason in live.items()
+        }
         return {**found, **(self._structure.lost() if self._structure is not None else {})}
 
     def _replayed(self, lost: Mapping[str, str]) -> list[str]:
@@ -312,9 +316,9 @@ class Objects:
             if path not in self._warned_of:
                 self._warned_of.add(path)
                 _log.warning(
-                    "Training has changed %s, which a checkpoint can't carry: %s. A resumed run would continue without"
-                    " it. Give its object state_dict and load_state_dict, or save its state with"
-                    " FaultTolerance.register.",
+                    "Training has changed %s, which a checkpoint can't carry: %s. A resumed run would continue "
+                    "without it. Give the object state_dict and load_state_dict, or save its state with "
+                    "FaultTolerance.register.",
                     path,
                     reason,
                 )
@@ -327,7 +331,7 @@ class Objects:
             return []
         self._add()
         self.notes = [
-            f"{name} is not among the callbacks any more, and its state is dropped"
+            f"{name} is no longer among the callbacks, and its state is dropped"
             for name in sorted(_callbacks_in(state) - self._callbacks.keys())
         ]
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
@@ -342,7 +346,7 @@ class Objects:
         for name, state in states.items():
             if name in stores and state is not None:
                 stores[name][1](Decoder(Graph(), state[TABLE]).decode(state["value"]))
-        return [f"{name}: nothing is registered under this name any more" for name in states.keys() - stores.keys()]
+        return [f"{name}: nothing is registered under this name now" for name in states.keys() - stores.keys()]
 
     def look_again(self) -> None:
         """Take the baseline of loaders that are new since `begin`, before anything is drawn from them."""

@@ -128,7 +128,9 @@ class Member:
             if appointed is not None:
                 place, wish = appointed
                 if self.boundary > place:
-                    raise RanksLostError(f"all were to {wish} at boundary {place}, this rank is at {self.boundary}")
+                    raise RanksLostError(
+                        f"all ranks had to {wish} at boundary {place}, but this rank is at {self.boundary}"
+                    )
                 self._appointed, self._limit = None, _NEVER
                 self._is_save_wanted = False
                 self.outbox.append({"done": place})

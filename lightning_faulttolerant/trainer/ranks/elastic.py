@@ -59,15 +59,15 @@ def generators_of_rank(states: Sequence[State], rank: int) -> dict[str, Any]:
 def other_draws(function: str) -> str:
     """Return the line of a report with seeded samples. `function` is what draws besides them."""
     return (
-        f"random draws of {function} itself, such as dropout, are those of other ranks than in the uninterrupted run: a"
-        " rank that was not there draws from states of its own"
+        f"random draws of {function} itself, such as dropout, differ from the uninterrupted run: a new rank draws "
+        "from its own states"
     )
 
 
 LOST_GENERATORS = (
-    "random generators of the ranks and of their workers, which give the augmentation of samples and dropout: ranks"
-    ' that were not there draw from states of their own. With worker_rng="per_sample" the augmentation of a sample is'
-    " the same for any number of ranks"
+    "random generators of the ranks and of their workers, which determine augmentations and dropout: new ranks draw "
+    'from their own states. With worker_rng="per_sample", the augmentation of a sample is the same for any number of '
+    "ranks"
 )
 """The line of a report without seeded samples."""
 
@@ -137,12 +137,12 @@ class Window:
             accumulated: The number of batches in a window.
         """
         if share is None or self.num_samples is None:
-            return 1.0, "gradients of an open accumulation window: how many samples they are of is not known"
+            return 1.0, "gradients of an open accumulation window: the number of their samples is not known"
         num_in_window = accumulated * share.samples_at_once
         if self.num_samples == 0 and num_in_window != self.num_in_window:
             return 1.0, (
-                "gradients that are kept where no accumulation window is open, as manual optimization does: how many"
-                " batches they are of is not known, and a batch of all ranks has other samples now"
+                "gradients that are kept without an open accumulation window, as in manual optimization: the number "
+                "of their batches is not known, and the global batch has other samples now"
             )
         expected = num_batches % accumulated * share.samples_at_once
         scale = self.num_in_window / num_in_window
@@ -150,9 +150,9 @@ class Window:
             return scale, ""
         total = self.num_samples + num_in_window - expected
         return scale, (
-            f"gradients of an open accumulation window: they are of {self.num_samples} samples, where the windows of"
-            f" these ranks would have {expected}, so that the next optimizer step is one over {total} samples with the"
-            f" weights of a step over {num_in_window}"
+            f"gradients of an open accumulation window: they cover {self.num_samples} samples, but with these ranks "
+            f"they would cover {expected}, so the next optimizer step covers {total} samples with the weights of a "
+            f"step over {num_in_window}"
         )
 
 
@@ -194,7 +194,7 @@ class Resized:
         self.ranks = f"{ranks_in_words(len(states))} when it was saved, {ranks_in_words(trainer.world_size)} now"
         self.lost: list[str] = []
         """State that can't be carried over."""
-        self.told = [f"of what the ranks had apart, these are rank 0's: {', '.join(apart)}"] if apart else []
+        self.told = [f"these differed between the ranks, and now come from rank 0: {', '.join(apart)}"] if apart else []
         """Differences from the uninterrupted run in which nothing is lost."""
         self._window: Window | None = None
         self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
@@ -203,15 +203,15 @@ class Resized:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
         if tensor_parallel_size(self._trainer) > 1:
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}) under tensor parallelism:"
-                " several ranks see the same batches, and what each of them has added up would be counted as if it were"
-                " of batches of its own. Start with as many ranks as before."
+                f"The checkpoint can't continue with another number of ranks ({self.ranks}) under tensor parallelism: "
+                "several ranks see the same batches, and the sums of each would be counted as if it had separate "
+                "batches. Start with as many ranks as before."
             )
         if self._position.where == IN_VALIDATION:
             raise NotExactError(
-                f"The checkpoint was saved {self._position}. Another number of ranks can't continue this run"
-                f" ({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True, or"
-                ' with worker_rng="per_sample", its start is saved instead, from which any number of ranks continues.'
+                f"The checkpoint was saved {self._position}. Another number of ranks can't continue this run "
+                f"({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True, or with "
+                'worker_rng="per_sample", its start is saved instead, and any number of ranks can continue from there.'
             )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])
@@ -235,7 +235,7 @@ class Resized:
         return self._trainer.accumulate_grad_batches
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
-        reason = "sums over ranks are made in another order, so that the last bits of their values differ"
+        reason = "sums over ranks have another order, so their last bits differ"
         self.told.append(f"{self.ranks}: {reason}")
         if is_per_sample:
             self.told.append(other_draws("the training"))
@@ -245,13 +245,13 @@ class Resized:
     def _loaders(self, fingerprints: State) -> dict[str, Any]:
         first = self._states[0]["loaders"]
         reasons = [f"{place} could not be followed when it was saved" for place in first["left"]]
-        reasons += [f"{place} keeps a state of its own" for place in first["own"]]
+        reasons += [f"{place} keeps its own state" for place in first["own"]]
         training = [place for place in first["places"] if place.startswith(TRAIN)]
         is_begun = any(first["places"][place].get("consumed") or DEAL in first["places"][place] for place in training)
         if is_begun and len(training) > 1:
-            reasons.append(f"there are {len(training)} training loaders, each with an order of its own")
+            reasons.append(f"the fit has {len(training)} training loaders, each with its own order")
         if first["ahead"] is not None:
-            reasons.append(f"{training[0]} has no length: a batch of it was fetched ahead")
+            reasons.append(f"{training[0]} has no length, and one of its batches was fetched ahead")
         own = [(rank, state[FINGERPRINT]) for rank, state in enumerate(self._states) if FINGERPRINT in state]
         for place in training:
             ranks = [r for r, of in own if of.get(place, {}).get("dataset") != fingerprints[place].get("dataset")]
@@ -264,7 +264,7 @@ class Resized:
                 if place in training:
                     places[place] = state_for_others(states, num_left=num_left)
                 elif "record" not in state or ("iterable" in state and not is_dealt_stream(state)):
-                    reasons.append(f"{place} is iterable or keeps a position of its own")
+                    reasons.append(f"{place} is iterable or keeps its own position")
                 else:
                     places[place] = between(state)
             except NotExactError as error:
@@ -283,9 +283,9 @@ class Resized:
         in_shards = (FSDPStrategy, ModelParallelStrategy)
         if isinstance(self._trainer.strategy, in_shards) or not all(isinstance(g, Tensor) for g in merged.values()):
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}): it was taken inside an"
-                " open accumulation window, whose gradients are in shards, and shards of gradients are not cut again."
-                " Continue with as many ranks as before, or from a checkpoint after an optimizer step."
+                f"The checkpoint can't continue with another number of ranks ({self.ranks}): it was saved inside an "
+                "open accumulation window, whose gradients are in shards, and shards of gradients can't be split "
+                "again. Continue with as many ranks as before, or from a checkpoint after an optimizer step."
             )
         places = self._states[0]["loaders"]["places"]
         records = [state["record"] for place, state in places.items() if place.startswith(TRAIN)]
@@ -314,14 +314,14 @@ class Resized:
         deal = loaders.deal()
         if deal is not None and deal.num_batches == 0 and deal.begin < deal.end:
             raise NotExactError(
-                f"{deal.end - deal.begin} samples of the epoch are left, too few for a batch on each rank, and"
-                " drop_last leaves them out: the epoch would end without what is due after its last batch. Continue"
-                " with as many ranks as before."
+                f"{deal.end - deal.begin} samples of the epoch are left, too few for a batch on each rank, and "
+                "drop_last drops them. The epoch would end without the work that is due after its last batch. "
+                "Continue with as many ranks as before."
             )
         if compat.step_fetches(trainer) and position.batch:
             raise NotExactError(
-                "training_step takes the dataloader_iter and fetches by itself, so that the batches of the epoch can't"
-                " be counted for another number of ranks. Continue with as many ranks as before."
+                "training_step takes the dataloader_iter and fetches by itself, so the batches of the epoch can't be "
+                "counted for another number of ranks. Continue with as many ranks as before."
             )
         num_left = 0 if position.where == EPOCH_END else now if deal is None else deal.num_batches
         if num_left > now:

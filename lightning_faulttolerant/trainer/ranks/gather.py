@@ -87,7 +87,7 @@ def gather(
         return None
     elsewhere = {place: str(other) for place, (other, _) in enumerate(told) if other != position}
     if elsewhere:
-        raise RanksLostError(f"rank 0 would save {position}, but these are elsewhere: {elsewhere}")
+        raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
     return [packed for _, packed in told]
 
 

@@ -126,8 +126,8 @@ class Spoke:
             connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
         except OSError as error:
             raise RanksLostError(
-                f"rank {rank} can't reach port {address[1]} of rank 0's machine, {address[0]}: {error}. Let the ranks"
-                " reach all ports of that machine"
+                f"rank {rank} can't reach port {address[1]} of rank 0's machine, {address[0]}: {error}. Allow the "
+                "ranks to reach all ports of that machine"
             ) from error
         self._connection = _Connection(connection)
         self._connection.send({"rank": rank, "token": token})
@@ -184,9 +184,8 @@ class Hub:
         while len(self._others) < num_others:
             if time.monotonic() > deadline:
                 raise RanksLostError(
-                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0"
-                    f" within {_CONNECT_SECONDS:g} seconds. Let the ranks reach all ports"
-                    " of rank 0's machine"
+                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0 "
+                    f"within {_CONNECT_SECONDS:g} seconds. Allow the ranks to reach all ports of rank 0's machine"
                 )
             self._early = self.receive()  # includes the earlier ones
             time.sleep(0.001)

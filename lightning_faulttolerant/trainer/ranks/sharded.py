@@ -255,8 +255,9 @@ def _wait_for(directory: str) -> None:
     while not os.path.isdir(directory):
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{directory}, which rank 0 has made, is not seen here after {_SEEN_WITHIN_SECONDS:g} seconds. Each"
-                " rank writes its shards there. Pass FaultTolerance(dirpath=...) a directory that all ranks see."
+                f"After {_SEEN_WITHIN_SECONDS:g} seconds, this rank does not see {directory}, which rank 0 has "
+                "created. Each rank writes its shards there. Pass FaultTolerance(dirpath=...) a directory that all "
+                "ranks see."
             )
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, 0.5)

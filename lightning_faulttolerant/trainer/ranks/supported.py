@@ -26,22 +26,22 @@ from lightning_faulttolerant.trainer.compat import callbacks
 SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 
 _XLA = (
-    "On XLA devices steps run lazily and torch_xla writes the checkpoints: nobody has shown that a run continues"
-    " exactly there"
+    "On XLA devices, steps run lazily and torch_xla writes the checkpoints. No test has shown that a run continues "
+    "exactly there"
 )
 # These derive from supported strategies. What each does that autosaves can't handle, and what to use instead.
 REFUSED: Mapping[type[Strategy], str] = {
     DeepSpeedStrategy: (
-        "DeepSpeed writes its checkpoints itself, of its engine's own state, and loads them into an engine: they can't"
-        " be saved and put back in step with the rest of the run. Use strategy=ModelParallelStrategy() or"
-        ' strategy=FSDPStrategy(state_dict_type="sharded"), which shard the same way'
+        "DeepSpeed writes and loads its own checkpoints of its engine. They can't be saved and restored together with "
+        "the rest of the run. Use strategy=ModelParallelStrategy() or "
+        'strategy=FSDPStrategy(state_dict_type="sharded"), which also shard'
     ),
     XLAStrategy: _XLA,
     SingleDeviceXLAStrategy: _XLA,
 }
 _ADVICE = (
-    "Train with a strategy that docs/strategies.md lists, or leave the callback out; PL_FAULT_TOLERANT_TRAINING=0"
-    " leaves it out too."
+    "Use a strategy that docs/strategies.md lists, or leave the callback out. PL_FAULT_TOLERANT_TRAINING=0 leaves it "
+    "out, too."
 )
 # Autosaves of one file are written without the strategy, and restored by Lightning's connector.
 _OWN_FORMAT = ("save_checkpoint", "load_checkpoint")
@@ -56,20 +56,20 @@ def check_strategy(strategy: Strategy) -> None:
     kind = type(strategy)
     for refused, reason in REFUSED.items():
         if isinstance(strategy, refused):
-            raise UnsupportedTrainerError(f"FaultTolerance does not serve {kind.__name__}. {reason}. {_ADVICE}")
+            raise UnsupportedTrainerError(f"FaultTolerance does not support {kind.__name__}. {reason}. {_ADVICE}")
     base = next((known for known in SUPPORTED if isinstance(strategy, known)), None)
     if base is None:
         raise UnsupportedTrainerError(
-            f"FaultTolerance does not know the strategy {kind.__module__}.{kind.__name__}, which derives from none of"
-            f" {', '.join(known.__name__ for known in SUPPORTED)}. How it saves, and what its ranks hold, would be a"
-            f" guess. {_ADVICE}"
+            f"FaultTolerance does not know the strategy {kind.__module__}.{kind.__name__}, which derives from none of "
+            f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
+            f"hold. {_ADVICE}"
         )
     own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
     if own:
         raise UnsupportedTrainerError(
-            f"FaultTolerance does not know how {kind.__module__}.{kind.__name__} saves: it derives from"
-            f" {base.__name__} and has a {' and a '.join(own)} of its own. An autosave would be written without it, or"
-            f" in a form that is not known. {_ADVICE}"
+            f"FaultTolerance does not know how {kind.__module__}.{kind.__name__} saves: it derives from "
+            f"{base.__name__} and has its own {' and its own '.join(own)}. An autosave would be written without it, "
+            f"or in an unknown form. {_ADVICE}"
         )
 
 

@@ -113,7 +113,7 @@ class Watch:
         self._wake.set()
         reason = self._stop.requested
         if reason is not None and not is_stop and self._stop.seconds_left() < _LAST_SECONDS:
-            end_process(reason.exit_code, f"{reason.name} has ended another rank, and this one with it.")
+            end_process(reason.exit_code, f"{reason.name} has ended another rank, so this one ends, too.")
 
     def _run(self) -> None:
         while not self._closed:
@@ -122,7 +122,7 @@ class Watch:
             try:
                 self.look()
             except Exception:  # noqa: BLE001 - this thread must not end before the rank does
-                _log.exception("The thread that looks on while a rank trains has met an error.")
+                _log.exception("The thread that watches the other ranks has failed.")
 
     def _is_busy(self) -> bool:
         return self._line is not None and self.member.is_busy
@@ -138,8 +138,8 @@ class Watch:
             who = "This rank" if failure.rank == self._rank else f"Rank {failure.rank}"
             end_process(
                 failure.exit_code,
-                f"{who} {failure.text}. This process could not end by itself within {ENDS_WITHIN_SECONDS:g} seconds,"
-                " since it waits for another rank or in its own work. It is ended now; the last autosave stays.",
+                f"{who} {failure.text}. This process could not end by itself within {ENDS_WITHIN_SECONDS:g} seconds, "
+                "because it waits for another rank or for its own work. It is ended now; the last autosave stays.",
             )
 
     def _talk(self, line: Line) -> None:

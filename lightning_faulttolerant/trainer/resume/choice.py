@@ -82,7 +82,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     except NoValidCheckpointError as damages:
         if not is_newest:
             raise
-        _log.warning("%s This fit continues from %s, which ckpt_path stands for.", damages, path)
+        _log.warning("%s This fit continues from %s, to which ckpt_path resolves.", damages, path)
         found = None
     if found is None:
         return Choice(path=_as_given(given), origin=origin)
@@ -94,7 +94,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     origin = ours[KEY]["origin"]
     why = _why_not(path, ours)
     if why is None:
-        tell(f"{path} is further on than the autosave {newest}: this fit continues from that file.")
+        tell(f"{path} is further than the autosave {newest}: this fit continues from that file.")
         return Choice(path=_as_given(given), origin=origin, autosave=newest)
     why.tell(path, newest)
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
@@ -117,7 +117,7 @@ def set_aside(series: AutosaveSeries, choice: Choice) -> None:
         return
     aside = series.set_aside("another-ckpt_path")
     _log.warning(
-        "This fit starts from %s, the autosaves of this run continue another one: they are now in %s.",
+        "This fit starts from %s. The autosaves of this run belong to another start. They are now in %s.",
         choice.path, aside,
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ class _Why:
     def tell(self, path: str, newest: str) -> None:
         """Report the reason, and how to start from the named checkpoint instead."""
         if self.is_damage:
-            reason = f"{path} can't be taken, so this run continues from its newest autosave: {self.reason}"
+            reason = f"{path} can't be used, so this run continues from its newest autosave: {self.reason}"
             advice = "To start from that file anyway, pass FaultTolerance(auto_resume=False) once:"
             _log.warning("%s %s the autosaves are then set aside.", reason, worded(advice))
         else:
@@ -168,11 +168,11 @@ def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
     """
     try:
         if _is_unfinished(path):
-            raise CheckpointError(f"It has no {METADATA_NAME}: nobody has completed it.")
+            raise CheckpointError(f"It has no {METADATA_NAME}: it is not complete.")
         theirs, is_refused = _content_of(path)
         part = theirs.get(KEY)
         if progress_of(ours, ours[KEY]) >= progress_of(theirs, part):
-            return _Why(reason="is not further on")
+            return _Why(reason="is not further")
         if not _can_be_exact(part):
             return _Why(reason="can't be resumed exactly")
         verify_path(path)

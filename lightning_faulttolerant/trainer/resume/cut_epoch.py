@@ -10,16 +10,16 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.trainer.position import EPOCH_END, TrainerPosition
 
 REMEDY = (
-    "Resume from a checkpoint that ModelCheckpoint saved after a batch (by its every_n_train_steps): it continues in"
-    " the middle of the epoch"
+    "Resume from a checkpoint that ModelCheckpoint saved after a batch (with every_n_train_steps): it continues in "
+    "the middle of the epoch"
 )
 
 
 def reason(path: str, position: TrainerPosition) -> str:
     """Return why the checkpoint `path` can't be trained further."""
     return (
-        f"{path} is of a fit that ended in the middle of an epoch, after its batch {position.batch}."
-        " Its epoch was closed there, so the rest of it can't be trained any more"
+        f"{path} comes from a fit that ended in the middle of an epoch, after batch {position.batch}. The epoch was "
+        "closed there, so the rest of it can't be trained"
     )
 
 

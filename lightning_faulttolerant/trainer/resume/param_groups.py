@@ -53,9 +53,9 @@ class ParamGroups:
             unknown = [name for group in groups for name in group if name not in parameters]
             if unknown:
                 raise NotExactError(
-                    f"Optimizer {number} ({type(optimizer).__name__}) can't be restored: while training, it was given"
-                    f" {unknown[0] or 'a tensor'}, which is no parameter of the module. Make it one, or give it to the"
-                    " optimizer in configure_optimizers."
+                    f"Optimizer {number} ({type(optimizer).__name__}) can't be restored: while training, it was given "
+                    f"{unknown[0] or 'a tensor'}, which is not a parameter of the module. Make it a parameter, or "
+                    "give it to the optimizer in configure_optimizers."
                 )
             del optimizer.param_groups[len(groups) :]
             for group, names in zip(optimizer.param_groups, groups, strict=False):

@@ -9,8 +9,8 @@ from typing import Any
 
 LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
-    "the checkpoint has no part of lightning_faulttolerant: order of samples, random generators, metrics and logged"
-    " values of the epoch start again, as Lightning does"
+    "the checkpoint was saved without lightning_faulttolerant: order of samples, random generators, metrics, and "
+    "logged values of the epoch start again, as with Lightning alone"
 )
 """The reason that a report gives for a checkpoint that this package did not write."""
 ORDER, OBJECTS = "order of samples and workers", "object state"

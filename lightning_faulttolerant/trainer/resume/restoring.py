@@ -247,8 +247,8 @@ class Replaced:
             for number, (saved, made) in enumerate(zip_longest(state[kind], self._first[kind], fillvalue="nothing"))
         )
         return [
-            f"while training, {name} became {saved}, and configure_optimizers makes {made}, which can't continue from"
-            " its state" for name, saved, made in pairs if saved != made
+            f"while training, {name} became {saved}, but configure_optimizers creates {made}, which can't continue "
+            "from its state" for name, saved, made in pairs if saved != made
         ]  # fmt: skip
 
     def _now(self) -> Kinds:

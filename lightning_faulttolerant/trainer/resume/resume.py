@@ -113,8 +113,8 @@ class Resume:
     def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
-                f"{self._path} was written in format {part['version']}, this version of the package reads up to"
-                f" {VERSION}. Its state would be misread. Install the newer version."
+                f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
+                f"up to {VERSION}. Its state would be misread. Install the newer version."
             )
         self.position = TrainerPosition(**part["position"])
         if part.get("inexact"):
@@ -169,8 +169,9 @@ class Resume:
             raise NotExactError(
                 f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
                 + "\n".join(f"  - {line}" for line in lost)
-                + "\nThe run would not be the uninterrupted one. Start with as many ranks as before, or pass"
-                " FaultTolerance(elastic=True) to continue without."
+                + "\n"
+                "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
+                "FaultTolerance(elastic=True) to continue without this state."
             )
         self._not_exact += [*lost, *resized.told]
         resized.told = []
@@ -218,8 +219,8 @@ class Resume:
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             self._fails(
                 f"{self._path} can't be restored exactly: {lines[0]}{more}",
-                remedy="Give the module its type where it is made, in its setup or configure_model, or by the Trainer's"
-                " precision, so that it has it when it is loaded",
+                remedy="Set the type of the module before it is loaded: in __init__, setup, or configure_model, or "
+                "with the Trainer's precision",
             )
 
     def note_loaded(self) -> None:
@@ -340,7 +341,7 @@ class Resume:
         position = self.position
         ended = why_ended(self._trainer)
         if ended is not None:
-            self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
+            self._fails(f"{self._path} comes from a fit that {ended}, so it can't be trained further")
         num_batches = self._trainer.num_training_batches
         is_inside = position is not None and 0 < position.batch < num_batches
         if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):

@@ -30,8 +30,8 @@ from lightning_faulttolerant.trainer.run.launched import Script, this_script
 _log = logging.getLogger(__name__)
 
 _REMOTE_ADVICE = (
-    "Look at the credentials, the name of the bucket and the endpoint: they are taken from where the client of that"
-    " store takes them, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or fsspec's own configuration. "
+    "Check the credentials, the name of the bucket, and the endpoint. The client of the store reads them from "
+    "variables such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or from fsspec's configuration. "
 )
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -47,8 +47,8 @@ def check_run_id(run_id: str) -> str:
         raise TypeError(f"run_id must be a string, got {run_id!r}. It names the directory of this run's autosaves.")
     if not _ALLOWED.fullmatch(run_id):
         raise ValueError(
-            f"run_id must be 1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit;"
-            f" got {run_id!r}. It names the directory of this run's autosaves."
+            "run_id must be 1 to 128 letters, digits, dots, dashes, or underscores, and begin with a letter or a "
+            f"digit; got {run_id!r}. It names the directory of this run's autosaves."
         )
     return run_id
 
@@ -215,9 +215,7 @@ class RunDirectory:
             elif ended_well:
                 self.remove()
         except (OSError, CheckpointError) as error:
-            _log.warning(
-                "Autosaves of this run, which is done, could not be removed from %s: %s", self.directory, error
-            )
+            _log.warning("The autosaves of this finished run could not be removed from %s: %s", self.directory, error)
         try:
             if ended_well:
                 self.history.close()
@@ -284,7 +282,7 @@ def _end_run(directory: str, script: Script) -> None:
     try:
         run = _runs.get(directory) or RunDirectory(directory, script)
     except (OSError, CheckpointError) as error:
-        _log.warning("The autosaves of this run, which is done, stay in %s: %s", directory, error)
+        _log.warning("The autosaves of this finished run stay in %s: %s", directory, error)
     else:
         run.end()
 
@@ -334,9 +332,8 @@ def open_directory(directory: str, script: Script | None = None) -> RunDirectory
             run = _runs[directory] = RunDirectory(directory, script or this_process())
         except OSError as error:
             raise CheckpointError(
-                f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."
-                f" {_REMOTE_ADVICE if is_url(directory) else ''}"
-                "Pass FaultTolerance(dirpath=...) a directory that can be written."
+                f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed. "
+                f"{_REMOTE_ADVICE if is_url(directory) else ''}Pass FaultTolerance(dirpath=...) a writable directory."
             ) from error
         if script is None or not script.is_elsewhere:
             call_at_end(run.end, is_remote=is_url(directory))

@@ -130,7 +130,9 @@ class Comparison:
             carried = loader_as_carried_over(saved, now, is_resized=is_resized)
             lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]
             if not is_resized:
-                self.not_exact += [f"{line}: the workers' random generators are not carried over" for line in lines]
+                self.not_exact += [
+                    (f"{line}: the random generators of the workers are not carried over") for line in lines
+                ]
             saved = carried
         lines = list(differences(saved, now, place))
         self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
@@ -289,9 +291,9 @@ def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMis
         f"{path} was saved by a run that differs from this one:\n"
         + "\n".join(f"  - {line}" for line in lines)
         + f"\n{remedy}".rstrip()
-        + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
-        " strict=False to continue with what can be restored, or FaultTolerance(run_id=...) with another name to start"
-        " from the beginning."
+        + "\n"
+        "The result would belong to neither run. Start with the same settings, pass strict=False to continue with "
+        "what can be restored, or FaultTolerance(run_id=...) with another name to start from the beginning."
     )
 
 

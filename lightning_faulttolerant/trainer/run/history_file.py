@@ -71,7 +71,7 @@ class _SingleWarning:
         if not self._has_spoken:
             self._has_spoken = True
             _log.warning(
-                "The history of this run can't be written to %s; training continues without: %s: %s",
+                "The history of this run can't be written to %s; training continues without it: %s: %s",
                 self._path, type(error).__name__, error,
             )  # fmt: skip
 

@@ -29,8 +29,8 @@ _FIRST_ITEMS = 100
 _MISSING = object()
 
 MAY_BE_IGNORED = (
-    "A hyperparameter that differs at each start and doesn't change the training may be named in"
-    " FaultTolerance(ignore_hyperparameters=(...))."
+    "If a hyperparameter differs at each start and doesn't change the training, name it in "
+    "FaultTolerance(ignore_hyperparameters=(...))."
 )
 """The advice if hyperparameters are refused."""
 

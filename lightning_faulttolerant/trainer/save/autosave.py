@@ -164,7 +164,7 @@ class Autosaver:
         try:
             staged = self._staging.copy(checkpoint)
         except Exception as error:  # noqa: BLE001 - deepcopy runs user code; torch.save may write what it can't copy
-            _log.warning("A copy to be written in the background failed, so this save is waited for: %r", error)
+            _log.warning("The state could not be copied, so training waits for this save: %r", error)
             self._write_now(checkpoint, position, began)
             return True
         waited, self._in_background = self.pace.now() - began, position
@@ -209,7 +209,7 @@ class Autosaver:
         error = self._writer.take_error()
         if error is not None:
             self.pace.is_urgent = False
-            _log.warning("An autosave could not be written in the background; the one before it is there: %r", error)
+            _log.warning("An autosave could not be written in the background; the previous one stays: %r", error)
 
     def close(self) -> None:
         """Wait for the background write, and free its memory."""
@@ -314,7 +314,7 @@ class Autosaver:
     ) -> None:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
-            tell("async_save=True: autosaves of a strategy that shards are waited for.")
+            tell("async_save=True: training waits for the autosaves of a strategy that shards.")
         by_first(self._ranks, "check", lambda: self._check(without_shards(checkpoint)))
         path, failure = shards.save(checkpoint, position, flush=self._run_state.files.flush, raises=is_first)
         if failure:

@@ -53,8 +53,8 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported by AtomicCheckpointIO, as it is"
-                " not by Lightning's own. Put the options of a file system into fsspec's configuration."
+                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported by AtomicCheckpointIO, nor by "
+                "Lightning. Put the options of a file system into fsspec's configuration."
             )
         directory, name = split_path(_as_given(path))
         if not is_url(directory):
@@ -110,6 +110,6 @@ def _as_given(path: Path) -> str:
 def _remedy() -> str:
     lightnings = "`fit(..., weights_only=False)`, or " if served_of_any().HAS_WEIGHTS_ONLY else ""
     return (
-        f"To load it anyway under a Trainer, whatever it runs: {lightnings}"
-        "`Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])`."
+        "To load it under a Trainer, even if it runs code: "
+        f"{lightnings}`Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])`."
     )

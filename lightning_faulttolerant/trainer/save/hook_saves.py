@@ -76,8 +76,8 @@ def can_wait(error: Exception, trainer: Trainer, position: TrainerPosition) -> b
     if hook is None:
         return False
     tell(
-        f"{hook} can't be called before the first batch yet, it raised {error!r}. The first autosave is made after that"
-        " batch. A run that is interrupted before starts again from the beginning."
+        f"{hook} can't be called before the first batch: it raised {error!r}. The first autosave comes after that "
+        "batch. If the run is interrupted before, it starts again from the beginning."
     )
     return True
 
@@ -174,7 +174,7 @@ class HookSaves:
             position=position,
             state=self._run_state.state_dict(position),
             pending=tuple(pending),
-            inexact=tuple(f"{name} stood after the hook that saved, and can't be called again" for name in lost),
+            inexact=tuple(f"{name} comes after the hook that saved, and can't be called again" for name in lost),
             before_validation=before,
         )
 
@@ -182,10 +182,10 @@ class HookSaves:
         inexact = []
         if not capture.is_current(self._trainer):
             self.wants_captures = True
-            inexact.append(f"parameters have moved since {capture.position}, the last state before {hook or 'it'}")
+            inexact.append(f"parameters have changed since {capture.position}, the last state before {hook or 'it'}")
         if overrides_save_hook(self._trainer):
             adds = "what on_save_checkpoint, or the data module's state_dict, adds"
-            inexact.append(f"{adds} is of {hook or 'the call'}, the rest of {capture.position}")
+            inexact.append(f"{adds} comes from {hook or 'the call'}, the rest from {capture.position}")
         kept = capture.position
         position = TrainerPosition(**{**kept.state_dict(), "hook": hook or "a call"})
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())

@@ -77,14 +77,14 @@ class Outage:
     def _warn(self, failure: str, position: TrainerPosition, saved: TrainerPosition | None) -> None:
         if saved is None:
             _log.warning(
-                "The state %s could not be saved: %s. There is no autosave yet. The run continues, and each save that"
-                " is due tries again.",
+                "The state %s could not be saved: %s. No autosave exists yet. The run continues, and each due save "
+                "tries again.",
                 position, failure,
             )  # fmt: skip
             return
         _log.warning(
-            "The state %s could not be saved: %s. The last autosave, %s, stays. The run continues, and each save"
-            " that is due tries again.",
+            "The state %s could not be saved: %s. The last autosave, %s, stays. The run continues, and each due save "
+            "tries again.",
             position, failure, saved,
         )  # fmt: skip
 
@@ -139,8 +139,8 @@ class StepCount:
         if is_due and not self._has_told:
             self._has_told = True
             tell(
-                f"every_n_train_steps={self._every_n_steps} counts finished batches in this fit: global_step stays at"
-                f" {step}, since Lightning counts no steps of raw optimizers."
+                f"every_n_train_steps={self._every_n_steps} counts finished batches in this fit: global_step stays at "
+                f"{step}, because Lightning doesn't count the steps of raw optimizers."
             )
         return is_due
 

@@ -71,8 +71,8 @@ class Trust:
         reason = self.why_not(path)
         if reason is not None:
             raise UnsafeCheckpointError(
-                f"{path} is not trusted: {reason}. It holds parts of the object state as bytes, and to unpickle them"
-                f" can run any code. If you trust whoever can write there, {_GRANT}."
+                f"{path} is not trusted: {reason}. It holds parts of the object state as bytes, and unpickling them "
+                f"can run any code. If you trust everyone who can write there, {_GRANT}."
             )
         return {**state, OBJECTS: unpickled(objects)}
 
@@ -98,7 +98,7 @@ class Trust:
         text = _refusal(packed, reason)
         if self._options.strict:
             raise UnsafeCheckpointError(text)
-        _log.warning("%s\nAs strict is off, the run is saved anyway. Its next start needs the trust.", text)
+        _log.warning("%s\nBecause strict is off, the run is saved anyway. Its next start needs this trust.", text)
 
     def written(self, pool: Mapping[str, object], path: str, *, is_first: bool) -> None:
         """Let no other user write to an autosave that holds objects as bytes. Check that the first one can be loaded.
@@ -140,9 +140,10 @@ class Trust:
         reason = self.why_not(path)
         if reason is not None:
             raise UnsafeCheckpointError(
-                f"{path} is not trusted: {reason}. It holds objects as bytes, and to unpickle them can run any code:"
-                f"\n{_listed(pool)}\nIf you trust whoever can write there, {_GRANT}. Else let only yourself write there"
-                " (chmod go-w), if nobody else has."
+                f"{path} is not trusted: {reason}. It holds objects as bytes, and unpickling them can run any code:\n"
+                f"{_listed(pool)}\n"
+                f"If you trust everyone who can write there, {_GRANT}. If nobody else has written there, allow only "
+                "yourself to write (chmod go-w)."
             )
         unpack(checkpoint, pool, **more)
 
@@ -160,9 +161,9 @@ def _refuse_unsafe(checkpoint: Mapping[str, object], failures: Mapping[str, str]
     if paths:
         named = [f"{path} ({failures[path]})" if path in failures else path for path in paths]
         raise UnsafeCheckpointError(
-            "These keys of the checkpoint would not load again with torch.load(weights_only=True), so this run could"
-            f" not be resumed: {', '.join(named)}. Let state_dict, on_save_checkpoint or save_hyperparameters give"
-            " numbers, strings, tensors, lists and dicts, or objects that can be pickled."
+            "These keys of the checkpoint would not load again with torch.load(weights_only=True), so this run could "
+            f"not be resumed: {', '.join(named)}. Let state_dict, on_save_checkpoint, or save_hyperparameters return "
+            "numbers, strings, tensors, lists, and dicts, or objects that can be pickled."
         )
 
 
@@ -170,10 +171,11 @@ def _refusal(packed: Packed, reason: str) -> str:
     lines = lines_to_allow(packed.values)
     allow = "" if lines is None else "\nOr allow the classes before the fit:\n\n    import torch\n    "
     return (
-        f"These keys of the checkpoint hold objects that torch.load(weights_only=True) refuses:\n{_listed(packed.pool)}"
-        f"\nA resume unpickles them only where nobody else can write, and {reason}. Let only yourself write there"
-        f" (chmod go-w, umask 022), save elsewhere by FaultTolerance(dirpath=...), or, if you trust whoever can write"
-        f" there, {_GRANT}." + allow + "\n    ".join(lines or ())
+        "These keys of the checkpoint hold objects that torch.load(weights_only=True) refuses:\n"
+        f"{_listed(packed.pool)}\n"
+        f"A resume unpickles them only if nobody else can write there, but {reason}. Allow only yourself to write "
+        "there (chmod go-w, umask 022), or save elsewhere: pass FaultTolerance(dirpath=...). Or, if you trust "
+        f"everyone who can write there, {_GRANT}." + allow + "\n    ".join(lines or ())
     )
 
 

@@ -36,7 +36,7 @@ def read_switch() -> str:
         return "off"
     if value.lower() == _MANUAL:
         return _MANUAL
-    raise ValueError(f"{VARIABLE} must be 1 or automatic (on), manual, 0 (off) or unset, got {value!r}.")
+    raise ValueError(f"{VARIABLE} must be 1 or automatic (on), manual, 0 (off), or unset; got {value!r}.")
 
 
 def read_trust() -> bool | None:
@@ -47,5 +47,5 @@ def read_trust() -> bool | None:
     """
     value = os.environ.get(TRUST_VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{TRUST_VARIABLE} must be 1 (trusted), 0 (never trusted) or unset, got {value!r}.")
+        raise ValueError(f"{TRUST_VARIABLE} must be 1 (trusted), 0 (never trusted), or unset; got {value!r}.")
     return None if value == "" else value == "1"

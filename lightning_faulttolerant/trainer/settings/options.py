@@ -54,7 +54,7 @@ class Options:
             check_run_id(self.run_id)
         if self.keep_last < 1:
             raise ValueError(
-                f"keep_last must be at least 1, got {self.keep_last}: without an autosave nothing resumes."
+                f"keep_last must be at least 1, got {self.keep_last}: nothing resumes without an autosave."
             )
         if self.every_n_train_steps is not None and self.train_time_interval is not None:
             raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
@@ -63,7 +63,7 @@ class Options:
         if self.train_time_interval is not None and self.train_time_interval <= timedelta(0):
             raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
         if not 0 < self.overhead_budget <= 1:
-            raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
+            raise ValueError(f"overhead_budget must be a share of the time in (0, 1], got {self.overhead_budget}.")
         if not self.grace_seconds > 0:  # refuses NaN, too
             raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
         if self.worker_rng not in ("capture", "per_sample"):
@@ -106,9 +106,11 @@ class Options:
 
 def _check_signal(name: str) -> None:
     if name in _UNSTOPPABLE:
-        raise ValueError(f"stop_signals can't hold {name}: no process can handle it as a wish to stop.")
+        raise ValueError(f"stop_signals can't contain {name}: no process can handle it as a request to stop.")
     if name not in signal.Signals.__members__:
-        raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
+        raise ValueError(
+            f"stop_signals contains {name!r}, which is not a signal on this system. Use names such as 'SIGTERM'."
+        )
 
 
 def _whole_number(name: str, value: object) -> int:
@@ -131,7 +133,7 @@ def _names(names: object) -> tuple[str, ...]:
             f" got {names!r}.{advice}"
         )
     if not all(names):
-        raise ValueError(f"ignore_hyperparameters holds an empty name, got {names!r}. It would leave out nothing.")
+        raise ValueError(f"ignore_hyperparameters contains an empty name, got {names!r}. It would have no effect.")
     return tuple(names)
 
 
@@ -152,9 +154,9 @@ def checked_ledger(path: str | os.PathLike[str] | None) -> str | None:
         return None
     text = _text("ledger", path)
     if not text:
-        raise ValueError("ledger must name a file, got ''. Leave it out, or pass None, if none is to be written.")
+        raise ValueError("ledger must name a file, got ''. To write none, leave it out or pass None.")
     if is_url(text) or (isinstance(path, PurePath) and _SPOILT_URL.match(text)):
-        raise ValueError(f"A ledger is a local file, to which lines are added as it happens; got {text}.")
+        raise ValueError(f"ledger must be a local file, to which lines are appended; got {text}.")
     return os.path.abspath(os.path.expanduser(local_path(text)))
 
 
@@ -169,5 +171,5 @@ def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
         return None
     text = _text("dirpath", dirpath)
     if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
-        raise ValueError(f"dirpath is {dirpath!r}: Path takes a slash from a URL. Pass the URL as a string.")
+        raise ValueError(f"dirpath is {dirpath!r}: Path removes a slash from a URL. Pass the URL as a string.")
     return text if is_url(text) else os.path.expanduser(local_path(text))

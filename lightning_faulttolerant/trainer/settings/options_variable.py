@@ -83,8 +83,8 @@ def _pairs(text: str) -> dict[str, str]:
         found = _PAIR.match(text, place)
         if found is None or not found["name"]:
             raise ValueError(
-                f"{OPTIONS_VARIABLE} must be pairs of name=value with commas between, such as {EXAMPLE};"
-                f" got {text!r}. Put a value that holds a comma in quotes."
+                f"{OPTIONS_VARIABLE} must be pairs of name=value, separated by commas, such as {EXAMPLE}; got "
+                f"{text!r}. Put a value that contains a comma in quotes."
             )
         if found["name"] in pairs:
             raise ValueError(f"{OPTIONS_VARIABLE} gives {found['name']} twice: {text!r}.")
@@ -142,8 +142,8 @@ _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
     bool: ("true or false", _among(true=True, false=False)),
     int: ("a whole number", _number(int)),
     float: ("a number", _number(float)),
-    str: ("a text that is not empty", _text),
+    str: ("a text, not empty", _text),
     timedelta: ("a time such as 0:05:00 (hours, minutes, seconds)", _duration),
-    Sequence: (f"names with {SEPARATOR} between", _list),
+    Sequence: (f"names separated by {SEPARATOR}", _list),
 }
 """The readers in the order in which they are tried: any text that is not ``none`` fits a string."""

@@ -161,7 +161,7 @@ class StopSignals:
             signum, error = held_back
             name = signal.Signals(signum).name
             _log.warning(
-                "The script's own handler of %s has raised %r. The run is saved anyway, and ends as for any %s.",
+                "The script's own handler of %s has raised %r. The run saves anyway, and ends as after any %s.",
                 name,
                 error,
                 name,
@@ -230,8 +230,8 @@ class StopSignals:
             self.before_hard_end(reason)
             end_process(
                 reason.exit_code,
-                f"{reason.name} has asked the run to stop, and the process could not end within its grace period of"
-                f" {self._end_at - self._requested_at:g} seconds. It is ended now; the last autosave stays.",
+                f"{reason.name} has asked the run to stop, but the process could not end within its grace period of "
+                f"{self._end_at - self._requested_at:g} seconds. It is ended now; the last autosave stays.",
             )
         because = None if self._saving or not self.is_alone else self._why_stuck()
         if because is not None and self._installed.is_set() and self._previous:

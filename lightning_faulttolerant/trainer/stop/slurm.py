@@ -50,7 +50,9 @@ def end_time(environment: Mapping[str, str]) -> float | None:
     try:
         return float(int(text))
     except ValueError:
-        _log.warning("%s is %r, no time in seconds: the end of the job is not known.", END_TIME_VARIABLE, text)
+        _log.warning(
+            "%s is %r, which is not a time in seconds: the end of the job is not known.", END_TIME_VARIABLE, text
+        )
         return None
 
 
@@ -63,7 +65,7 @@ def requeue(environment: Mapping[str, str]) -> str:
         return f"the job has no number: {job!r}"
     scontrol = shutil.which("scontrol")
     if scontrol is None:
-        return "there is no scontrol on the PATH"
+        return "scontrol is not on the PATH"
     try:
         done = subprocess.run(
             [scontrol, "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=False

@@ -154,7 +154,7 @@ class Stopping:
         """Stop for a notice that came before the fit. If no stop is requested for it, end as without this package."""
         assert NOTICE is not None
         if NOTICE not in (requeue_signal, *self._options.signals):
-            end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment name it.")
+            end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment names it.")
         reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
         left = self.signals.grace_seconds - (time.monotonic() - noted_at)
         self.signals.note(reason, max(left, self.signals.announced_seconds() if reason.requeues else 0.0))
@@ -167,8 +167,9 @@ class Stopping:
         job_end = slurm.end_time(os.environ)
         if job_end is not None and job_end <= time.time():
             rank_zero_warn(
-                f"{slurm.END_TIME_VARIABLE} says that this job's time was over {time.time() - job_end:.0f} seconds ago,"
-                " and it still runs: the variable is of another job, or the time was extended. It is ignored."
+                f"{slurm.END_TIME_VARIABLE} says that the time of this job was over {time.time() - job_end:.0f} "
+                "seconds ago, but the job still runs. The variable comes from another job, or the time was extended. "
+                "It is ignored."
             )
             job_end = None
         return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)

@@ -75,7 +75,7 @@ def test_report_says_what_it_could_not_read(capsys: Capture, tmp_path: Path, dam
     path.write_bytes(first + b"\n" + damage + b"\n" + rest)
     page = tmp_path / "page.html"
     found = call(capsys, "report", path, "--html", page)
-    assert found.lines[2] == f"{said} the history could not be read, torn by a kill or damaged: what they"
+    assert found.lines[2] == f"{said} the history could not be read, torn by a kill or damaged. Their"
     assert f"{said} the history could not be read" in page.read_text()
     assert json.loads(call(capsys, "report", path, "--json").out)["num_unread"] == int(said[0])
     whole = call(capsys, "report", write(tmp_path / "train-2", killed_and_done()))
@@ -175,7 +175,7 @@ def test_forgotten_processes_are_said() -> None:
     story = Story()
     story.lines.append({"event": "shortened", "number": 17, "since": 1.0, "time": 2.0})
     story.begin().start().train(3).end()
-    assert "Of the first 17 processes nothing is known any more" in " ".join(lines_of(story))
+    assert "nothing is known of the first 17 processes" in " ".join(lines_of(story))
 
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:
@@ -232,7 +232,7 @@ def test_nothing_to_report(capsys: Capture, tmp_path: Path) -> None:
     save_series(tmp_path / "run" / "fit-1", 1)
     found = call(capsys, "report", tmp_path)
     assert (found.status, found.out) == (1, "")
-    assert "There is no history of a run in" in found.err
+    assert "No history of a run was found in" in found.err
     found = call(capsys, "report", tmp_path / "missing")
     assert (found.status, "No such file or directory" in found.err) == (2, True)
 

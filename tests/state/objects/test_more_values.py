@@ -345,8 +345,8 @@ class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
 LOST_VALUES = {
     "enum of a function": (LOCAL.A, "whose class can't be found"),
     "path of a class": (OwnPath("a"), "OwnPath"),
-    "records": (np.zeros(2, "i4").view(np.recarray), "no plain array"),
-    "masked array": (np.ma.array([1, 2], mask=[0, 1]), "no plain array"),
+    "records": (np.zeros(2, "i4").view(np.recarray), "not a plain array"),
+    "masked array": (np.ma.array([1, 2], mask=[0, 1]), "not a plain array"),
     "dtype with gaps": (np.zeros(1, np.dtype([("a", "i1"), ("b", "i4")], align=True)), "dtype"),
     "factory": (defaultdict(lambda: 0), "can't be found by its name"),
     "factory of a factory": (defaultdict(functools.partial(defaultdict, lambda: 0)), "can't be found by its name"),

@@ -330,7 +330,7 @@ def test_what_is_not_there_any_more_is_named() -> None:
     fresh = SimpleNamespace(number=0)
     missing = ObjectState({"root": fresh}).load_state_dict(saved)
     assert sorted(missing) == [
-        "root.made: the class no.such.module:Gone is not there any more",
+        "root.made: the class no.such.module:Gone no longer exists",
         "root.part: it no longer exists",
     ]
     assert fresh.number == 2

@@ -138,7 +138,7 @@ def test_a_size_is_checked_without_a_hash_too(tmp_path: Path) -> None:
     data = make_data(hashes=())
     with flaky(data.stored, {SHARD: ["short"] * 3}) as (remote, _):
         cache = cache_of(data, tmp_path, remote)
-        with pytest.raises(DamagedShardError, match="it has 500 bytes, the index says 1000"):
+        with pytest.raises(DamagedShardError, match="it has 500 bytes, but the index says 1000"):
             cache.fetch(1)
 
 

@@ -327,9 +327,9 @@ def test_a_shard_that_a_local_data_set_lacks_is_missing(tmp_path: Path) -> None:
     data = make_data()
     write(tmp_path, {"shard.00000.mds": data.raw["shard.00000.mds"][:10]})
     cache = cache_of(data, tmp_path, None)
-    with pytest.raises(DamagedShardError, match="it has 10 bytes, the index says 1000"):
+    with pytest.raises(DamagedShardError, match="it has 10 bytes, but the index says 1000"):
         cache.fetch(0)
-    with pytest.raises(MissingShardError, match=f"{SHARD}: it is not there.*remote="):
+    with pytest.raises(MissingShardError, match=f"{SHARD}: it does not exist.*remote="):
         cache.fetch(1)
 
 

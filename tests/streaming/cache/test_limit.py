@@ -213,5 +213,5 @@ def test_sizes_may_be_written_as_texts(size: int | str, num_bytes: int) -> None:
 @pytest.mark.parametrize("size", [0, -1, "", "gb", "-1gb", "1xb", "0", True])
 def test_what_is_no_size_is_refused(size: int | str) -> None:
     """Anything else is an error that shows the value."""
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         CacheLimit(size)

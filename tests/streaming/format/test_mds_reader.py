@@ -105,7 +105,7 @@ def test_a_reader_outlives_its_file(tmp_path: Path) -> None:
     (out / "shard.00000.mds").unlink()
     assert same(list(reader.samples(range(5))), [variable(i) for i in range(5)])
     reader.close()
-    with pytest.raises(MissingShardError, match=r"shard\.00000\.mds is not there"):
+    with pytest.raises(MissingShardError, match=r"shard\.00000\.mds does not exist"):
         opened(out)
 
 
@@ -198,7 +198,7 @@ def test_a_shard_of_another_size_is_refused(num_bytes: int, tmp_path: Path) -> N
     index = (out / "index.json").read_text()
     for changed in (data[:num_bytes], data + data[:50]):
         (out / "shard.00000.mds").write_bytes(changed)
-        with pytest.raises(DamagedShardError, match=f"has {len(changed)} bytes, the index says {len(data)}"):
+        with pytest.raises(DamagedShardError, match=f"has {len(changed)} bytes, but the index says {len(data)}"):
             opened(out)
         agreeing = index.replace(f'"bytes": {len(data)}', f'"bytes": {len(changed)}')
         (out / "index.json").write_text(agreeing)

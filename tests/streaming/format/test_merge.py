@@ -82,7 +82,7 @@ def test_below_an_address_and_in_a_pair(tmp_path: Path) -> None:
 
 def test_what_can_not_be_merged_is_refused(tmp_path: Path) -> None:
     """An index that is missing, elsewhere, or damaged is an error, and no merged index is written or changed."""
-    with pytest.raises(FileNotFoundError, match="nothing to merge"):
+    with pytest.raises(FileNotFoundError, match="nothing can be merged"):
         merge_index(str(tmp_path / "empty"))
     part(tmp_path / "elsewhere", 0)
     part(tmp_path / "root" / "a", 0)

@@ -67,7 +67,7 @@ def test_what_a_column_does_not_hold_is_refused(name: str, tmp_path: Path) -> No
             writer.write({})
         writer.write({"a": True})
     assert read(tmp_path / "out") == [{"a": 1}]
-    with pytest.raises(TypeError, match="no encoding 'bytes'"):
+    with pytest.raises(TypeError, match="encoding 'bytes' is unknown"):
         writer_class(columns={"a": "bytes"}, out=str(tmp_path / "other"), **options)
     with pytest.raises(ValueError, match=r"newline=.*empty"):
         writer_class(columns={"a": "int"}, out=str(tmp_path / "other"), newline="", **options)

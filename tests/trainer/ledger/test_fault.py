@@ -62,7 +62,7 @@ def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytes
     """It is raised before the step, between backward pass and optimizer step, or after the hooks of the batch's end."""
     monkeypatch.setenv(FAULT_VARIABLE, f"1:1:2:{hook}")
     noting, module = Noting(), Net()
-    with pytest.raises(DrillFault, match=rf"1:1:2:{hook}.*Nothing is wrong with the script") as raised:
+    with pytest.raises(DrillFault, match=rf"1:1:2:{hook}.*The script is fine") as raised:
         fit_with(tmp_path, noting, module=module)
     assert isinstance(raised.value, FaultToleranceError)
     assert noting.noted == HOOKS[hook]

@@ -71,7 +71,7 @@ def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path)
     path = tmp_path / "file" / "ledger.jsonl"
     module = Net()
     before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Pass a path"):
+    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Pass a writable path"):
         fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), module=module)
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
 

@@ -65,5 +65,5 @@ def test_loader_that_cant_say_where_it_is() -> None:
     with pytest.raises(NotExactError, match="a worker died"):
         place_or_none("train/0", lost, strict=True, not_exact=reasons)
     assert place_or_none("train/0", lost, strict=False, not_exact=reasons) is None
-    assert reasons == ["Loader train/0 has no place to resume at: a worker died"]
+    assert reasons == ["Loader train/0 has no position to resume from: a worker died"]
     assert place_or_none("train/0", lambda: 3, strict=False, not_exact=[]) == 3

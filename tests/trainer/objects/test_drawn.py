@@ -166,7 +166,9 @@ HIDDEN: list[Any] = []
 def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp_path: Path) -> None:
     """The error shows both values and the remedy; with ``strict=False`` the report shows them."""
     output = again(tmp_path / "strict", make)
-    assert re.search(rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*call seed_everything before it is", output)
+    assert re.search(
+        rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*Call seed_everything before the draw", output
+    )
     output = again(tmp_path / "lenient", make, strict=False)
     assert "Resumed NOT EXACTLY" in output
     assert re.search(rf"NOT EXACT {message}", output)

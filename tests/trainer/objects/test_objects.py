@@ -119,7 +119,7 @@ def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delattr(sys.modules[__name__], "Statistics")
     module = Holder(Sums)
     report = resume(tmp_path, path, module)
-    assert report.objects == (f"module.statistics: the class {__name__}:Statistics is not there any more",)
+    assert report.objects == (f"module.statistics: the class {__name__}:Statistics no longer exists",)
     assert str(report).startswith("Resumed, except for 1 object,")
     assert module.counts == [5]
 
@@ -230,14 +230,14 @@ def test_registered_state(tmp_path: Path) -> None:
     assert again["count"] == 5
     assert protected.resume_report is not None
     assert protected.resume_report.is_exact
-    gone = "simulator: nothing is registered under this name any more"
+    gone = "simulator: nothing is registered under this name now"
     assert resume(tmp_path, path, Net()).objects == (gone,)
 
 
 def test_bad_registrations_are_refused() -> None:
     """A name can be registered only once, and the functions must be functions."""
     protected = FaultTolerance().register("seen", dict, print)
-    with pytest.raises(ValueError, match="registered as 'seen' already"):
+    with pytest.raises(ValueError, match="already registered as 'seen'"):
         protected.register("seen", dict, print)
     with pytest.raises(TypeError, match="must be functions"):
         protected.register("other", {}, print)  # type: ignore[arg-type]

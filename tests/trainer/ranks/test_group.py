@@ -50,7 +50,7 @@ def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path, method: s
 
     answers = on_ranks(main, tmp_path / "ranks")
     answer = answers[0 if method == "to_first" else 1]
-    assert answer.startswith("RanksLostError: they have lost each other")
+    assert answer.startswith("RanksLostError: the ranks are out of step")
     assert "step 0" in answer
     assert "step 1" in answer
 

@@ -159,4 +159,4 @@ def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, ca
     why = choice._why_not(str(tmp_path / "last.ckpt"), {})
     assert why is not None
     why.tell("last.ckpt", "autosave")
-    assert "nobody has completed it" in caplog.text
+    assert "it is not complete" in caplog.text

@@ -64,7 +64,7 @@ def test_task_of_an_array_is_queued_again_by_itself(tmp_path: Path) -> None:
     ("scontrol", "message"),
     [
         ("echo 'Invalid job id' >&2; exit 3", "scontrol requeue 4711 ended with 3: Invalid job id"),
-        ("missing", "there is no scontrol on the PATH"),
+        ("missing", "scontrol is not on the PATH"),
     ],
 )
 def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_end_of_the_job_that_has_passed_is_not_minded(tmp_path: Path) -> None:
     with job.start(environment={"SLURM_JOB_END_TIME": "1000"}, seconds=0, before=before) as processes:
         [ended] = processes.wait(seconds=20)
     assert ended.exit_code == 0, ended.output
-    assert "SLURM_JOB_END_TIME says that this job's time was over" in ended.output
+    assert "SLURM_JOB_END_TIME says that the time of this job was over" in ended.output
 
 
 @pytest.mark.slow

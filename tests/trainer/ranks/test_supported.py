@@ -57,7 +57,7 @@ def test_known_strategies_are_served(kind: type[Strategy]) -> None:
 @pytest.mark.parametrize("kind", [*REFUSED, OwnDeepSpeed])
 def test_what_saves_by_itself_is_refused(kind: type[Strategy]) -> None:
     """DeepSpeed and XLA must be refused with the reason and the remedy, although they derive from DDPStrategy."""
-    with pytest.raises(UnsupportedTrainerError, match=rf"does not serve {kind.__name__}.*docs/strategies.md"):
+    with pytest.raises(UnsupportedTrainerError, match=rf"does not support {kind.__name__}.*docs/strategies.md"):
         check_strategy(made(kind))
 
 
@@ -71,7 +71,9 @@ def test_unknown_strategy_is_refused() -> None:
 
 def test_strategy_with_a_format_of_its_own_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """A subclass that saves in its own way must be refused when the fit begins, and leave no file."""
-    with pytest.raises(UnsupportedTrainerError, match="derives from SingleDeviceStrategy and has a save_checkpoint"):
+    with pytest.raises(
+        UnsupportedTrainerError, match="derives from SingleDeviceStrategy and has its own save_checkpoint"
+    ):
         fit_net([FaultTolerance()], tmp_path, strategy=SavesElsewhere(device="cpu"))
     assert list(tmp_path.iterdir()) == []
 

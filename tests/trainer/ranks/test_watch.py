@@ -181,4 +181,4 @@ def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture
     while len(seen) < 2:  # pytest's timeout ends a test that never gets there
         time.sleep(0.005)
     watch.close()
-    assert "has met an error" in caplog.text
+    assert "watches the other ranks has failed" in caplog.text
