@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, ledger, order, overhead, parts, report, resume, samplers, save, size, streaming
+from benchmarks import gather, growth, ledger, order, overhead, parts, report, resume, samplers, save, size, streaming
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
@@ -25,6 +25,7 @@ _RUN = {
     "samplers": samplers.main,
     "save": save.main,
     "size": size.main,
+    "growth": growth.main,
     "streaming": streaming.main,
     "order": order.main,
 }

@@ -120,6 +120,14 @@ def _size(figures: Figures) -> str:
     return table(["workers", "our part", "at most", "to write it"], rows)
 
 
+def _growth(figures: Figures) -> str:
+    megabytes = {
+        name: [f"{found[kind] / 1e6:.1f} MB" for kind in ("without", "ours")]
+        for name, found in figures["growth"]["cases"].items()
+    }
+    return table(["", "without the callback", "with it"], [[name, *both] for name, both in megabytes.items()])
+
+
 def _samplers(figures: Figures) -> str:
     def cells(found: Figures | None) -> list[str]:
         if found is None:
@@ -227,6 +235,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "memory": _memory,
     "samplers": _samplers,
     "size": _size,
+    "growth": _growth,
     "ledger": _ledger,
     "ranks": _ranks,
     "gather": _gather,

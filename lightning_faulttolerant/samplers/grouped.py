@@ -104,8 +104,8 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset  # type: ignore[assignment]
         if len(group_ids) != len(self.dataset):  # type: ignore[arg-type]  # it is sized
             raise ValueError(
-                f"group_ids has {len(group_ids)} entries, but the data set has {len(self.dataset)} samples. Each "
-                "sample needs a group."  # type: ignore[arg-type]
+                f"group_ids has {len(group_ids)} entries, but the data set has {len(self.dataset)} samples. "  # type: ignore[arg-type]
+                "Each sample needs a group."
             )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r}: it must be a positive integer.")

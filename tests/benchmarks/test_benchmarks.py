@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, ledger, overhead, parts, report, resume, runs, samplers, save
+from benchmarks import gather, growth, ledger, overhead, parts, report, resume, runs, samplers, save
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,16 @@ def test_samplers_are_measured_as_far_as_they_fit(tmp_path: Path) -> None:
     for found in (*small.values(), large['order="feistel"']):
         assert found["seek_s"] > 0
         assert found["index_ns"] > 0
+
+
+def test_growth_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Each run says by how many bytes its process grew, and a process that fails is an error."""
+    figures = figures_of(growth.main, ["--case", "no workers"], tmp_path)
+    found = figures["cases"]["no workers"]
+    assert set(found) == {"without", "ours"}
+    assert all(isinstance(num_bytes, int) for num_bytes in found.values())
+    with pytest.raises(EOFError):
+        growth.in_process("no such case", 10, is_ours=False, directory=tmp_path)
 
 
 def test_page_is_of_the_figures_beside_it() -> None:
