@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import secrets
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,15 +44,8 @@ def _forked(settings: DrillSettings, where: Path) -> DrillResult:
     (where / "settings.pickle").write_bytes(pickle.dumps(settings))
     text = f"from tests.cli.drill.real_drills import run_asked; run_asked({str(where)!r})"
     command = python.Command(words=[sys.executable, "-c", text], directory=str(ROOT), environment=environment())
-    mark, output = where / "open", where / "output.txt"
-    process = python.Popen(command, output=output, mark=mark)
-    try:
-        assert process.wait(timeout=250) == 0, output.read_text()
-    finally:
-        for process_id in python.marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
-        process.wait()
+    exit_code, output = python.run(command, scratch=where / "scratch", timeout=250)
+    assert exit_code == 0, output
     result: DrillResult = pickle.loads((where / "result.pickle").read_bytes())
     return result
 
