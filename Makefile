@@ -36,12 +36,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment libraries demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
+.PHONY: help environment environments libraries demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 environment: $(NEWEST)  ## create or update .venv
+
+environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-browser  ## create or update all that test-all needs
 
 demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output

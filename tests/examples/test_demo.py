@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.harness import python
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 NUM_BATCHES = 20
@@ -124,11 +126,13 @@ def test_the_exit_code_tells_of_a_problem(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_shows_that_all_is_the_same(tmp_path: Path) -> None:
-    """The whole demonstration has two kills, two resumes, identical results, and a figure."""
-    command = [sys.executable, str(DEMO / "run.py"), "--output", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("SIGKILL in batch") == 2
-    assert result.stdout.count("resumed before batch") == 2
-    assert "DIFFERENT" not in result.stdout
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    """The whole demonstration has two kills, two resumes, identical results, and a figure; its processes are forked."""
+    made = tmp_path / "made"
+    words = [sys.executable, str(DEMO / "run.py"), "--output", str(made)]
+    command = python.Command(words=words, directory=os.getcwd(), environment=dict(os.environ))
+    exit_code, output = python.run(command, scratch=tmp_path / "scratch", timeout=280)
+    assert exit_code == 0, output
+    assert output.count("SIGKILL in batch") == 2
+    assert output.count("resumed before batch") == 2
+    assert "DIFFERENT" not in output
+    assert (made / "losses.png").read_bytes().startswith(b"\x89PNG")

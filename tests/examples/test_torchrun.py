@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tests.harness import python
 
 TRAIN = Path(__file__).parents[2] / "examples" / "torchrun" / "train.py"
 
@@ -21,21 +20,11 @@ def run(directory: Path, *arguments: str) -> str:
     # One thread: two that wait for each other take a hundred times as long while other tests use the cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    torchrun = subprocess.Popen(
-        [*command, str(TRAIN), *arguments],
-        cwd=directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = torchrun.communicate(timeout=140)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(torchrun.pid, signal.SIGKILL)
-    assert torchrun.returncode == 0, output
+    words = [*command, str(TRAIN), *arguments]
+    # Forked, and so are the ranks; tests/law/test_launchers.py starts torchrun as a shell does.
+    asked = python.Command(words=words, directory=str(directory), environment=environment)
+    exit_code, output = python.run(asked, scratch=directory.with_name(f"{directory.name}-scratch"))
+    assert exit_code == 0, output
     return output
 
 

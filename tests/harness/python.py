@@ -110,6 +110,29 @@ class Popen:
         return code
 
 
+def run(command: Command, *, scratch: Path, timeout: float = 150) -> tuple[int, str]:
+    """Run a command to its end, and kill what it leaves behind; return its exit code and its output.
+
+    Args:
+        command: As for `start`.
+        scratch: Directory for two files of this function; created if it does not exist.
+        timeout: The longest time, in seconds.
+    """
+    scratch.mkdir(exist_ok=True)
+    output, mark = scratch / "output.txt", scratch / "open"
+    process = Popen(command, output=output, mark=mark)
+    try:
+        exit_code = process.wait(timeout)
+    finally:
+        while left := marked(mark):
+            for process_id in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            time.sleep(0.01)
+        process.wait()
+    return exit_code, output.read_text()
+
+
 def _names(prepare: Callable[[], Any]) -> dict[str, Any]:
     return {"__name__": "runpy", "prepare": prepare, "end": functools.partial(_end, os.getpid())}
 

@@ -189,3 +189,12 @@ os.kill(int(child), {signal.SIGKILL})
 print(subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout)
 """
     assert run(["-c", text], tmp_path, forks=True) == (0, "1\n\n")
+
+
+def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:
+    """A command has ended when `run` returns, and so have its children, even those that would run longer."""
+    child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    text = f"import subprocess, sys; subprocess.Popen({child}, start_new_session=True); print('done'); sys.exit(3)"
+    command = python.Command(words=[sys.executable, "-c", text], directory=str(tmp_path), environment=dict(os.environ))
+    assert python.run(command, scratch=tmp_path / "scratch") == (3, "done\n")
+    assert python.marked(tmp_path / "scratch" / "open") == []

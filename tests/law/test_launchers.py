@@ -18,6 +18,7 @@ from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import FILE_NAME
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing.processes import run_ranks
+from tests.harness import python
 from tests.launched import NUM_RANKS, assert_same, train
 from tests.processes import Ended, run
 from tests.rank_runs import for_ranks
@@ -78,8 +79,11 @@ def assert_only_history_is_left(directory: Path) -> None:
     assert all(fit.num_ranks == NUM_RANKS for fit in chapter.fits)
 
 
-def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) -> tuple[int, str]:
-    """Run the script by a command, with a shell's environment; return its exit code and output."""
+def command(directory: Path, *, launcher: Sequence[str] = (), forks: bool = False, **arguments: Any) -> tuple[int, str]:
+    """Run the script by a command, with a shell's environment; return its exit code and output.
+
+    With `forks`, its processes are forked from this one: see `tests.harness.python`.
+    """
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))},
         "PYTHONPATH": str(ROOT),
@@ -87,13 +91,13 @@ def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) 
         # Without it torchrun's store keeps the addresses of dead ranks: pytorch issue 135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    script = str(ROOT / "tests/launched.py")
+    words = [sys.executable, *launcher, script, json.dumps({"directory": str(directory), **arguments})]
+    if forks:
+        asked = python.Command(words=words, directory=str(directory), environment=environment)
+        return python.run(asked, scratch=directory.with_name("scratch"), timeout=SECONDS)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            *launcher,
-            str(ROOT / "tests/launched.py"),
-            json.dumps({"directory": str(directory), **arguments}),
-        ],
+        words,
         env=environment,
         cwd=directory,
         stdout=subprocess.PIPE,
@@ -114,9 +118,13 @@ def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) 
 @pytest.mark.timeout(300)  # each process of a command imports everything
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
 def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -> None:
-    """The same holds under ``python train.py``, whose ranks Lightning starts as commands, or spawns."""
-    exit_code, output = command(directory, strategy=strategy, kill_fit=0)
+    """The same holds under ``python train.py``, whose ranks Lightning starts as commands, or spawns.
+
+    Of ``ddp``, only the start that resumes is a real one.
+    """
+    exit_code, output = command(directory, forks=strategy == "ddp", strategy=strategy, kill_fit=0)
     assert exit_code != 0, output
+    assert (directory / "killed").exists(), output
     exit_code, output = command(directory, strategy=strategy, seed=7)
     assert exit_code == 0, output
     assert "Resumed exactly" in output

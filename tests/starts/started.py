@@ -75,7 +75,8 @@ class Project:
         directory: The directory; created if it does not exist.
         environment: Variables for all starts.
         forks: Whether to fork scripts, and the Python processes that they start, from this process, which has
-            imported torch and Lightning, instead of starting them as Python does: see `tests.harness.python`.
+            imported torch and Lightning, instead of starting them as Python does: see `tests.harness.python`. Each
+            start may choose for itself.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None, *, forks: bool = True) -> None:
@@ -117,10 +118,10 @@ class Project:
             **more,
         }
 
-    def launch(self, *command: str | Path, cwd: Path | None = None, **asked: Any) -> Process:
+    def launch(self, *command: str | Path, cwd: Path | None = None, forks: bool | None = None, **asked: Any) -> Process:
         """Start Python with these arguments, without waiting."""
         words, where, variables = [*map(str, command)], cwd or self.directory, self.variables(**asked)
-        kind = Forked if self._forks else Process
+        kind = Forked if (self._forks if forks is None else forks) else Process
         return kind([sys.executable, *words], where, variables)
 
     def start(self, *command: str | Path, **asked: Any) -> Started:
@@ -277,12 +278,19 @@ def continues(before: Started, after: Started, name: str = "fit", *, renamed: st
 
 
 def stopped_twice(
-    project: Project, *command: str | Path, steps: tuple[str, str] = ("TERM@4", "TERM@9"), code: int = STOPPED
+    project: Project,
+    *command: str | Path,
+    steps: tuple[str, str] = ("TERM@4", "TERM@9"),
+    code: int = STOPPED,
+    is_real: bool = False,
 ) -> tuple[Started, Started, Started]:
-    """Start a command, stop it, start it again, stop it again, and let it finish."""
+    """Start a command, stop it, start it again, stop it again, and let it finish.
+
+    With `is_real`, the second start, which both resumes and is stopped, is not forked.
+    """
     first = project.start(*command, interrupt=steps[0])
     assert first.exit_code == code, first.output
-    second = project.start(*command, interrupt=steps[1])
+    second = project.start(*command, interrupt=steps[1], forks=not is_real)
     assert second.exit_code == code, second.output
     third = project.start(*command)
     assert third.exit_code == 0, third.output

@@ -33,18 +33,15 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.fixture
-def real(tmp_path: Path) -> Project:
-    """Return the same without forks: for one test of each way to start a script."""
-    return Project(tmp_path / "project", forks=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_stopped_twice(name: str, tmp_path: Path) -> None:
-    """A command that is stopped twice ends with the same weights and metrics."""
-    project, command = Project(tmp_path / "project", forks=name not in ("module", "debugger")), COMMANDS[name]
-    starts = stopped_twice(project, *command, steps=("TERM@5", "TERM@9"))
+    """A command that is stopped twice ends with the same weights and metrics.
+
+    Of the module and the debugger, the second start is a real one, as from a shell.
+    """
+    project, command = Project(tmp_path / "project"), COMMANDS[name]
+    starts = stopped_twice(project, *command, steps=("TERM@5", "TERM@9"), is_real=name in ("module", "debugger"))
     whole = plain(*command) if name != "debugger" else plain("train.py")
     assert_same_fit(whole, starts)
     assert project.rows() == whole.rows
@@ -52,9 +49,9 @@ def test_stopped_twice(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_hides_the_exit_code(real: Project) -> None:
+def test_a_launcher_that_hides_the_exit_code(project: Project) -> None:
     """``cProfile`` ends with 0 after any ``SystemExit``, but a stopped run still does not count as finished."""
-    starts = stopped_twice(real, *PROFILER, "train.py", code=0)
+    starts = stopped_twice(project, *PROFILER, "train.py", code=0, is_real=True)
     assert_same_fit(plain("train.py"), starts)
 
 
@@ -112,12 +109,12 @@ def test_several_fits(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_in_a_spawned_process(real: Project) -> None:
+def test_a_fit_in_a_spawned_process(project: Project) -> None:
     """A fit in a process that ``multiprocessing`` has spawned continues in the process of the next start."""
     command = ("spawned.py", "0.1")
-    first = real.start(*command, interrupt="TERM@4")
-    second = real.start(*command, interrupt="TERM@9")
-    third = real.start(*command)
+    first = project.start(*command, interrupt="TERM@4")
+    second = project.start(*command, interrupt="TERM@9", forks=False)
+    third = project.start(*command)
     assert [first.exit_code, second.exit_code, third.exit_code] == [1, 1, 0], third.output
     assert_same_fit(plain(*command), [first, second, third], "lr=0.1")
 

@@ -27,16 +27,10 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.fixture
-def real(tmp_path: Path) -> Project:
-    """Return the same without forks but those of the script: for one test of each kind of pool."""
-    return Project(tmp_path / "project", forks=False)
-
-
 @pytest.mark.parametrize("pool", ["joblib"])
-def test_side_by_side(pool: str, real: Project) -> None:
+def test_side_by_side(pool: str, project: Project) -> None:
     """Two simultaneous tasks don't make each other fail, and train the same as without us."""
-    ended = real.start("pool.py", pool, sleep=0.1)
+    ended = project.start("pool.py", pool, sleep=0.1, forks=False)
     for name in NAMES:
         assert_starts_over(ended, name=name)
     assert ended.weights() == plain("pool.py", pool).started.weights()
@@ -70,11 +64,11 @@ def test_all_are_stopped_twice(pool: str, project: Project) -> None:
 
 
 @pytest.mark.parametrize("pool", ["fork"])
-def test_one_task_is_stopped(pool: str, real: Project) -> None:
+def test_one_task_is_stopped(pool: str, project: Project) -> None:
     """A task with only its own process stopped continues, and the other one ends with its own weights."""
-    first = real.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
+    first = project.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
     assert_interrupted(first, 4, "lr=0.2")
-    ended = real.start("pool.py", pool)
+    ended = project.start("pool.py", pool, forks=False)
     assert ended.exit_code == 0, ended.output
     continues(first, ended, "lr=0.2")
     whole = plain("pool.py", pool).started.weights()
