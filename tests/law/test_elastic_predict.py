@@ -387,7 +387,7 @@ def test_ranks_without_a_batch(tmp_path: Path) -> None:
 
 
 UNLIKE = {
-    "not elastic": (Plan(options={}), {}, "the number of ranks is 1, and was 2 in "),
+    "not elastic": (Plan(options={}), {}, "the number of ranks is 1, but was 2 in "),
     "shuffled": (Plan(loader={"shuffle": True}), {}, "has another order than Lightning's own sampler"),
     "shuffled now": (Plan(), {"shuffle": True}, "has another order than Lightning's own sampler"),
     "batch sampler": (

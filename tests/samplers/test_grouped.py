@@ -292,7 +292,7 @@ def test_other_groups_are_refused_with_both_values(caplog: pytest.LogCaptureFixt
     saved = grouped()
     saved.advance(2)
     sampler = grouped((0, 0, 0, 0, 1, 1, 2, 3, 4))
-    with pytest.raises(FingerprintMismatchError, match=r"groups was '\w+' and is '\w+'"):
+    with pytest.raises(FingerprintMismatchError, match=r"groups was '\w+' and is now '\w+'"):
         sampler.load_state_dict(saved.state_dict())
     sampler.load_state_dict(saved.state_dict(), strict=False)
     assert "groups was" in caplog.text

@@ -311,9 +311,7 @@ def make_grouped(**arguments: Any) -> Any:
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, None])
 def test_a_seed_that_torch_does_not_take_is_refused_at_once(make: Any, seed: Any) -> None:
     """A seed that torch does not take would fail while iterating; the computed order takes any whole number."""
-    with pytest.raises(
-        ValueError, match=f"seed={seed}: .*{'whole number' if seed in (None, 1.5) else '2[*][*]64 - 1'}"
-    ):
+    with pytest.raises(ValueError, match=f"seed={seed}: .*{'an integer' if seed in (None, 1.5) else '2[*][*]64 - 1'}"):
         make(seed=seed)
     if isinstance(seed, int):
         assert len(list(make(seed=seed, order="feistel")))
@@ -375,7 +373,7 @@ def test_single_gives_torchs_order_and_goes_on() -> None:
 
 def test_states_are_not_taken_from_one_kind_for_the_other() -> None:
     """One kind counts its own samples, the other those of all ranks."""
-    with pytest.raises(ValueError, match="'single', this one is 'distributed'"):
+    with pytest.raises(ValueError, match="'single', but this one is 'distributed'"):
         sampler_of(10).load_state_dict(InterruptibleSampler(range(10)).state_dict())
 
 
