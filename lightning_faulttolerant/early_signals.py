@@ -22,6 +22,9 @@ _WAIT_SECONDS = 25.0
 """How long after the notice a fit may begin, if the end of the job is not known."""
 _RESERVE_SECONDS = 10.0
 """How long before the end of the job the process ends if no fit has begun."""
+_STUCK_SECONDS = 5.0
+"""How long the main thread may take to handle a signal."""
+_ENDS = "SIGUSR1 ends this process, and the job is not queued again."
 _INTERACTIVE = ("bash", "interactive")
 
 
@@ -33,19 +36,29 @@ class EarlySignals:
         """When the notice came, by the monotonic clock."""
         self._process_id = 0
         self._timer: threading.Timer | None = None
+        self._pipe: int | None = None
+        """Where Python writes the number of each signal, also while the main thread is in C."""
+        self._is_careful = False
+        """Whether a forked child leaves the pipe to its parent."""
+        self._is_pending = False
+        """Whether the thread has noted a notice that the main thread has not handled yet."""
 
-    def begin(self, environment: Mapping[str, str]) -> None:
+    def begin(self, environment: Mapping[str, str], *, fit_follows: bool = False) -> None:
         """Handle the notice from now on, in a task of a SLURM job where no other handler is set.
 
         Args:
             environment: The environment of the process.
+            fit_follows: Whether a fit may follow soon. Before it, the main thread waits in C until all ranks are there.
         """
         if NOTICE is None or not _is_task_of_slurm(environment) or _is_child_of_multiprocessing():
             return
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(NOTICE) is not signal.SIG_DFL:
+        if threading.current_thread() is not threading.main_thread():
             return
-        self._process_id = os.getpid()
-        signal.signal(NOTICE, self._handle)
+        if signal.getsignal(NOTICE) is signal.SIG_DFL:
+            self._process_id = os.getpid()
+            signal.signal(NOTICE, self._handle)
+        if fit_follows and self._pipe is None and signal.getsignal(NOTICE) == self._handle:
+            self._begin_to_look()
 
     def take(self) -> float | None:
         """Give the signal back to a fit that handles it; return when the notice came, or ``None``."""
@@ -55,6 +68,8 @@ class EarlySignals:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and NOTICE is not None and signal.getsignal(NOTICE) == self._handle:
             signal.signal(NOTICE, signal.SIG_DFL)
+        if is_main and self._pipe is not None:
+            self._end_to_look()
         return noted_at
 
     def give_back(self) -> None:
@@ -62,17 +77,77 @@ class EarlySignals:
         if self.take() is not None:
             end_by_notice("No fit with FaultTolerance exists that it could stop.")
 
+    def ignore(self) -> None:
+        """Ignore the notice from now on, where it would end the process. The process ends, with its work done.
+
+        Its autosaves are removed now: if the notice ended it, the job would be queued again and train all anew.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if NOTICE is None or not is_main or not _is_task_of_slurm(os.environ):
+            return
+        if signal.getsignal(NOTICE) in (signal.SIG_DFL, self._handle):
+            signal.signal(NOTICE, signal.SIG_IGN)
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process_id:  # forked before the fit: a child ends as it would have without us
             end_by_notice()
+        elif self._is_pending:  # the thread was faster
+            self._is_pending = False
         elif self.noted_at is not None:
             end_by_notice("No fit has begun since the first notice.")
         else:
-            self.noted_at = time.monotonic()
-            self._timer = threading.Timer(_seconds_to_wait(os.environ), os.kill, (os.getpid(), signum))
-            self._timer.daemon = True
-            self._timer.start()
-            _say("SIGUSR1 arrived before fit. The next fit stops at its first boundary, and the job is queued again.")
+            self._note(time.monotonic())
+
+    def _note(self, at: float) -> None:
+        self.noted_at = at
+        self._timer = threading.Timer(_seconds_to_wait(os.environ), self._end)
+        self._timer.daemon = True
+        self._timer.start()
+        _say("SIGUSR1 arrived before fit. The next fit stops at its first boundary, and the job is queued again.")
+
+    def _end(self) -> None:
+        """End the process from the timer's thread: by its signal, or hard if the main thread does not handle it."""
+        assert NOTICE is not None
+        os.kill(os.getpid(), NOTICE)
+        time.sleep(_STUCK_SECONDS)
+        if self.noted_at is not None:
+            _say(f"{_ENDS} The main thread has handled no signal for {_STUCK_SECONDS:g} seconds.")
+            os._exit(128 + NOTICE)
+
+    def _begin_to_look(self) -> None:
+        """Let a thread note a notice that the main thread does not handle, since it waits for a rank that is gone."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        other = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if other != -1:  # an event loop's
+            signal.set_wakeup_fd(other)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._pipe = writing
+        if not self._is_careful:
+            os.register_at_fork(after_in_child=self._end_to_look)
+            self._is_careful = True
+        threading.Thread(target=self._look, args=(reading,), daemon=True).start()
+
+    def _end_to_look(self) -> None:
+        writing, self._pipe = self._pipe, None
+        if writing is not None:
+            other = signal.set_wakeup_fd(-1)
+            if other != writing:
+                signal.set_wakeup_fd(other)
+            os.close(writing)  # the thread ends
+
+    def _look(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while signums := pipe.read(64):
+                came_at = time.monotonic()
+                if NOTICE not in signums:
+                    continue
+                time.sleep(_STUCK_SECONDS)
+                if self.noted_at is None and self._pipe is not None:
+                    self._is_pending = True
+                    self._note(came_at)
 
 
 def end_by_notice(reason: str = "") -> None:
@@ -83,7 +158,7 @@ def end_by_notice(reason: str = "") -> None:
     """
     assert NOTICE is not None
     if reason:
-        _say(f"SIGUSR1 ends this process, and the job is not queued again. {reason}")
+        _say(f"{_ENDS} {reason}")
     signal.signal(NOTICE, signal.SIG_DFL)
     os.kill(os.getpid(), NOTICE)
 

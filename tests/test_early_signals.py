@@ -39,6 +39,44 @@ def test_notice_is_noted_and_ends_the_process_if_no_fit_follows() -> None:
     assert "the job is not queued again. No fit has begun" in ended.stderr
 
 
+# The main thread waits in C for ever, as in the rendezvous for a rank that is gone.
+CALLBACK = "early_signals.EARLY.begin(os.environ, fit_follows=True)"
+SHORT = "early_signals._STUCK_SECONDS = 0.3"
+STUCK = (
+    "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = ctypes.create_string_buffer(64)",
+    "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start(); lock(mutex); lock(mutex)",
+)
+
+
+def test_notice_ends_a_process_that_waits_in_c() -> None:
+    """No handler of Python runs there: a thread notes the notice, and ends the process if no fit begins."""
+    ended = run(IMPORT, SOON, SHORT, CALLBACK, *STUCK)
+    assert ended.returncode == 138
+    assert "SIGUSR1 arrived before fit" in ended.stderr
+    assert "The main thread has handled no signal" in ended.stderr
+
+
+def test_main_thread_that_comes_back_from_c_begins_its_fit() -> None:
+    """A handler that runs late, after the thread has noted the notice, does not end the process."""
+    lock = STUCK[0] + "; unlock = ctypes.CDLL(None).pthread_mutex_unlock"
+    wait = STUCK[1] + "; print(early_signals.EARLY.take() is not None)"
+    late = wait.replace("lock(mutex); lock", "lock(mutex); threading.Timer(1, unlock, (mutex,)).start(); lock")
+    ended = run(IMPORT, SOON.replace("0.2", "20"), SHORT, CALLBACK, lock, late)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+    assert ended.stderr.count("SIGUSR1") == 1
+
+
+def test_event_loop_keeps_its_pipe() -> None:
+    """The pipe into which Python writes signals is given back, and that of other code is left alone."""
+    show = "print(signal.set_wakeup_fd(-1), threading.active_count())"
+    take = ["early_signals.EARLY.take()", "time.sleep(0.2)"]
+    assert run(IMPORT, "from lightning_faulttolerant import early_signals", CALLBACK, *take, show).stdout == "-1 1\n"
+    other = ["import socket; mine = socket.socket(); mine.setblocking(False)", "signal.set_wakeup_fd(mine.fileno())"]
+    show = "print(signal.set_wakeup_fd(-1) == mine.fileno(), threading.active_count())"
+    ended = run(IMPORT, "from lightning_faulttolerant import early_signals", *other, CALLBACK, show)
+    assert ended.stdout == "True 1\n", ended.stderr
+
+
 def test_script_that_ends_before_a_fit_ends_as_it_does() -> None:
     """A script that ends in time keeps its exit code."""
     assert run(IMPORT, NOTICE, "sys.exit(3)").returncode == 3
@@ -90,6 +128,9 @@ def test_child_that_was_forked_ends_at_once() -> None:
     """A process that the script forks before its fit ends as it would have, and prints nothing."""
     fork = ["child = os.fork()", f"if not child: {NOTICE}; os._exit(0)", "print(os.waitpid(child, 0)[1])"]
     ended = run(IMPORT, *fork)
+    assert (ended.stdout, ended.stderr) == ("10\n", "")
+    quiet = "import warnings; warnings.simplefilter('ignore')"  # Python >= 3.12 warns of a fork beside a thread
+    ended = run(quiet, IMPORT, SOON, SHORT, CALLBACK, *fork, "time.sleep(1)")  # the parent has got none
     assert (ended.stdout, ended.stderr) == ("10\n", "")
 
 

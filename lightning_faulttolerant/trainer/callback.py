@@ -57,7 +57,7 @@ class FaultTolerance(AnyCallback):
             is not saved, and the last autosave stays.
         deadline: When the run must have ended: a ``datetime``, in local time if it has no time zone, a ``timedelta``
             from now, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. The run saves and stops
-            before that, with exit code 75. ``SLURM_JOB_END_TIME`` always counts, too; the earlier of the two applies.
+            before that, with exit code 75. The end of a SLURM job always counts, too; the earlier of the two applies.
         save_on_exception: Save the last capture if an exception ends the run and no parameter has moved since.
         auto_resume: Whether to continue from autosaves of this run. If not, they are set aside.
         strict: Whether state that can't be captured or restored exactly is an error rather than a warning.
@@ -129,7 +129,7 @@ class FaultTolerance(AnyCallback):
             ledger=checked_ledger(ledger),
             trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
-        EARLY.begin(os.environ)
+        EARLY.begin(os.environ, fit_follows=True)
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
         self._log: Any = None

@@ -53,7 +53,7 @@ def follow_trainer(*, is_on: bool) -> None:
         is_on: Whether the environment adds the callback.
     """
     if is_on or _has_callback(_trainer_being_built()):
-        EARLY.begin(os.environ)
+        EARLY.begin(os.environ, fit_follows=True)
     else:
         EARLY.give_back()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
@@ -172,6 +174,9 @@ class Stopping:
                 "It is ignored."
             )
             job_end = None
+        elif job_end is None:
+            job_end = slurm.asked_end_time(os.environ) if self._ranks.rank == 0 else None
+        job_end = self._ranks.from_first("the end of the job", job_end)
         return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)
 
     def _progress(self) -> object:
@@ -310,6 +315,7 @@ class Stopping:
         return on_run_end()
 
     def _around_register(self, register_signal_handlers: Method) -> None:
+        _ignore_late_notice()
         self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
         register_signal_handlers()
 
@@ -317,6 +323,11 @@ class Stopping:
         teardown()
         if self._is_interrupted:
             self._end()
+
+
+@functools.cache
+def _ignore_late_notice() -> None:
+    call_at_end(EARLY.ignore, is_remote=True)  # before the autosaves are removed, which may be remote
 
 
 def _shout(failure: str) -> None:

@@ -36,22 +36,31 @@ class SlowBatches(Callback):
 
 
 class Job:
-    """A SLURM job of one or two ranks; its ``scontrol`` notes how it is called, and which autosaves exist then."""
+    """A SLURM job of one or two ranks; its ``scontrol`` notes how it queues again, and which autosaves exist then.
 
-    def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0") -> None:
+    Args:
+        tmp_path: Where its files are.
+        num_ranks: How many ranks it has.
+        scontrol: What ``scontrol requeue`` does.
+        time_limit: What prints the end of the job's time.
+    """
+
+    def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0", time_limit: str = ":") -> None:
         self.num_ranks = num_ranks
         self.directory = tmp_path
         self.log = tmp_path / "scontrol.txt"
         self.kept = tmp_path / "kept"
         bin_directory = tmp_path / "bin"
         bin_directory.mkdir()
-        lines = ["#!/bin/sh", f'echo "$@" >> {self.log}', f"cp -r {tmp_path}/autosaves {self.kept}", scontrol]
+        end = f'[ "$2" != show ] || {{ {time_limit}; exit; }}'
+        lines = ["#!/bin/sh", end, f'echo "$@" >> {self.log}', f"cp -r {tmp_path}/autosaves {self.kept}", scontrol]
         (bin_directory / "scontrol").write_text("\n".join(lines))
         (bin_directory / "scontrol").chmod(0o755)
+        path = f"{bin_directory}:/usr/bin:/bin"
         if scontrol == "missing":
-            (bin_directory / "scontrol").unlink()
+            path = str(tmp_path)  # a real SLURM may be installed
         self.environment = {
-            "PATH": f"{bin_directory}:/usr/bin:/bin",
+            "PATH": path,
             "SLURM_JOB_ID": "4711",
             "SLURM_JOB_NAME": "train",
             "SLURM_NTASKS": str(num_ranks),

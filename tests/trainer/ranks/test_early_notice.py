@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,26 @@ def test_run_that_is_no_fit_is_lightnings(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
     trainer.validate(Net(), DataLoader(NoisyDataset(8)), verbose=False)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.slow
+def test_notice_after_the_end_of_the_script(tmp_path: Path) -> None:
+    """The autosaves of a run that has finished are gone: a job that is queued again then would train all anew."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "def end():\n"
+        "    print(*Path().rglob('autosave-*'), 'left', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    print('goes on', flush=True)\n"
+        "atexit.register(end)  # called after all that is registered later\n"
+        "from lightning_faulttolerant import FaultTolerance\n"
+        "from tests.runs import fit_net\n"
+        "fit_net([FaultTolerance()], Path())\n"
+    )
+    variables = {**Job(tmp_path).environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(
+        [sys.executable, script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-2:]) == (0, ["left", "goes on"]), ended.stderr

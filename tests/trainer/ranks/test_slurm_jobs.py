@@ -138,6 +138,21 @@ def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_reserve")
+def test_end_of_the_job_that_no_variable_tells(tmp_path: Path) -> None:
+    """SLURM 22.05 sets no variable. The first rank asks for the end, once for all ranks."""
+    end = int(time.time()) + 10
+    asked = tmp_path / "asked.txt"
+    job = Job(tmp_path, num_ranks=2, time_limit=f"echo $* >> {asked}; echo JobId=4711 EndTime={end} Deadline=N/A")
+    with job.start(max_epochs=1000, num_sanity_val_steps=0) as processes:
+        ended = processes.wait(seconds=25)
+    assert [each.exit_code for each in ended] == [76, 76], ended[0].output
+    assert "Stopped by the deadline" in ended[0].output
+    assert asked.read_text().splitlines() == ["--oneliner show job 4711"]
+    job.assert_queued_again()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_short_reserve")
 def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
     """A validation run that is longer than the remaining time is stopped inside."""
     job = Job(tmp_path, num_ranks=2)

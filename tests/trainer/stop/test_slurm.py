@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.stop import slurm
-from lightning_faulttolerant.trainer.stop.slurm import end_time, requeue
+from lightning_faulttolerant.trainer.stop.slurm import asked_end_time, end_time, requeue
 
 
 @pytest.fixture
@@ -57,6 +58,52 @@ def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
     assert end_time({"SLURM_JOB_END_TIME": "tomorrow"}) is None
     assert "SLURM_JOB_END_TIME is 'tomorrow'" in caplog.text
+
+
+def answer(called: Path, text: str) -> None:
+    """Let ``scontrol`` answer."""
+    with open(called.parent / "scontrol", "a") as script:
+        script.write(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        # The last task of an array has the array's number: alone, that would name all tasks.
+        ({"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
+    ],
+)
+def test_end_that_slurm_is_asked_for(environment: dict[str, str], number: str, called: Path) -> None:
+    """The end comes in seconds since 1970, whatever the time zone is."""
+    end = int(time.time()) + 100
+    answer(called, f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "JobId=12 StartTime=1 EndTime={end} Deadline=N/A"')
+    assert asked_end_time(environment) == end
+    assert called.read_text() == f"--oneliner show job {number}\n"
+
+
+@pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])
+def test_end_that_slurm_does_not_know(end: str, called: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job without a limit has no end, and one that may exceed its limit has an end that has passed."""
+    answer(called, f'echo "JobId=12 EndTime={end}"')
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert caplog.text == ""
+
+
+def test_end_that_can_not_be_asked_for(
+    called: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of a job, and without ``scontrol``, nothing is asked. A failure is logged."""
+    assert asked_end_time({}) is None
+    assert not called.exists()
+    answer(called, "echo no controller >&2; exit 1")
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert "show job 12 ended with 1: no controller: the end of the job is not known" in caplog.text
+    (called.parent / "scontrol").unlink()
+    caplog.clear()
+    monkeypatch.setenv("PATH", str(called.parent))
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert caplog.text == ""
 
 
 def test_job_that_is_queued_again_is_the_same_run() -> None:
