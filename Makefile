@@ -36,14 +36,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
+.PHONY: help environment environments libraries demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 environment: $(NEWEST)  ## create or update .venv
 
-environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-browser  ## create or update all that test-all needs
+environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-installs  ## create or update all that test-all needs
 
 demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
@@ -70,6 +70,26 @@ browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root) for th
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; }
 
+# Where a cluster's files are. Its path must be short, since a socket is created in it.
+SLURM_DIRECTORY ?= .slurm
+slurm: slurm-installed $(NEWEST)  ## install SLURM (Debian, Ubuntu; needs root) and start a cluster of three nodes on this machine
+	@$(BIN)/python -m tests.harness.slurm start $(SLURM_DIRECTORY)
+
+slurm-stop: $(NEWEST)  ## end the cluster that `make slurm` has started, and its jobs
+	$(BIN)/python -m tests.harness.slurm stop $(SLURM_DIRECTORY)
+
+# The distribution's packages start nothing as long as there is no /etc/slurm/slurm.conf.
+slurm-installed:
+	@export PATH="$$PATH:/usr/sbin:/sbin"; \
+	for program in munged slurmctld slurmd srun; do command -v $$program >/dev/null || break; done && \
+	command -v $$program >/dev/null || { \
+		command -v apt-get >/dev/null || \
+			{ echo "$$program is missing, and so is apt-get: install SLURM and munge as your system does." >&2; exit 1; }; \
+		[ "$$(id -u)" = 0 ] || { echo "$$program is missing. Install it as root: apt-get install" \
+			"--no-install-recommends slurmctld slurmd slurm-client munge" >&2; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			slurmctld slurmd slurm-client munge; }
+
 test: checks  ## run lint, types, and the fast tests: before each commit
 	$(BIN)/$(SUITE) -m "not slow" $(PYTEST_ARGS)
 
@@ -78,10 +98,11 @@ quick: checks  ## run lint, types, and one case of each file of laws: a minute
 
 test-all: test test-slow  ## run test, then test-slow
 
-test-slow: try-browser slow oldest docs dist  ## run the slow tests, the tests on the oldest Lightning, docs, and dist
+test-slow: try-installs slow oldest docs dist  ## run the slow tests, the tests on the oldest Lightning, docs, and dist
 
-try-browser:
+try-installs:
 	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
+	@$(MAKE) --no-print-directory slurm-installed || echo "Can't install SLURM. The tests that need it are skipped." >&2
 
 slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)

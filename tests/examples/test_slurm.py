@@ -32,7 +32,9 @@ JOB = {
 def install(directory: Path, name: str) -> None:
     """Put a substitute for a SLURM program into `directory`, which records its calls."""
     directory.mkdir(exist_ok=True)
-    (directory / name).write_text(f'#!/bin/sh\necho "$@" "in $RUN_DIRECTORY" >> {directory}/{name}.txt\n')
+    (directory / name).write_text(
+        f'#!/bin/sh\n[ "$2" != show ] || exit 0\necho "$@" "in $RUN_DIRECTORY" >> {directory}/{name}.txt\n'
+    )
     (directory / name).chmod(0o755)
 
 
