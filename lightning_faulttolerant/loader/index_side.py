@@ -23,7 +23,7 @@ from lightning_faulttolerant.loader.draws import (
     generators_of,
     order_follows_from_start,
 )
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_digest import START, updated
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
 from lightning_faulttolerant.loader.index_replay import Replay
@@ -32,6 +32,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, order_of, share_of
 from lightning_faulttolerant.loader.samplers import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
@@ -41,8 +42,7 @@ class Side(Protocol):
 
     record: IndexRecord
     seeds: SampleSeeds | None
-    num_ranks: int
-    global_rank: int
+    rank_place: RankPlace
     num_before: int
     is_batched: bool
 
@@ -108,13 +108,16 @@ class IndexIterator(Iterator[Any]):
             digests.append(updated(digests[-1], batch, record.not_compared))
         if seeds is None:
             return batch
-        step, begin = self._side.num_ranks, self._side.num_before if record.deal is None else record.deal.begin
-        place = begin + record.num_samples * step + self._side.global_rank
+        step = self._side.rank_place.num_replicas
+        begin = self._side.num_before if record.deal is None else record.deal.begin
+        place = begin + record.num_samples * step + self._side.rank_place.rank
         record.num_samples += len(batch) if self._side.is_batched else 1
         return seeds.of(batch, epoch=record.epoch, place=place, step=step)
 
 
 _log = logging.getLogger(__name__)
+
+SOLE_RANK = RankPlace(rank=0, num_replicas=1)
 
 
 class IndexSide:
@@ -125,6 +128,8 @@ class IndexSide:
     Args:
         sampler: The loader's sampler. Every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
+        exactness: Collects what is not exact.
+        rank_place: This rank, among those that share the samples.
         window: How many of the batches last handed out are kept.
         has_workers: Whether the loader has workers. They start from the random states of their creation.
         is_endless: Whether the sampler is torch's for an iterable data set, which yields no indices.
@@ -139,6 +144,8 @@ class IndexSide:
         sampler: Iterable[Any],
         *,
         held: HeldGenerators,
+        exactness: Exactness,
+        rank_place: RankPlace = SOLE_RANK,
         window: int,
         has_workers: bool = True,
         is_endless: bool = False,
@@ -151,9 +158,7 @@ class IndexSide:
         self.seeds = seeds
         self.streamed = streamed
         self.is_batched = is_batched
-        self.has_other_workers = False
-        """Whether the run had another number of workers before a resume."""
-        self.global_rank, self.num_ranks = 0, 1
+        self.rank_place = rank_place
         self.num_before = 0
         """The number of samples that other ranks have consumed before this sampler's first one."""
         self._parked: RandomStates | None = None
@@ -170,8 +175,7 @@ class IndexSide:
         self._is_begun = self._is_first_due = False
         self._iterator: IndexIterator | None = None
         self.record = IndexRecord()
-        self.not_exact: list[str] = []
-        self.strict: bool | None = True
+        self._exactness = exactness
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_sampler" not in vars(self):
@@ -194,11 +198,24 @@ class IndexSide:
     def current_share(self) -> RankShare | None:
         """Return how the samples are distributed to this rank, or ``None`` if that is not known."""
         if self.streamed is not None:
-            return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
-        return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
+            return self.streamed.share(rank=self.rank_place.rank, num_ranks=self.rank_place.num_replicas)
+        return share_of(self._sampler, rank=self.rank_place.rank, num_ranks=self.rank_place.num_replicas)
 
-    def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
-        """Prepare the next iteration."""
+    def begin_after(self, num_samples: int) -> None:
+        """Count the samples of each iteration from `num_samples` on, which other ranks have consumed before."""
+        self.num_before = num_samples
+
+    def begin(
+        self, plan: IndexPlan | None, *, new_workers: bool, epoch: int = 0, has_other_workers: bool = False
+    ) -> None:
+        """Prepare the next iteration.
+
+        Args:
+            plan: The position to resume it at.
+            new_workers: Whether its workers are created for it.
+            epoch: The number of earlier iterations, if each sample is seeded.
+            has_other_workers: Whether the run had another number of workers before a resume.
+        """
         self._plan = plan
         if new_workers:
             self._birth = None
@@ -210,6 +227,8 @@ class IndexSide:
             recent=deque(maxlen=self._window),
             digests=deque([START] if self._is_digested else [], maxlen=self._window + 1),
             share=self.current_share(),
+            epoch=epoch,
+            has_other_workers=has_other_workers,
         )
 
     @contextlib.contextmanager
@@ -401,7 +420,7 @@ class IndexSide:
                 self.restore(aside)
             if self.may_draw:
                 self.record.log.note(self.record.handed_out, before, after)
-                if self.has_other_workers and self.record.handed_out and after != before:
+                if self.record.has_other_workers and self.record.handed_out and after != before:
                     self._depends_on_workers()
 
     def _depends_on_workers(self) -> None:
@@ -411,7 +430,7 @@ class IndexSide:
             "belong to neither run. Resume with as many workers as before, let the sampler draw only in its __iter__, "
             "or give it its own generator and pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def _differs(self, plan: IndexPlan) -> None:
         inner = getattr(self._sampler, "sampler", None)
@@ -422,7 +441,7 @@ class IndexSide:
             "changed. The order of samples would differ from the uninterrupted run. Give it `set_epoch`, or derive "
             "its order from a generator; or pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def restore(self, moment: RandomStates) -> list[str]:
         """Restore the random states of `moment`; return the paths of generators that are missing."""
@@ -438,7 +457,7 @@ class IndexSide:
             missing += self._objects.load(moment.objects)
         if missing:
             reason = f"The order of samples begins again: {lacks_generators(missing)}"
-            refuse(reason, strict=self.strict, not_exact=self.not_exact)
+            self._exactness.refuse(reason)
 
     def _samplers_with_epoch(self) -> list[Any]:
         chain = (self._sampler, getattr(self._sampler, "sampler", None))

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.foreign import library_of
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
-_OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
-                  "_way", "_fresh", "_objects", "_expected", "_owed", "record", "on_begin", "on_end"})  # fmt: skip
+_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
+                  "_way", "_fresh", "_objects", "_expected", "_owed", "record", "_on_begin", "_on_end"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -106,12 +106,12 @@ class IterableSide(IterableDataset[Any]):
 
     Args:
         dataset: The user's data set. Every attribute is looked up and set on it.
+        exactness: Collects what is not exact.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, exactness: Exactness) -> None:
         self.user_dataset = dataset
-        self.strict: bool | None = True
-        self.not_exact: list[str] = []
+        self._exactness = exactness
         self._held = HeldGenerators({"dataset": dataset})
         self._objects = DatasetObjects(dataset)
         self._plan: Position | None = None
@@ -122,8 +122,8 @@ class IterableSide(IterableDataset[Any]):
         self._expected: Values | None = None
         self._owed: list[dict[str, Any]] = []
         self.record = IterableRecord()
-        self.on_begin: Callable[[], None] = lambda: None
-        self.on_end: Callable[[IterableRecord], None] = lambda record: None
+        self._on_begin: Callable[[], None] = lambda: None
+        self._on_end: Callable[[IterableRecord], None] = lambda record: None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -144,7 +144,7 @@ class IterableSide(IterableDataset[Any]):
         return len(self.user_dataset)
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.user_dataset, self.strict)
+        return IterableSide, (self.user_dataset, self._exactness.of_worker())
 
     def begin(self, plan: Position | None) -> IterableRecord:
         """Prepare the next iteration in this process, resumed at `plan`."""
@@ -152,9 +152,24 @@ class IterableSide(IterableDataset[Any]):
         self.record = IterableRecord(remembered=self.record.remembered)
         return self.record
 
-    def begin_in_worker(self, plan: Position | None) -> None:
-        """Follow all iterations from now on, the first of them resumed at `plan`."""
+    def begin_in_worker(
+        self,
+        plan: Position | None,
+        *,
+        exactness: Exactness,
+        on_begin: Callable[[], None],
+        on_end: Callable[[IterableRecord], None],
+    ) -> None:
+        """Follow all iterations from now on.
+
+        Args:
+            plan: The position of the first of them.
+            exactness: The worker's collector of what is not exact.
+            on_begin: Called when an iteration begins.
+            on_end: Called when the last sample of an iteration is drawn.
+        """
         self._plan, self._in_worker = plan, True
+        self._exactness, self._on_begin, self._on_end = exactness, on_begin, on_end
 
     def __iter__(self) -> Iterator[Any]:
         if not (self._is_begun or self._in_worker):
@@ -186,7 +201,7 @@ class IterableSide(IterableDataset[Any]):
         record.objects = self._objects.between()
         if self._way == _DATASET:
             record.way, record.source = _DATASET, self.user_dataset
-        self.on_begin()
+        self._on_begin()
         samples = iter(self.user_dataset)
         record.way = self._chosen_way(samples)
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
@@ -216,9 +231,9 @@ class IterableSide(IterableDataset[Any]):
             self._put_back()
         set_rng_state(before.rng)
         self._held.load_state_dict(before.held)
-        self.on_begin()
+        self._on_begin()
         if record.has_ended:
-            self.on_end(record)
+            self._on_end(record)
         return _Samples(self, samples, record)
 
     def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:
@@ -243,7 +258,7 @@ class IterableSide(IterableDataset[Any]):
             "the uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or pass "
             "strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
@@ -269,7 +284,7 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended, record.objects = True, self._objects.between()
                 self._note_draws(record)
-                self.on_end(record)
+                self._on_end(record)
             raise
         self._put_back()
         record.num_samples += 1
@@ -292,7 +307,7 @@ class IterableSide(IterableDataset[Any]):
 
     def _refuse(self, what: str) -> None:
         name = type(self.user_dataset).__name__
-        refuse(f"The iterable data set {name} {what}", strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(f"The iterable data set {name} {what}")
 
     def _remember(self, record: IterableRecord) -> None:
         record.remembered = changed(self._fresh, plain_values(self.user_dataset))
@@ -378,12 +393,6 @@ def between(position: Position | None) -> Position | None:
         return None
     state = position["state"] if position["way"] == _DATASET else None
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
-
-
-def _rebuilt(dataset: object, strict: Any) -> IterableSide:
-    side = IterableSide(dataset)
-    side.strict = strict
-    return side
 
 
 Values = Mapping[str, int | str]

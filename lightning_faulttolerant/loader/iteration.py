@@ -6,13 +6,14 @@ loader that is cycled beside a loader without a length. Everything that belongs 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
 from lightning_faulttolerant.loader.ring import WorkerRing
@@ -20,6 +21,46 @@ from lightning_faulttolerant.loader.samplers import state_of
 from lightning_faulttolerant.loader.worker_side import WorkerState, unpack_worker_state
 
 _KEPT_STATES = 4  # the trainer is at most one batch behind the batches yielded
+
+
+class IterationOwner:
+    """The trainer or the loop whose iterations over a loader are followed.
+
+    Args:
+        is_followed: Whether an iteration requested now is the owner's, and not one that other code runs beside it.
+        is_held_back: Whether an iteration requested now stays empty, because it is created again later at the right
+            place.
+        before_first_batch: Called right before the first batch of an iteration is requested.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_followed: Callable[[], bool] = lambda: True,
+        is_held_back: Callable[[], bool] = lambda: False,
+        before_first_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_followed = is_followed
+        self._is_held_back = is_held_back
+        self._holds_back = False
+        self.before_first_batch = before_first_batch
+
+    def is_held_back(self) -> bool:
+        """Return whether an iteration requested now stays empty."""
+        return self._holds_back or self._is_held_back()
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Let an iteration requested inside the context stay empty."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+
+    def call_before_first_batch(self, function: Callable[[], None]) -> None:
+        """From the next iteration on, call `function` right before the first batch is requested."""
+        self.before_first_batch = function
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +112,7 @@ class CountedBatches(Iterator[Any]):
         batches: torch's iterator.
         iteration: The run that counts the batches.
         before_first: Called right before the first batch is requested.
-        not_exact: Collects the reasons why resumed workers can't continue exactly.
+        exactness: Collects the reasons why resumed workers can't continue exactly.
     """
 
     def __init__(
@@ -80,12 +121,12 @@ class CountedBatches(Iterator[Any]):
         iteration: Iteration,
         *,
         before_first: Callable[[], None],
-        not_exact: list[str],
+        exactness: Exactness,
     ) -> None:
         self._batches = batches
         self._iteration = iteration
         self._before_first: Callable[[], None] | None = before_first
-        self._not_exact = not_exact
+        self._exactness = exactness
         # Once each worker has been asked for a batch and has answered, all have begun and reported their reasons.
         self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
 
@@ -115,7 +156,7 @@ class CountedBatches(Iterator[Any]):
     def _hear(self) -> None:
         assert self._iteration.ring is not None
         for reason in self._iteration.ring.said():
-            refuse(reason, strict=False, not_exact=self._not_exact)
+            self._exactness.admit(reason)
 
     def __getattr__(self, name: str) -> object:
         if name == "_batches":

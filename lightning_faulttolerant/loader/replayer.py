@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.live_objects import LiveObjects, digest_of
 from lightning_faulttolerant.loader.replay import Chain, ChainIteration
@@ -61,14 +61,14 @@ class Replayer:
     Args:
         loader: The user's loader.
         name: Its name in messages.
+        exactness: Collects what is not exact.
         older: The replayers of the fit's other loaders that were created before.
     """
 
-    def __init__(self, loader: object, *, name: str, older: Iterable[Replayer] = ()) -> None:
+    def __init__(self, loader: object, *, name: str, exactness: Exactness, older: Iterable[Replayer] = ()) -> None:
         self._name = name
         self._resumed: Iterator[Any] | None = None
-        self.strict: bool | None = True
-        self.not_exact: list[str] = []
+        self._exactness = exactness
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
@@ -146,7 +146,7 @@ class Replayer:
             "batches would differ from the uninterrupted run. Give its class state_dict and load_state_dict, or "
             "derive its order from a seed; or pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def moment(self) -> RandomStates:
         """Return the current random states."""
@@ -159,11 +159,11 @@ class Replayer:
         missing = self.held.load_state_dict(moment.held) if moment.held else []
         if missing:
             reason = f"{self._name} begins again: {lacks_generators(missing)}"
-            refuse(reason, strict=self.strict, not_exact=self.not_exact)
+            self._exactness.refuse(reason)
 
     def _load(self, objects: Mapping[str, object]) -> None:
         for line in self.objects.load_state_dict(objects):
-            refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
+            self._exactness.refuse(f"{self._name} continues without {line}")
 
     def objects_at_start(self) -> dict[str, object]:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""

@@ -28,11 +28,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
+from lightning_faulttolerant.loader.index_side import SOLE_RANK
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.samplers import sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.blobs import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -149,9 +151,7 @@ class LoaderRun:
     def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
         plain.__class__ = DataLoader  # the user's `__iter__` runs before this, not after
-        self._tracker = TrackedLoader(plain, seeds=seeds)
-        side = self._tracker.index_side
-        side.global_rank, side.num_ranks = _place()
+        self._tracker = TrackedLoader(plain, rank_place=_place(), seeds=seeds)
         self.followed = self._tracker.copy_of(plain)
         # torch terminates workers that don't exit by themselves. They obey only if they know that they are not needed.
         weakref.finalize(self, self._tracker.release_workers)
@@ -381,16 +381,16 @@ class _Handed(Iterator[Any]):
             self._ring.close()
 
 
-def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
+def _place() -> RankPlace:
+    """Return this rank among all."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+        return RankPlace(rank=dist.get_rank(), num_replicas=dist.get_world_size())
+    return SOLE_RANK
 
 
 def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    rank, num_ranks = _place()
+    place = _place()
     return {
         "data set": type(loader.dataset).__name__,
         "number of samples": None if is_iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
@@ -399,8 +399,8 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
         "sampler": sampler_name(loader),
         "worker_rng": "per_sample" if is_per_sample else "capture",
         "number of workers": None if is_per_sample else loader.num_workers,
-        "rank": rank,
-        "number of ranks": num_ranks,
+        "rank": place.rank,
+        "number of ranks": place.num_replicas,
     }
 
 

@@ -14,11 +14,18 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
-from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.index_side import SOLE_RANK, IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, between
-from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
+from lightning_faulttolerant.loader.iteration import (
+    CountedBatches,
+    Iteration,
+    IterationOwner,
+    starts_fresh,
+    worker_states,
+)
 from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_state import forget_own_position, stateful_dataset
@@ -32,6 +39,7 @@ from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import tracked_class
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
 from lightning_faulttolerant.loader.workers import counts_at, counts_now, end_children
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 
@@ -45,6 +53,9 @@ class TrackedLoader:
 
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
+        exactness: Collects what is not exact. By default, that is an error.
+        owner: Says which iterations are followed. By default, all are.
+        rank_place: This rank, among those that share the samples.
         default_worker_init: Called in new workers if the loader has no ``worker_init_fn``.
         seeds: The seeds of the samples of a map-style data set. Without them, the workers' states are captured.
         known: The objects of the loader that was in this place before.
@@ -54,6 +65,9 @@ class TrackedLoader:
         self,
         loader: DataLoader[Any],
         *,
+        exactness: Exactness | None = None,
+        owner: IterationOwner | None = None,
+        rank_place: RankPlace = SOLE_RANK,
         default_worker_init: Callable[[int], None] | None = None,
         seeds: SampleSeeds | None = None,
         known: LoaderObjects | None = None,
@@ -64,12 +78,10 @@ class TrackedLoader:
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
         self._is_asked = self._is_taken = False
-        self.is_followed: Callable[[], bool] = lambda: True
-        """Whether an iteration requested now is the one to follow, and not one that other code runs beside it."""
-        self.is_held_back: Callable[[], bool] = lambda: False
-        """Whether an iteration requested now stays empty, because it is created again later at the right place."""
-        self.on_first_batch: Callable[[], None] = lambda: None
-        """Called right before the first batch of an iteration is requested."""
+        self._has_other_workers = False
+        """Whether the run had another number of workers before a resume."""
+        self.exactness = Exactness() if exactness is None else exactness
+        self.owner = IterationOwner() if owner is None else owner
         self._rings_aside: list[WorkerRing] = []
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
@@ -85,6 +97,8 @@ class TrackedLoader:
         self.index_side = IndexSide(
             index_sampler(loader),
             held=self.held,
+            exactness=self.exactness,
+            rank_place=rank_place,
             window=0 if is_iterable else self._in_flight + self.num_workers + 2,
             has_workers=self.num_workers > 0,
             is_endless=is_iterable,
@@ -93,7 +107,7 @@ class TrackedLoader:
             streamed=self._streamed if self._streamed.is_dealt else None,
             objects=self.objects,
         )
-        self.iterable = IterableSide(loader.dataset) if is_iterable else None
+        self.iterable = IterableSide(loader.dataset, self.exactness) if is_iterable else None
         self._start_position, self._num_iterations = None, 0
         self._collate: Callable[[Any], Any] = loader.collate_fn
         if self.iterable is not None:
@@ -104,7 +118,12 @@ class TrackedLoader:
         if self.num_workers:
             per_sample = None if self._seeded is None else self._seeded.dataset
             self._worker_side = worker_side_of(
-                loader, self._collate, default_worker_init, iterable=self.iterable, per_sample=per_sample
+                loader,
+                self._collate,
+                default_worker_init,
+                exactness=self.exactness,
+                iterable=self.iterable,
+                per_sample=per_sample,
             )
             state_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
             self._slot_bytes = 1 if self._seeded else state_bytes
@@ -164,7 +183,7 @@ class TrackedLoader:
 
     def ask(self) -> None:
         """Note that an iteration was requested. It begins when its iterator is created."""
-        if not self._is_asked and self.is_followed():
+        if not self._is_asked and self.owner.is_followed():
             self._is_asked = True
             self._streamed.go_on()
 
@@ -173,9 +192,9 @@ class TrackedLoader:
 
         Resuming leaves the random generators of this process unchanged.
         """
-        if not (self._is_asked or self.is_followed()):
+        if not (self._is_asked or self.owner.is_followed()):
             return self._iterate_aside(make_iterator)
-        if self.is_held_back():
+        if self.owner.is_held_back():
             self._is_asked = False
             self._streamed.take_back()
             self._foreign.take_back()
@@ -195,8 +214,8 @@ class TrackedLoader:
         batches = CountedBatches(
             self._made(make_iterator),
             started,
-            before_first=self.on_first_batch,
-            not_exact=self.index_side.not_exact,
+            before_first=self.owner.before_first_batch,
+            exactness=self.exactness,
         )
         if before is not None:
             self.index_side.ensure_open()
@@ -248,22 +267,22 @@ class TrackedLoader:
         self._num_iterations += 1
         self._streamed.begin()
         self._foreign.begin()
-        if self.iterable is not None:
-            self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
-            if not self.num_workers:
-                self._start_position, position = None, self._start_position
-                record = self.iterable.begin(position)
-                record.num_batches = 0 if plan is None else plan.position
-        self.index_side.begin(plan, new_workers=not self._has_living_workers)
+        if self.iterable is not None and not self.num_workers:
+            self._start_position, position = None, self._start_position
+            record = self.iterable.begin(position)
+            record.num_batches = 0 if plan is None else plan.position
+        epoch = 0
         if self._seeded is not None:
-            self._seeded.begin(self.index_side, plan, is_counted=not self._is_taken)
+            epoch = self._seeded.begin(is_resumed=plan is not None or self._is_taken)
+            self._has_other_workers = self._seeded.has_other_workers
+        new_workers, had_others = not self._has_living_workers, self._has_other_workers
+        self.index_side.begin(plan, new_workers=new_workers, epoch=epoch, has_other_workers=had_others)
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
         assert self._worker_side is not None
         if self._ring is not None:
             self._ring.close()
         self._ring = self._worker_side.ring = self._new_ring()
-        self._worker_side.strict = self.index_side.strict
         self._worker_side.resume_from = self._resumed_states = states
         self._fetched_before = [0] * self.num_workers
         self._num_iterations = 0
@@ -355,7 +374,8 @@ class TrackedLoader:
             self._seeded.load_state_dict(state_dict)
         had_workers = state_dict.get("num_workers", self.num_workers)
         if had_workers != self.num_workers and self.can_be_resized:
-            state_dict = with_other_workers(state_dict, self.index_side, self.loader)
+            state_dict = with_other_workers(state_dict, self.loader, rank=self.index_side.rank_place.rank)
+            self._has_other_workers = True
         self._unused_state, self._plan = copy.deepcopy(dict(state_dict)), None
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
@@ -382,6 +402,10 @@ class TrackedLoader:
         drop = state_dict["drop"]
         plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers and not had_workers)
         self._plan = (plan, workers, drop)
+
+    def begin_after(self, num_samples: int) -> None:
+        """Give the first sample of each iteration the seed of the one that follows `num_samples` others."""
+        self.index_side.begin_after(num_samples)
 
     def release_workers(self) -> None:
         """Let the workers obey a termination signal again, because they are no longer needed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.own_state import stateful_dataset
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
@@ -37,6 +37,7 @@ class WorkerSide:
     Both are methods of one object, so they remain one object in a spawned worker.
 
     Args:
+        exactness: The main process's collector of what is not exact.
         collate_fn: The loader's ``collate_fn``.
         worker_init_fn: The loader's ``worker_init_fn``, or ``None``.
         default_init: Called in place of a missing `worker_init_fn`.
@@ -49,6 +50,7 @@ class WorkerSide:
     def __init__(
         self,
         *,
+        exactness: Exactness,
         collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
@@ -64,7 +66,6 @@ class WorkerSide:
         self.num_iterations = 0
         self.ring: WorkerRing | None = None
         self.resume_from: Sequence[WorkerState] | None = None
-        self.strict: bool | None = True
         self._leaves_rest = leaves_rest
         self._has_state = has_state
         self._worker = -1
@@ -72,7 +73,7 @@ class WorkerSide:
         self._held: HeldGenerators | None = None
         self._objects: WorkerObjects | None = None
         self._owed: Mapping[str, Any] = {}
-        self._not_exact: list[str] = []
+        self._exactness = exactness.of_worker()
         self._num_said = 0
 
     @contextlib.contextmanager
@@ -111,9 +112,12 @@ class WorkerSide:
             if self._has_state:
                 self._dataset().load_state_dict(state["dataset"])
         if self.iterable is not None:
-            self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
-            self.iterable.not_exact = self._not_exact
-            self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
+            self.iterable.begin_in_worker(
+                None if state is None else state.get("iterable"),
+                exactness=self._exactness,
+                on_begin=self._begin_iteration,
+                on_end=self._end_iteration,
+            )
         self._say_not_exact()
         self._leave_state()
 
@@ -129,9 +133,10 @@ class WorkerSide:
 
     def _say_not_exact(self) -> None:
         assert self.ring is not None
-        if len(self._not_exact) > self._num_said:
-            self.ring.say(self._worker, self._not_exact)
-            self._num_said = len(self._not_exact)
+        reasons = self._exactness.reasons
+        if len(reasons) > self._num_said:
+            self.ring.say(self._worker, reasons)
+            self._num_said = len(reasons)
 
     def _end_iteration(self, record: IterableRecord) -> None:
         assert self.ring is not None
@@ -144,11 +149,11 @@ class WorkerSide:
     def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
         missing = _load_worker_state(state, held)
         if missing:
-            refuse(f"A worker continues: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
+            self._exactness.refuse(f"A worker continues: {lacks_generators(missing)}")
         if self._objects is not None:
             self._owed = state.get("objects", {})
             for line in self._objects.load_state_dict(self._owed):
-                refuse(f"A worker continues without {line}", strict=self.strict, not_exact=self._not_exact)
+                self._exactness.refuse(f"A worker continues without {line}")
 
     def collate(self, samples: object) -> Any:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
@@ -199,11 +204,13 @@ def worker_side_of(
     collate_fn: Callable[[Any], object],
     default_init: Callable[[int], None] | None,
     *,
+    exactness: Exactness,
     iterable: IterableSide | None,
     per_sample: PerSampleDataset | None,
 ) -> WorkerSide:
     """Return the stand-in for the functions of a loader; the arguments are those of `WorkerSide`."""
     return WorkerSide(
+        exactness=exactness,
         collate_fn=collate_fn,
         worker_init_fn=loader.worker_init_fn,
         default_init=default_init,

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
@@ -24,11 +26,13 @@ def why_not_whole(loader: object) -> str | None:
     return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
 
 
-def track(loader: object, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
+def track(
+    loader: object, *, exactness: Exactness, owner: IterationOwner, place: str, older: Sequence[OfWholeLoader]
+) -> OfWholeLoader:
     """Return the tracker that follows a loader as a whole: by its own state if it has one, or else by a replay."""
     if keeps_own_state(loader):
-        return OwnLoader(loader, place=place)
-    return ReplayedLoader(loader, place=place, older=older)
+        return OwnLoader(loader, exactness=exactness, owner=owner, place=place)
+    return ReplayedLoader(loader, exactness=exactness, owner=owner, place=place, older=older)
 
 
 def user_loader(loader: object) -> Any:
