@@ -63,28 +63,60 @@ class IterationOwner:
         self.before_first_batch = function
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationWorkers:
+    """The workers of one run over a loader.
+
+    Args:
+        ring: Where they leave their states.
+        fetched_before: How many batches each had fetched when the run began.
+        resumed_states: The states that they continue from.
+        number: The number of the run among those of the same workers.
+    """
+
+    ring: WorkerRing
+    fetched_before: tuple[int, ...]
+    resumed_states: list[WorkerState] | None
+    number: int
+
+    def starts_fresh(self, counts: list[int]) -> bool:
+        """Return whether workers that have fetched this many batches need no state to start from."""
+        # Workers that have not fetched yet are created again from the same random states, and seed themselves the same.
+        return not any(counts) and self.resumed_states is None
+
+    def states(self, counts: list[int]) -> list[WorkerState]:
+        """Return the state of each worker after the given number of its batches.
+
+        Raises:
+            NotExactError: If a state is missing.
+        """
+        if not any(counts) and self.resumed_states is not None:
+            return self.resumed_states
+        try:
+            return [unpack_worker_state(self.ring.get(worker, count)) for worker, count in enumerate(counts)]
+        except LookupError as error:
+            raise NotExactError(
+                f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+                " samples could not continue exactly."
+            ) from error
+
+
 @dataclass(kw_only=True, slots=True)
 class Iteration:
     """One run over a loader.
 
     Args:
         record: The position of its index sampler.
-        ring: Where its workers leave their states.
-        fetched_before: How many batches each worker had fetched when it began.
-        resumed_states: The states that its workers continue from.
+        workers: Its workers, if it has any.
         num_out: How many batches it has yielded since the epoch's beginning, including those before a resume.
         iterable: The position of its iterable data set in this process.
-        number: Its number among the iterations of the same workers.
         dataset: Its data set in this process, if that keeps a state to be saved.
     """
 
     record: IndexRecord
-    ring: WorkerRing | None
-    fetched_before: list[int]
-    resumed_states: list[WorkerState] | None
+    workers: IterationWorkers | None
     num_out: int = 0
     iterable: IterableRecord | None = None
-    number: int = 0
     dataset: Any = None
     dataset_states: deque[tuple[int, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
@@ -128,13 +160,14 @@ class CountedBatches(Iterator[Any]):
         self._before_first: Callable[[], None] | None = before_first
         self._exactness = exactness
         # Once each worker has been asked for a batch and has answered, all have begun and reported their reasons.
-        self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
+        resumed = None if iteration.workers is None else iteration.workers.resumed_states
+        self._num_unheard = 0 if resumed is None else len(resumed) + 1
 
     def __next__(self) -> Any:
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
-        if self._num_heard:
+        if self._num_unheard:
             return self._next()
         batch, iteration = next(self._batches), self._iteration
         if iteration.dataset is None:
@@ -147,15 +180,15 @@ class CountedBatches(Iterator[Any]):
         try:
             batch = next(self._batches)
         finally:
-            if self._num_heard:
-                self._num_heard -= 1
+            if self._num_unheard:
+                self._num_unheard -= 1
                 self._hear()
         self._iteration.count()
         return batch
 
     def _hear(self) -> None:
-        assert self._iteration.ring is not None
-        for reason in self._iteration.ring.said():
+        workers = self._iteration.workers
+        for reason in () if workers is None else workers.ring.said():
             self._exactness.admit(reason)
 
     def __getattr__(self, name: str) -> object:
@@ -170,27 +203,3 @@ class CountedBatches(Iterator[Any]):
         """Take and discard the first batches: they were used before the resume."""
         for _ in range(num_batches):
             self._next()
-
-
-def starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
-    """Return whether workers that have fetched this many batches need no state to start from."""
-    # Workers that have not fetched yet are created again from the same random states, and seed themselves the same.
-    return not any(counts) and iteration.resumed_states is None
-
-
-def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    """Return the state of each worker after the given number of its batches.
-
-    Raises:
-        NotExactError: If a state is missing.
-    """
-    assert iteration.ring is not None
-    if not any(counts) and iteration.resumed_states is not None:
-        return iteration.resumed_states
-    try:
-        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
-    except LookupError as error:
-        raise NotExactError(
-            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-            " samples could not continue exactly."
-        ) from error

@@ -67,7 +67,7 @@ class Replayer:
 
     def __init__(self, loader: object, *, name: str, exactness: Exactness, older: Iterable[Replayer] = ()) -> None:
         self._name = name
-        self._resumed: Iterator[Any] | None = None
+        self._resumed: tuple[Iterator[Any], ReplayedIteration] | None = None
         self._exactness = exactness
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
@@ -75,24 +75,23 @@ class Replayer:
 
     def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
         """Begin an iteration, or continue the one that was resumed."""
-        batches, self._resumed = self._resumed, None
-        if batches is None:
-            batches = self._begun(make_iterator)
-        assert self.iteration is not None
-        return ReplayedBatches(batches, self, self.iteration)
+        resumed, self._resumed = self._resumed, None
+        batches, iteration = resumed or self._begun(make_iterator)
+        return ReplayedBatches(batches, self, iteration)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> tuple[Iterator[Any], ReplayedIteration]:
         objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
         if not chains or not (objects.get(LOST) or self.objects.live()):
             chains.append(Chain(start=now))
-        self.iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
+        iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
+        self.iteration = iteration
         batches = make_iterator()
         after = self.moment()
         for chain in chains:
             chain.note_iterator(now, after)
-        return batches
+        return batches, iteration
 
     def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
         """Return the position.
@@ -121,22 +120,25 @@ class Replayer:
             before = rng_state()
             try:
                 with self.objects.globals_kept(*begun):
-                    batches = self._played(chain, make_iterator)
+                    played = self._played(chain, make_iterator)
             finally:
                 set_rng_state(before)
-            self._resumed = None if state["consumed"] is None else batches
+            self._resumed = None if state["consumed"] is None else played
         self._load(state["now"])
         self.held.refresh()
 
-    def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
+    def _played(
+        self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]
+    ) -> tuple[Iterator[object], ReplayedIteration]:
         num_batches = sum(num_out for num_out, _ in state["runs"])
         _log.info("%s draws %s consumed batches again.", self._name, num_batches)
         chain = Chain.from_state_dict(state)
         batches, is_same = chain.play(state, make_iterator, restore=self._restore, load_objects=self._load)
         if not is_same:
             self._differs(num_batches, chain.num_batches)
-        self.iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))
-        return batches
+        iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))
+        self.iteration = iteration
+        return batches, iteration
 
     def _differs(self, num_before: int, num_now: int) -> None:
         how = f"only {num_now} of the" if num_now < num_before else "others than the"

@@ -332,7 +332,8 @@ class LoaderRun:
 
     def workers_of(self) -> WorkerRing | None:
         """Return the ring of the newest iteration's workers, if they are to end with the iteration."""
-        return None if self.followed.persistent_workers or self._iteration is None else self._iteration.ring
+        workers = None if self._iteration is None else self._iteration.workers
+        return None if workers is None or self.followed.persistent_workers else workers.ring
 
 
 class _Handed(Iterator[Any]):

@@ -77,17 +77,17 @@ def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
         side, iterator = begin(SAMPLERS[sampler](), window=num_ahead + 1)
         indices = [next(iterator, None) for _ in range(min(position + num_ahead, length))]
         state, rng = safe(record_state(side.record)), rng_state()
-        held = side.moment().held
+        held = side.states.now().held
         rest = list(iterator)
         seed(2)
         again, resumed = resume(SAMPLERS[sampler](), state, position)
-        again.restore(again.moment())
+        again.states.restore(again.states.now())
         _put(rng, held, again)
         assert list(resumed) == indices[position:] + rest
 
 
 def _put(rng: Any, held: Any, side: IndexSide) -> None:
-    side.restore(RandomStates(rng=rng, held=held, sampler_epochs=[]))
+    side.states.restore(RandomStates(rng=rng, held=held, sampler_epochs=[]))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -111,7 +111,7 @@ def test_reading_the_state_changes_nothing() -> None:
     found = []
     for index in iterator:
         record_state(side.record)
-        side.moment()
+        side.states.now()
         found.append(index)
     assert found == expected
 
@@ -244,7 +244,7 @@ def test_sampler_of_torch_is_not_watched() -> None:
         side, iterator = begin(sampler)
         for _ in range(4):
             next(iterator)
-        assert not side.may_draw
+        assert not side.states.may_draw
         assert side.record.log.pack() == b""
 
 
