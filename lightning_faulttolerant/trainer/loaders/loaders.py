@@ -30,6 +30,8 @@ from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_
 from lightning_faulttolerant.trainer.loaders.trackers import (
     OfWholeLoader,
     PrefetchState,
+    PrefetchStates,
+    ResumedPlaces,
     Tracker,
     track,
     user_loader,
@@ -74,11 +76,9 @@ class Loaders:
         self.is_trainers = False
         """Whether an iteration that begins now is the trainer's own."""
         self._combined: weakref.WeakSet[object] = weakref.WeakSet()
-        self._states: Mapping[str, Any] = {}
-        self._states_of_own: Mapping[str, Any] = {}
-        self.last_mark: PrefetchState | None = None
-        self.mark_before: PrefetchState | None = None
-        self._is_marked = False
+        self._resumed = ResumedPlaces()
+        self.prefetches = PrefetchStates()
+        """Where the training loaders were when batches were fetched ahead of their use."""
         self._holds_back = False
         self.fetches_ahead = False
         """Whether each training batch is fetched before the previous one is trained."""
@@ -91,7 +91,6 @@ class Loaders:
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are. The state still includes what their objects hold."""
         self._has_places = self._lightning_restores = False
-        self._left: list[str] = []
         self._followed: list[OfWholeLoader] = []
         self._patches = Patches()
         self._own: dict[str, OwnState] = {}
@@ -113,7 +112,8 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = self._is_marked = False
+        self.is_trainers = False
+        self.prefetches.end_fetch()
 
     def begin(self, stage: str) -> None:
         """Prepare for the loaders of a stage to be processed again."""
@@ -146,11 +146,10 @@ class Loaders:
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
-        self._left = list(states.get("left", ()))
-        self._states, self._states_of_own = states.get("places", {}), states.get("own", {})
-        self.load_own(self._states_of_own)
+        self._resumed = ResumedPlaces.from_state_dict(states)
+        self.load_own(self._resumed.own)
         if self._seeds is not None:
-            self._seeds.resume_from(self._states)
+            self._seeds.resume_from(self._resumed.states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -163,7 +162,7 @@ class Loaders:
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning: they may be different ones."""
         self._check = lambda place, fingerprint: None
-        self._states, self._left, self._states_of_own = {}, [], {}
+        self._resumed = ResumedPlaces()
 
     def process(self, loader: Any) -> Any:
         """Return the replacement for a loader that Lightning has processed."""
@@ -184,7 +183,7 @@ class Loaders:
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        if place in self._left:
+        if place in self._resumed.left:
             self._refuse(place, "the checkpoint has no position of it, because it could not be followed then")
         follow = self._follow_own if is_whole else self._follow
         tracker, followed = follow(place, loader, self._owner_of(stage))
@@ -280,7 +279,7 @@ class Loaders:
         reason = own.why_not_exact()
         if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
             self._refuse(place, reason)
-        self.load_own(self._states_of_own, place)
+        self.load_own(self._resumed.own, place)
         return loader
 
     def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
@@ -290,8 +289,8 @@ class Loaders:
                 self._own[place].load_state_dict(state)
 
     def _resume(self, place: str, tracker: Tracker) -> None:
-        if place in self._states:
-            tracker.load_state_dict(self._states[place])
+        if place in self._resumed.states:
+            tracker.load_state_dict(self._resumed.states[place])
 
     def _refuse(self, place: str, reason: str) -> None:
         remedy = " Change the loader, or pass FaultTolerance(strict=False) to train without it."
@@ -317,22 +316,22 @@ class Loaders:
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         training = self._training()
-        self._is_marked = True
-        self.mark_before = self.last_mark
-        self.last_mark = PrefetchState(
-            iterations={
-                place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
-                for place, tracker in training.items()
-            },
-            combined=compat.combined_state(self._trainer),
-            rng=rng_state(),
-            held={place: tracker.held.state_dict() for place, tracker in training.items()},
-            own=self._own_states(),
+        self.prefetches.note(
+            PrefetchState(
+                iterations={
+                    place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
+                    for place, tracker in training.items()
+                },
+                combined=compat.combined_state(self._trainer),
+                rng=rng_state(),
+                held={place: tracker.held.state_dict() for place, tracker in training.items()},
+                own=self._own_states(),
+            )
         )
 
     def _before_first_batch(self) -> None:
         # The very first batch is fetched while the loaders are set up, before any seam could mark it.
-        if not self._is_marked and compat.fetches_ahead(self._trainer):
+        if not self.prefetches.is_in_fetch and compat.fetches_ahead(self._trainer):
             self.mark()
 
     def _training(self) -> dict[str, Tracker]:
@@ -346,7 +345,7 @@ class Loaders:
             in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
             validated: How many batches are consumed of the validation loader in use, by its place.
         """
-        mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
+        mark = self.prefetches.last if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, object] = {
             place: tracker.state_dict(validated.get(place))
             for place, tracker in self.trackers.items()
