@@ -159,8 +159,8 @@ class LoaderRun:
         self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
         self._handed: weakref.ref[_Handed] | None = None
         self._iteration: Iteration | None = None
-        self._begun_epochs: list[int | None] = []
-        self._has_begun = False
+        self._begun_epochs: list[int | None] | None = None
+        """The samplers' epochs when the last iteration began, if one has begun."""
         self.has_iterated = False
         """Whether this process has begun an iteration."""
         self._epoch = 0
@@ -191,9 +191,9 @@ class LoaderRun:
                 "fingerprint": self._fingerprint,
                 "epoch": self._epoch,
                 "in_epoch": consumed is not None,
-                "has_begun": self._has_begun,
+                "has_begun": self._begun_epochs is not None,
                 "sampler_epochs": told,
-                "begun_epochs": self._begun_epochs if self._has_begun else told,
+                "begun_epochs": told if self._begun_epochs is None else self._begun_epochs,
                 "loader": self._tracker.state_dict(consumed, iteration),
                 "rng": rng_state(),
                 "held": self._tracker.held.state_dict(),
@@ -221,8 +221,8 @@ class LoaderRun:
         _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
         self._abandon()
         self._tracker.load_state_dict(state["loader"])
-        self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
-        self._begun_epochs = list(state["begun_epochs"])
+        self._loaded, self._epoch = state, state["epoch"]
+        self._begun_epochs = list(state["begun_epochs"]) if state["has_begun"] else None
         self._iteration = self._handed = None
         self.is_entangled = False
         self._told.listen()
@@ -269,7 +269,7 @@ class LoaderRun:
             batches = iter(self.followed)
         self._begun_epochs = self._told.state_dict()
         self._iteration, self._asked_at = self._tracker.iteration, None
-        self._has_begun = self.has_iterated = True
+        self.has_iterated = True
         handed = _Handed(self, batches)
         self._handed = weakref.ref(handed)
         return handed

@@ -175,12 +175,8 @@ class _WorkerStates:
             if self._has_state:
                 _dataset().load_state_dict(state["dataset"])
         if self._iterable is not None:
-            self._iterable.begin_in_worker(
-                None if state is None else state.get("iterable"),
-                exactness=self._exactness,
-                on_begin=self._begin_iteration,
-                on_end=self._end_iteration,
-            )
+            plan = None if state is None else state.get("iterable")
+            self._iterable.begin_in_worker(plan, self, self._exactness)
         self._say_not_exact()
         self._leave()
 
@@ -190,7 +186,8 @@ class _WorkerStates:
         self._say_not_exact()
         self._leave()
 
-    def _begin_iteration(self) -> None:
+    def begin_iteration(self) -> None:
+        """Note that an iteration over the iterable data set begins."""
         self._num_iterations += 1
         owed, self._owed = self._owed, {}
         self._objects.load_state_dict(owed)  # samples may have been drawn again
@@ -198,7 +195,8 @@ class _WorkerStates:
         self._leave()
         self._ring.note_begin(self._worker, self._num_iterations, self._num_batches)
 
-    def _end_iteration(self, record: IterableRecord) -> None:
+    def end_iteration(self, record: IterableRecord) -> None:
+        """Note that the iterable data set has no more samples."""
         if record.num_left and self._leaves_rest:
             self._ring.note_end(self._worker, self._num_batches + 1)
             return
