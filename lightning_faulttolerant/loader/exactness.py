@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import final
 
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
@@ -17,19 +18,42 @@ from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own
 _log = logging.getLogger(__name__)
 
 
-def refuse(reason: str, *, strict: bool | None, not_exact: list[str]) -> None:
-    """Raise if `strict`; otherwise add `reason` to `not_exact` and log it once. If it is ``None``, don't log it.
+@final
+class Exactness:
+    """Collects why a fit or a loop is not exact. Everything that follows one of its loaders reports to this object.
 
-    A worker does not log it. The main process reads the reasons of its workers, and logs them.
-
-    Raises:
-        NotExactError: If `strict`.
+    Args:
+        strict: Whether a reason is an error; ``None`` if it is only collected, without a warning.
     """
-    if strict:
-        raise NotExactError(reason)
-    if reason not in not_exact:
-        not_exact.append(reason)
-        if strict is not None and get_worker_info() is None:
+
+    def __init__(self, *, strict: bool | None = True) -> None:
+        self.strict = strict
+        self.reasons: list[str] = []
+        """Each reason once, in the order in which they were found."""
+
+    def refuse(self, reason: str) -> None:
+        """Raise if `strict`; otherwise collect `reason`, and warn of it once.
+
+        Raises:
+            NotExactError: If `strict`.
+        """
+        if self.strict:
+            raise NotExactError(reason)
+        self._collect(reason, warns=self.strict is not None)
+
+    def admit(self, reason: str) -> None:
+        """Collect `reason` and warn of it once, whether or not `strict`: it is too late for an error."""
+        self._collect(reason, warns=True)
+
+    def of_worker(self) -> Exactness:
+        """Return the collector of a worker, as strict as this one. The main process admits the worker's reasons."""
+        return Exactness(strict=self.strict)
+
+    def _collect(self, reason: str, *, warns: bool) -> None:
+        if reason in self.reasons:
+            return
+        self.reasons.append(reason)
+        if warns and get_worker_info() is None:  # the main process warns of what its workers report
             _log.warning(worded(reason))
 
 

@@ -147,7 +147,8 @@ class IndexRecord:
     ``digests`` holds the digest of all batches before those, and of all up to each; it is empty if the states at the
     start determine the order. ``not_compared`` names what the digests can't compare. If each sample is seeded,
     ``epoch`` counts the earlier iterations, ``num_samples`` the samples handed out. ``order`` and ``share`` say what
-    all ranks consume, if known; ``deal`` is set if other ranks began.
+    all ranks consume, if known; ``deal`` is set if other ranks began. ``has_other_workers`` says whether the run had
+    another number of workers before a resume.
     """
 
     first_batch: int = 0
@@ -164,6 +165,7 @@ class IndexRecord:
     order: GlobalOrder | None = None
     share: RankShare | None = None
     deal: RemainingBatches | None = None
+    has_other_workers: bool = False
 
     def go_to(self, plan: IndexPlan) -> None:
         """Count on from the position of a plan."""

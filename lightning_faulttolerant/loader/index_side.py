@@ -10,82 +10,81 @@ The iterator over a sampler that a loader draws from: it passes the sampler's ba
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import (
-    DrawLog,
-    draws_only_at_its_start,
-    generators_of,
-    order_follows_from_start,
-)
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.draws import DrawLog, generators_of, order_follows_from_start
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_digest import START, updated
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
 from lightning_faulttolerant.loader.index_replay import Replay
-from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
+from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, order_of, share_of
-from lightning_faulttolerant.loader.samplers import epoch_in, epochs_of, is_interruptible, put_epochs
+from lightning_faulttolerant.loader.remaining_batches import (
+    GlobalOrder,
+    RankShare,
+    RemainingBatches,
+    order_of,
+    share_of,
+)
+from lightning_faulttolerant.loader.sampler_states import SamplerStates
+from lightning_faulttolerant.loader.samplers import epoch_in
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
+
+_log = logging.getLogger(__name__)
+
+SOLE_RANK = RankPlace(rank=0, num_replicas=1)
 
 
-class Side(Protocol):
-    """The interface that an iterator draws through."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Started:
+    """The sampler's iterator, and the moment when it was started."""
 
-    record: IndexRecord
-    seeds: SampleSeeds | None
-    num_ranks: int
-    global_rank: int
-    num_before: int
-    is_batched: bool
-
-    @property
-    def only_passes_on(self) -> bool:
-        """Whether drawing the next batch needs no more than a call of the sampler."""
-
-    def open(self, indices: Iterator[object] | None) -> Iterator[Any]:
-        """Return the iterator to draw from. It is called right before the first index is drawn."""
-
-    def draw(self, indices: Iterator[object]) -> Any:
-        """Draw the next batch."""
+    indices: Iterator[Any]
+    moment: RandomStates
 
 
 class IndexIterator(Iterator[Any]):
-    """Passes on the sampler's batches, and counts them."""
+    """Passes on the sampler's batches, and counts them.
 
-    def __init__(self, side: Side, indices: Iterator[Any] | None) -> None:
+    Args:
+        side: The side that it draws through.
+        started: The iterator to draw from; ``None`` if it is to be started when it is opened.
+    """
+
+    def __init__(self, side: IndexSide, started: _Started | None) -> None:
         self._side = side
         self._record = side.record
-        self._indices = indices
+        self._started = started
         self._is_open = False
         self._ahead: deque[Any] = deque()
-        self._draw: Callable[[], Any] = self._draw_by_side
+        self._draw: Callable[[], Any] = self._open_and_draw
         self._passes_on = self._only_counts = False
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
         if not self._is_open:
+            indices = self._side.open(self._started)
             self._is_open = True
-            self._indices = self._side.open(self._indices)
             # Seeded samplers may be drawn from while their states are parked: the side notes the last draw, too.
-            if self._side.seeds is None and self._side.only_passes_on:
-                self._draw, self._passes_on = self._indices.__next__, True
+            self._passes_on = self._side.seeding is None and self._side.only_passes_on
+            self._draw = indices.__next__ if self._passes_on else functools.partial(self._side.draw, indices)
 
     def draw_ahead(self) -> None:
         """Draw the next batch now, if one exists. It is handed out when it is requested."""
         with contextlib.suppress(StopIteration):
             self._ahead.append(self._draw())
 
-    def _draw_by_side(self) -> Any:
-        assert self._indices is not None
-        return self._side.draw(self._indices)
+    def _open_and_draw(self) -> Any:
+        self.open()
+        return self._draw()
 
     def __next__(self) -> Any:
         if self._only_counts:
@@ -100,21 +99,62 @@ class IndexIterator(Iterator[Any]):
     def _next(self) -> Any:
         if not self._is_open:
             self.open()
-        record, seeds = self._record, self._side.seeds
+        record, seeding = self._record, self._side.seeding
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)
         if digests := record.digests:
             digests.append(updated(digests[-1], batch, record.not_compared))
-        if seeds is None:
-            return batch
-        step, begin = self._side.num_ranks, self._side.num_before if record.deal is None else record.deal.begin
-        place = begin + record.num_samples * step + self._side.global_rank
-        record.num_samples += len(batch) if self._side.is_batched else 1
-        return seeds.of(batch, epoch=record.epoch, place=place, step=step)
+        return batch if seeding is None else seeding.of(batch, record)
 
 
-_log = logging.getLogger(__name__)
+class SampleSeeding:
+    """Gives each sample of the index batches its seed, by its place in the order of all ranks.
+
+    Args:
+        seeds: The source of the seeds.
+        rank_place: This rank, among those that share the samples.
+        is_batched: Whether an index batch holds the indices of several samples.
+    """
+
+    def __init__(self, seeds: SampleSeeds, rank_place: RankPlace, *, is_batched: bool) -> None:
+        self._seeds = seeds
+        self._rank_place = rank_place
+        self._is_batched = is_batched
+        self._num_before = 0
+
+    def begin_after(self, num_samples: int) -> None:
+        """Count the samples of each iteration from `num_samples` on, which other ranks have consumed before."""
+        self._num_before = num_samples
+
+    def of(self, batch: Any, record: IndexRecord) -> Any:
+        """Return the next batch of an iteration with its seed, and count its samples."""
+        step, begin = self._rank_place.num_replicas, self._num_before if record.deal is None else record.deal.begin
+        place = begin + record.num_samples * step + self._rank_place.rank
+        record.num_samples += len(batch) if self._is_batched else 1
+        return self._seeds.of(batch, epoch=record.epoch, place=place, step=step)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Parked:
+    """The states of a sampler while torch draws: it was opened before, and torch's draws don't advance it."""
+
+    iterator: IndexIterator
+    moment: RandomStates
+
+
+@dataclass(kw_only=True, slots=True)
+class _Begun:
+    """What the side knows of the iteration in progress, besides its record.
+
+    ``plan`` is the position to resume it at, until it is opened. ``may_start`` says whether torch may start the sampler
+    for it. ``is_first_due`` says whether the moment of its first draw is still to be recorded.
+    """
+
+    plan: IndexPlan | None = None
+    iterator: IndexIterator | None = None
+    may_start: bool = True
+    is_first_due: bool = False
 
 
 class IndexSide:
@@ -125,6 +165,8 @@ class IndexSide:
     Args:
         sampler: The loader's sampler. Every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
+        exactness: Collects what is not exact.
+        rank_place: This rank, among those that share the samples.
         window: How many of the batches last handed out are kept.
         has_workers: Whether the loader has workers. They start from the random states of their creation.
         is_endless: Whether the sampler is torch's for an iterable data set, which yields no indices.
@@ -139,6 +181,8 @@ class IndexSide:
         sampler: Iterable[Any],
         *,
         held: HeldGenerators,
+        exactness: Exactness,
+        rank_place: RankPlace = SOLE_RANK,
         window: int,
         has_workers: bool = True,
         is_endless: bool = False,
@@ -147,31 +191,19 @@ class IndexSide:
         streamed: StreamedEpochs | None = None,
         objects: LoaderObjects | None = None,
     ) -> None:
-        self._objects = objects
-        self.seeds = seeds
-        self.streamed = streamed
-        self.is_batched = is_batched
-        self.has_other_workers = False
-        """Whether the run had another number of workers before a resume."""
-        self.global_rank, self.num_ranks = 0, 1
-        self.num_before = 0
-        """The number of samples that other ranks have consumed before this sampler's first one."""
-        self._parked: RandomStates | None = None
         self._sampler = sampler
-        self._held = held
-        self._window = window
-        self._has_workers = has_workers
-        self.is_endless = is_endless
-        self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
+        self._exactness = exactness
+        self.rank_place = rank_place
+        self.streamed = streamed
+        self.seeding = None if seeds is None else SampleSeeding(seeds, rank_place, is_batched=is_batched)
+        self.states = SamplerStates(sampler, held=held, exactness=exactness, is_endless=is_endless, objects=objects)
+        self._window, self._has_workers, self._is_endless = window, has_workers, is_endless
         self._is_digested = not is_endless and not order_follows_from_start(sampler)
-        self._plan: IndexPlan | None = None
         self._birth: RandomStates | None = None
+        self._parked: _Parked | None = None
         self._is_aside = False
-        self._is_begun = self._is_first_due = False
-        self._iterator: IndexIterator | None = None
+        self._begun = _Begun(may_start=False)
         self.record = IndexRecord()
-        self.not_exact: list[str] = []
-        self.strict: bool | None = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_sampler" not in vars(self):
@@ -181,7 +213,7 @@ class IndexSide:
     @property
     def only_passes_on(self) -> bool:
         """Whether drawing the next batch needs no more than a call of the sampler."""
-        return not self.may_draw and not self._is_first_due and self._parked is None
+        return not self.states.may_draw and not self._begun.is_first_due and self._parked is None
 
     @property
     def own_sampler(self) -> Any:
@@ -194,22 +226,30 @@ class IndexSide:
     def current_share(self) -> RankShare | None:
         """Return how the samples are distributed to this rank, or ``None`` if that is not known."""
         if self.streamed is not None:
-            return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
-        return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
+            return self.streamed.share(rank=self.rank_place.rank, num_ranks=self.rank_place.num_replicas)
+        return share_of(self._sampler, rank=self.rank_place.rank, num_ranks=self.rank_place.num_replicas)
 
-    def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
-        """Prepare the next iteration."""
-        self._plan = plan
+    def begin(
+        self, plan: IndexPlan | None, *, new_workers: bool, epoch: int = 0, has_other_workers: bool = False
+    ) -> None:
+        """Prepare the next iteration.
+
+        Args:
+            plan: The position to resume it at.
+            new_workers: Whether its workers are created for it.
+            epoch: The number of earlier iterations, if each sample is seeded.
+            has_other_workers: Whether the run had another number of workers before a resume.
+        """
         if new_workers:
             self._birth = None
-        self._is_begun = True
-        self._is_first_due = False
-        self._iterator = None
+        self._begun = _Begun(plan=plan)
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
             recent=deque(maxlen=self._window),
             digests=deque([START] if self._is_digested else [], maxlen=self._window + 1),
             share=self.current_share(),
+            epoch=epoch,
+            has_other_workers=has_other_workers,
         )
 
     @contextlib.contextmanager
@@ -218,24 +258,23 @@ class IndexSide:
 
         The order then doesn't depend on when torch draws, which differs with the number of workers.
         """
-        self._iterator = IndexIterator(self, None)
-        self._iterator.open()
+        iterator = self._begun.iterator = IndexIterator(self, None)
+        iterator.open()
         if self.record.handed_out == 0:
-            self._iterator.draw_ahead()
-        self._parked = self.moment()
+            iterator.draw_ahead()
+        parked = self._parked = _Parked(iterator=iterator, moment=self.states.now())
         try:
             yield
         finally:
-            self.restore(self._parked)
+            self.states.restore(parked.moment)
             self._parked = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_aside:
             return iter(self._sampler)
         if self._parked is not None:
-            assert self._iterator is not None
-            return self._iterator
-        if not self._is_begun:
+            return self._parked.iterator
+        if not self._begun.may_start:
             raise NotExactError(
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so its iterations can't be followed. "
                 "Let it call super().__iter__()."
@@ -243,20 +282,20 @@ class IndexSide:
         # torch starts the sampler twice when it creates workers: the first call marks the workers' birth, the last one
         # starts the iterator that is used.
         # With a plan, take the whole moment: the birth of the new workers replaces the states found here for a while.
-        now = self._start_moment() if self._plan is None else self.moment()
+        plan, states, record = self._begun.plan, self.states, self.record
+        now = states.at_start() if plan is None else states.now()
         if self._birth is None and self._has_workers:
-            self._birth = replace(self.moment(), objects=self._objects_of_workers(now))
-            if self._plan is not None and self._plan.birth is not None:
-                self._birth = self._plan.birth
-                self._go_back_to(self._birth)
-        self.record.birth = self._birth
-        if self._plan is None or self.record.start is None:
-            self.record.start = now
-        self._iterator = IndexIterator(self, self._started())
-        return self._iterator
+            self._birth = states.at_birth(now, is_resumed=plan is not None)
+            if plan is not None and plan.birth is not None:
+                self._birth = plan.birth
+                states.go_back_to(self._birth)
+        record.birth = self._birth
+        start = record.start = now if plan is None or record.start is None else record.start
+        self._begun.iterator = IndexIterator(self, _Started(indices=self._started(plan), moment=start))
+        return self._begun.iterator
 
-    def _started(self) -> Iterator[Any]:
-        if self._plan is not None and not self.may_draw:
+    def _started(self, plan: IndexPlan | None) -> Iterator[Any]:
+        if plan is not None and not self.states.may_draw:
             return iter(())  # `open` starts the sampler again; a list of millions of indices is not built twice
         return iter(self._sampler)
 
@@ -271,60 +310,28 @@ class IndexSide:
 
     def ensure_open(self) -> None:
         """Bring the iterator to its position now, not when the first index is drawn."""
-        self._is_begun = False
-        if self._iterator is not None:
-            self._iterator.open()
+        self._begun.may_start = False
+        if self._begun.iterator is not None:
+            self._begun.iterator.open()
 
-    def moment(self) -> RandomStates:
-        """Return the current random states."""
-        return RandomStates(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
-
-    def _start_moment(self, before: RandomStates | None = None) -> RandomStates:
-        """Return those current states that the sampler may draw from when it starts.
+    def open(self, started: _Started | None) -> Iterator[Any]:
+        """Return the iterator to draw from. It is called right before the first index is drawn.
 
         Args:
-            before: An earlier moment. Only torch's own code ran since then, and it changes no objects.
+            started: The iterator that was started before. Without it, one is started now.
         """
-        objects = self._objects.of_start() if self._objects is not None and before is None else {}
-        objects = objects if before is None else dict(before.objects)
-        if self.may_draw:
-            return replace(self.moment(), objects=objects)
-        # torch's own samplers draw from torch's generator or from one passed to them.
-        held = self._held.state_dict(of=generators_of(self._sampler))
-        return RandomStates(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
-
-    def _objects_of_workers(self, now: RandomStates) -> Mapping[str, Any]:
-        """Return the changes on the objects that workers copy. `now` may contain them already."""
-        if self._objects is None:
-            return {}
-        return self._objects.of_workers() if self._plan is not None or self.is_endless else of_workers_in(now.objects)
-
-    def _epochs(self) -> list[Any]:
-        return epochs_of(self._samplers_with_epoch())
-
-    def own_progress(self) -> list[Any]:
-        """Return the positions that this package's samplers keep: the user may advance them."""
-        return [s.progress_state() if is_interruptible(s) else None for s in self._samplers_with_epoch()]
-
-    def load_own_progress(self, states: Sequence[object]) -> None:
-        """Set this package's samplers to the positions that `own_progress` returned."""
-        put_epochs(self._samplers_with_epoch(), states)
-
-    def open(self, indices: Iterator[object] | None) -> Iterator[Any]:
-        """Return the iterator to draw from. It is called right before the first index is drawn."""
-        plan, self._plan = self._plan, None
+        plan, self._begun.plan = self._begun.plan, None
         if plan is not None and plan.deal is not None:
-            return self._open_dealt(plan)
-        opened = self._open(indices, plan)
+            return self._open_dealt(plan, plan.deal)
+        opened = self._open(started, plan)
         self.record.order = plan.order if plan is not None and plan.order is not None else self._order()
         return opened
 
-    def _open_dealt(self, plan: IndexPlan) -> Iterator[Any]:
-        record, deal = self.record, plan.deal
-        assert deal is not None
+    def _open_dealt(self, plan: IndexPlan, deal: RemainingBatches) -> Iterator[Any]:
+        record = self.record
         record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
         record.handed_out, record.num_samples = plan.position, plan.num_samples
-        return iter(self._sampler) if self.is_endless else deal.batches(skip=plan.position - deal.first_batch)
+        return iter(self._sampler) if self._is_endless else deal.batches(skip=plan.position - deal.first_batch)
 
     def _order(self) -> GlobalOrder | None:
         record = self.record
@@ -339,35 +346,36 @@ class IndexSide:
         epoch = epoch_in(record.first.sampler_epochs)
         return order_of(self._sampler, epoch=epoch, generator=generator, is_own_generator=bool(held))
 
-    def _open(self, indices: Iterator[object] | None, plan: IndexPlan | None) -> Iterator[Any]:
-        record = self.record
-        if indices is None and (plan is None or plan.start is None or plan.first is None):
-            record.start = self._start_moment()
-            indices = iter(self._sampler)
-            plan = None
+    def _open(self, started: _Started | None, plan: IndexPlan | None) -> Iterator[Any]:
+        record, states = self.record, self.states
+        if plan is not None and plan.start is not None and plan.first is not None:
+            return self._open_at(plan, start=plan.start, first=plan.first)
+        if started is None:
+            started, plan = _Started(moment=states.at_start(), indices=iter(self._sampler)), None
+            record.start = started.moment
         if plan is None:
-            assert indices is not None
-            record.first = self._start_moment(None if self.may_draw else record.start)
-            return indices
-        if plan.start is None or plan.first is None:
-            assert record.start is not None
-            self._go_back_to(record.start)
-            self._is_first_due = True  # its first draw comes later, under the states restored here
-            return iter(self._sampler)
-        record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
+            record.first = states.at_start(None if states.may_draw else record.start)
+            return started.indices
+        states.go_back_to(started.moment)
+        self._begun.is_first_due = True  # its first draw comes later, under the states restored here
+        return iter(self._sampler)
+
+    def _open_at(self, plan: IndexPlan, *, start: RandomStates, first: RandomStates) -> Iterator[Any]:
+        record, states = self.record, self.states
+        record.start, record.first, record.log = start, first, DrawLog(plan.log)
         record.go_to(plan)
-        self._go_back_to(plan.first)
+        states.go_back_to(first)
         replay = Replay(self._sampler, plan)
-        rest = None if self.may_draw or self.is_endless else replay.skipped()
+        rest = None if states.may_draw or self._is_endless else replay.skipped()
         if rest is None:
-            self._go_back_to(plan.start)
+            states.go_back_to(start)
             indices = iter(self._sampler)
-            self._go_back_to(plan.first)
-            rest = indices if self.is_endless else self._run_through(replay, indices, plan)
+            states.go_back_to(first)
+            rest = indices if self._is_endless else self._run_through(replay, indices, plan)
         return rest
 
     def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[Any]:
-        rest = replay.run_through(indices, self._go_back_to)
+        rest = replay.run_through(indices, self.states.go_back_to)
         if not replay.is_same:
             self._differs(plan)
         elif replay.not_compared:
@@ -380,28 +388,28 @@ class IndexSide:
 
     def draw(self, indices: Iterator[object]) -> Any:
         """Draw the next batch, and record the states in which the sampler drew random numbers for it."""
-        parked = self._parked
-        if self._is_first_due and parked is None:
-            self._is_first_due = False
-            self.record.first = self._start_moment()
+        parked, states = self._parked, self.states
+        if self._begun.is_first_due and parked is None:
+            self._begun.is_first_due = False
+            self.record.first = states.at_start()
             self.record.order = self.record.order or self._order()
-        if parked is None and not self.may_draw:
+        if parked is None and not states.may_draw:
             return next(indices)
         if parked is not None:
-            aside = self.moment()
-            self.restore(parked)
-        before = self.moment().states()
+            aside = states.now()
+            states.restore(parked.moment)
+        before = states.now().states()
         try:
             return next(indices)
         finally:
-            moment = self.moment()
+            moment = states.now()
             after = moment.states()
             if parked is not None:
-                self._parked = moment
-                self.restore(aside)
-            if self.may_draw:
+                parked.moment = moment
+                states.restore(aside)
+            if states.may_draw:
                 self.record.log.note(self.record.handed_out, before, after)
-                if self.has_other_workers and self.record.handed_out and after != before:
+                if self.record.has_other_workers and self.record.handed_out and after != before:
                     self._depends_on_workers()
 
     def _depends_on_workers(self) -> None:
@@ -411,7 +419,7 @@ class IndexSide:
             "belong to neither run. Resume with as many workers as before, let the sampler draw only in its __iter__, "
             "or give it its own generator and pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def _differs(self, plan: IndexPlan) -> None:
         inner = getattr(self._sampler, "sampler", None)
@@ -422,24 +430,4 @@ class IndexSide:
             "changed. The order of samples would differ from the uninterrupted run. Give it `set_epoch`, or derive "
             "its order from a generator; or pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
-
-    def restore(self, moment: RandomStates) -> list[str]:
-        """Restore the random states of `moment`; return the paths of generators that are missing."""
-        set_rng_state(moment.rng)
-        missing = self._held.load_state_dict(moment.held) if moment.held else []
-        put_epochs(self._samplers_with_epoch(), moment.sampler_epochs)
-        return missing
-
-    def _go_back_to(self, moment: RandomStates) -> None:
-        """Restore all the states of a process that is gone."""
-        missing = self.restore(moment)
-        if self._objects is not None:
-            missing += self._objects.load(moment.objects)
-        if missing:
-            reason = f"The order of samples begins again: {lacks_generators(missing)}"
-            refuse(reason, strict=self.strict, not_exact=self.not_exact)
-
-    def _samplers_with_epoch(self) -> list[Any]:
-        chain = (self._sampler, getattr(self._sampler, "sampler", None))
-        return [s for s in chain if callable(getattr(s, "set_epoch", None))]
+        self._exactness.refuse(message)

@@ -21,13 +21,13 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.foreign import library_of
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
-_OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
-                  "_way", "_fresh", "_objects", "_expected", "_owed", "record", "on_begin", "on_end"})  # fmt: skip
+_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_drawing",
+                  "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -101,29 +101,37 @@ class IterableRecord:
         )
 
 
+class FollowsIterations(Protocol):
+    """What a worker does at the beginning and at the end of each iteration over its copy of the data set."""
+
+    def begin_iteration(self) -> None:
+        """Note that an iteration begins."""
+
+    def end_iteration(self, record: IterableRecord) -> None:
+        """Note that the last sample of an iteration was drawn."""
+
+
 class IterableSide(IterableDataset[Any]):
     """Stands in for an iterable data set on the loader that is followed.
 
     Args:
         dataset: The user's data set. Every attribute is looked up and set on it.
+        exactness: Collects what is not exact.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, exactness: Exactness) -> None:
         self.user_dataset = dataset
-        self.strict: bool | None = True
-        self.not_exact: list[str] = []
+        self._exactness = exactness
         self._held = HeldGenerators({"dataset": dataset})
         self._objects = DatasetObjects(dataset)
         self._plan: Position | None = None
-        self._is_begun = self._in_worker = False
+        self._is_begun = False
+        self._worker_states: FollowsIterations | None = None
         self._drawing: IterableRecord | None = None
         self._way: str | None = None
-        self._fresh: Values = plain_values(dataset)
-        self._expected: Values | None = None
+        self._plain_values = _ValuesOfDataset(dataset)
         self._owed: list[dict[str, Any]] = []
         self.record = IterableRecord()
-        self.on_begin: Callable[[], None] = lambda: None
-        self.on_end: Callable[[IterableRecord], None] = lambda record: None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -144,7 +152,7 @@ class IterableSide(IterableDataset[Any]):
         return len(self.user_dataset)
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.user_dataset, self.strict)
+        return IterableSide, (self.user_dataset, self._exactness.of_worker())
 
     def begin(self, plan: Position | None) -> IterableRecord:
         """Prepare the next iteration in this process, resumed at `plan`."""
@@ -152,27 +160,34 @@ class IterableSide(IterableDataset[Any]):
         self.record = IterableRecord(remembered=self.record.remembered)
         return self.record
 
-    def begin_in_worker(self, plan: Position | None) -> None:
-        """Follow all iterations from now on, the first of them resumed at `plan`."""
-        self._plan, self._in_worker = plan, True
+    def begin_in_worker(self, plan: Position | None, worker: FollowsIterations, exactness: Exactness) -> None:
+        """Follow all iterations from now on.
+
+        Args:
+            plan: The position of the first of them.
+            worker: Hears of each of them.
+            exactness: The worker's collector of what is not exact.
+        """
+        self._plan, self._worker_states, self._exactness = plan, worker, exactness
 
     def __iter__(self) -> Iterator[Any]:
-        if not (self._is_begun or self._in_worker):
+        is_in_worker = self._worker_states is not None
+        if not (self._is_begun or is_in_worker):
             return _Samples(self, iter(self.user_dataset), None)
-        if self._in_worker:
+        if is_in_worker:
             self.record = IterableRecord(remembered=self.record.remembered)
         plan, self._plan, self._is_begun = self._plan, None, False
         if plan is not None:
             self.record.remembered = plan["remembered"]
             is_known = bool(plan["samples"]) or plan["way"] == _DATASET or plan.get("objects") is not None
-            self._expected = None if is_known else plan["remembered"]
+            self._plain_values.expected = None if is_known else plan["remembered"]
             if not plan["samples"]:
                 self._load(plan.get("objects"))
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
             plan = None
-        if plan is not None and self._in_worker and not plan["samples"] and not plan["ended"]:
+        if plan is not None and is_in_worker and not plan["samples"] and not plan["ended"]:
             if plan["way"] == _DATASET:
                 self.user_dataset.load_state_dict(plan["state"])
             plan = None  # this worker's current random states are those of its beginning
@@ -186,7 +201,8 @@ class IterableSide(IterableDataset[Any]):
         record.objects = self._objects.between()
         if self._way == _DATASET:
             record.way, record.source = _DATASET, self.user_dataset
-        self.on_begin()
+        if self._worker_states is not None:
+            self._worker_states.begin_iteration()
         samples = iter(self.user_dataset)
         record.way = self._chosen_way(samples)
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
@@ -216,9 +232,10 @@ class IterableSide(IterableDataset[Any]):
             self._put_back()
         set_rng_state(before.rng)
         self._held.load_state_dict(before.held)
-        self.on_begin()
-        if record.has_ended:
-            self.on_end(record)
+        if self._worker_states is not None:
+            self._worker_states.begin_iteration()
+            if record.has_ended:
+                self._worker_states.end_iteration(record)
         return _Samples(self, samples, record)
 
     def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:
@@ -243,7 +260,7 @@ class IterableSide(IterableDataset[Any]):
             "the uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or pass "
             "strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
@@ -269,7 +286,8 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended, record.objects = True, self._objects.between()
                 self._note_draws(record)
-                self.on_end(record)
+                if self._worker_states is not None:
+                    self._worker_states.end_iteration(record)
             raise
         self._put_back()
         record.num_samples += 1
@@ -292,16 +310,14 @@ class IterableSide(IterableDataset[Any]):
 
     def _refuse(self, what: str) -> None:
         name = type(self.user_dataset).__name__
-        refuse(f"The iterable data set {name} {what}", strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(f"The iterable data set {name} {what}")
 
     def _remember(self, record: IterableRecord) -> None:
-        record.remembered = changed(self._fresh, plain_values(self.user_dataset))
-        expected, self._expected = self._expected, None
-        if expected is None or expected == record.remembered:
+        record.remembered, unexpected = self._plain_values.now()
+        if not unexpected:
             return
-        kept = ", ".join(differences(expected, record.remembered))
         self._refuse(
-            f"keeps its own state from one iteration to the next: {kept}. Started again"
+            f"keeps its own state from one iteration to the next: {', '.join(unexpected)}. Started again"
             " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
             " load_state_dict, or `set_epoch`; or pass strict=False."
         )
@@ -317,7 +333,7 @@ class IterableSide(IterableDataset[Any]):
         self._note_draws(record)
         record.num_left = 0
         record.num_batches += 1
-        if not self._in_worker:
+        if self._worker_states is None:
             record.positions.append((record.num_batches, record.position()))
 
     def _note_draws(self, record: IterableRecord) -> None:
@@ -380,12 +396,6 @@ def between(position: Position | None) -> Position | None:
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
 
 
-def _rebuilt(dataset: object, strict: Any) -> IterableSide:
-    side = IterableSide(dataset)
-    side.strict = strict
-    return side
-
-
 Values = Mapping[str, int | str]
 
 _MAX_VALUES = 256
@@ -436,6 +446,26 @@ def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | s
             for i, item in enumerate(value[:_MAX_VALUES]):
                 if isinstance(item, (Dataset, Sampler)):
                     yield from _walk(item, f"{prefix}{name}[{i}].", depth - 1)
+
+
+class _ValuesOfDataset:
+    """The plain values of a data set, compared with those of its beginning, and with those of an earlier process.
+
+    Args:
+        dataset: The user's data set.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._dataset = dataset
+        self._fresh: Values = plain_values(dataset)
+        self.expected: Values | None = None
+        """What has changed in the earlier process, to be compared once."""
+
+    def now(self) -> tuple[Values, list[str]]:
+        """Return what has changed since the beginning, and a text for each value that is not as expected."""
+        found = changed(self._fresh, plain_values(self._dataset))
+        expected, self.expected = self.expected, None
+        return found, [] if expected is None else differences(expected, found)
 
 
 class DrawnAgain:

@@ -6,13 +6,14 @@ loader that is cycled beside a loader without a length. Everything that belongs 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
 from lightning_faulttolerant.loader.ring import WorkerRing
@@ -22,28 +23,100 @@ from lightning_faulttolerant.loader.worker_side import WorkerState, unpack_worke
 _KEPT_STATES = 4  # the trainer is at most one batch behind the batches yielded
 
 
+class IterationOwner:
+    """The trainer or the loop whose iterations over a loader are followed.
+
+    Args:
+        is_followed: Whether an iteration requested now is the owner's, and not one that other code runs beside it.
+        is_held_back: Whether an iteration requested now stays empty, because it is created again later at the right
+            place.
+        before_first_batch: Called right before the first batch of an iteration is requested.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_followed: Callable[[], bool] = lambda: True,
+        is_held_back: Callable[[], bool] = lambda: False,
+        before_first_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_followed = is_followed
+        self._is_held_back = is_held_back
+        self._holds_back = False
+        self.before_first_batch = before_first_batch
+
+    def is_held_back(self) -> bool:
+        """Return whether an iteration requested now stays empty."""
+        return self._holds_back or self._is_held_back()
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Let an iteration requested inside the context stay empty."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+
+    def call_before_first_batch(self, function: Callable[[], None]) -> None:
+        """From the next iteration on, call `function` right before the first batch is requested."""
+        self.before_first_batch = function
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationWorkers:
+    """The workers of one run over a loader.
+
+    Args:
+        ring: Where they leave their states.
+        fetched_before: How many batches each had fetched when the run began.
+        resumed_states: The states that they continue from.
+        number: The number of the run among those of the same workers.
+    """
+
+    ring: WorkerRing
+    fetched_before: tuple[int, ...]
+    resumed_states: list[WorkerState] | None
+    number: int
+
+    def starts_fresh(self, counts: list[int]) -> bool:
+        """Return whether workers that have fetched this many batches need no state to start from."""
+        # Workers that have not fetched yet are created again from the same random states, and seed themselves the same.
+        return not any(counts) and self.resumed_states is None
+
+    def states(self, counts: list[int]) -> list[WorkerState]:
+        """Return the state of each worker after the given number of its batches.
+
+        Raises:
+            NotExactError: If a state is missing.
+        """
+        if not any(counts) and self.resumed_states is not None:
+            return self.resumed_states
+        try:
+            return [unpack_worker_state(self.ring.get(worker, count)) for worker, count in enumerate(counts)]
+        except LookupError as error:
+            raise NotExactError(
+                f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+                " samples could not continue exactly."
+            ) from error
+
+
 @dataclass(kw_only=True, slots=True)
 class Iteration:
     """One run over a loader.
 
     Args:
         record: The position of its index sampler.
-        ring: Where its workers leave their states.
-        fetched_before: How many batches each worker had fetched when it began.
-        resumed_states: The states that its workers continue from.
+        workers: Its workers, if it has any.
         num_out: How many batches it has yielded since the epoch's beginning, including those before a resume.
         iterable: The position of its iterable data set in this process.
-        number: Its number among the iterations of the same workers.
         dataset: Its data set in this process, if that keeps a state to be saved.
     """
 
     record: IndexRecord
-    ring: WorkerRing | None
-    fetched_before: list[int]
-    resumed_states: list[WorkerState] | None
+    workers: IterationWorkers | None
     num_out: int = 0
     iterable: IterableRecord | None = None
-    number: int = 0
     dataset: Any = None
     dataset_states: deque[tuple[int, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
@@ -71,7 +144,7 @@ class CountedBatches(Iterator[Any]):
         batches: torch's iterator.
         iteration: The run that counts the batches.
         before_first: Called right before the first batch is requested.
-        not_exact: Collects the reasons why resumed workers can't continue exactly.
+        exactness: Collects the reasons why resumed workers can't continue exactly.
     """
 
     def __init__(
@@ -80,20 +153,21 @@ class CountedBatches(Iterator[Any]):
         iteration: Iteration,
         *,
         before_first: Callable[[], None],
-        not_exact: list[str],
+        exactness: Exactness,
     ) -> None:
         self._batches = batches
         self._iteration = iteration
         self._before_first: Callable[[], None] | None = before_first
-        self._not_exact = not_exact
+        self._exactness = exactness
         # Once each worker has been asked for a batch and has answered, all have begun and reported their reasons.
-        self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
+        resumed = None if iteration.workers is None else iteration.workers.resumed_states
+        self._num_unheard = 0 if resumed is None else len(resumed) + 1
 
     def __next__(self) -> Any:
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
-        if self._num_heard:
+        if self._num_unheard:
             return self._next()
         batch, iteration = next(self._batches), self._iteration
         if iteration.dataset is None:
@@ -106,16 +180,16 @@ class CountedBatches(Iterator[Any]):
         try:
             batch = next(self._batches)
         finally:
-            if self._num_heard:
-                self._num_heard -= 1
+            if self._num_unheard:
+                self._num_unheard -= 1
                 self._hear()
         self._iteration.count()
         return batch
 
     def _hear(self) -> None:
-        assert self._iteration.ring is not None
-        for reason in self._iteration.ring.said():
-            refuse(reason, strict=False, not_exact=self._not_exact)
+        workers = self._iteration.workers
+        for reason in () if workers is None else workers.ring.said():
+            self._exactness.admit(reason)
 
     def __getattr__(self, name: str) -> object:
         if name == "_batches":
@@ -129,27 +203,3 @@ class CountedBatches(Iterator[Any]):
         """Take and discard the first batches: they were used before the resume."""
         for _ in range(num_batches):
             self._next()
-
-
-def starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
-    """Return whether workers that have fetched this many batches need no state to start from."""
-    # Workers that have not fetched yet are created again from the same random states, and seed themselves the same.
-    return not any(counts) and iteration.resumed_states is None
-
-
-def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    """Return the state of each worker after the given number of its batches.
-
-    Raises:
-        NotExactError: If a state is missing.
-    """
-    assert iteration.ring is not None
-    if not any(counts) and iteration.resumed_states is not None:
-        return iteration.resumed_states
-    try:
-        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
-    except LookupError as error:
-        raise NotExactError(
-            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-            " samples could not continue exactly."
-        ) from error

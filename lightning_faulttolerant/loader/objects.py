@@ -126,8 +126,7 @@ class LoaderObjects:
             drops_saved=True,
         )
         self._dataset = loader.dataset
-        self.owed_memory: Mapping[str, Any] = {}
-        """The state of `of_memory` that must be restored before workers are created."""
+        self._owed_memory: Mapping[str, Any] = {}
         self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, rules)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
         if known is not None and known._dataset is loader.dataset:
@@ -159,14 +158,18 @@ class LoaderObjects:
         """Return the changes in memory that workers share with this process. It has only a current state."""
         return self._shared.state_dict() if len(self._shared) else {}
 
+    def owe_memory(self, state: Mapping[str, Any]) -> None:
+        """Let `put_back` restore a state of `of_memory`, before workers are created."""
+        self._owed_memory = state
+
     @contextmanager
     def put_back(self, *moments: Mapping[str, Any]) -> Iterator[None]:
         """Restore the current values after the block, except those of the sampler. The block may load `moments`.
 
         Shared memory that is still to be restored is restored first: workers created in the block read it immediately.
         """
-        if self.owed_memory:
-            self._shared.load_state_dict(self.owed_memory)
-            self.owed_memory = {}
+        if self._owed_memory:
+            self._shared.load_state_dict(self._owed_memory)
+            self._owed_memory = {}
         with kept_as_now(self._copied, [states[_DATASET] for states in moments if _DATASET in states]):
             yield

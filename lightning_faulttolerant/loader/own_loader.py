@@ -17,8 +17,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import RandomStates
+from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_attributes import class_of, swap
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.loader.samplers import has_state_methods, state_of, what_is_not_plain
@@ -32,6 +33,7 @@ class WholeLoader:
 
     Args:
         loader: The user's loader.
+        owner: Says which iterations are followed.
         place: Which of the trainer's loaders it is.
     """
 
@@ -39,22 +41,24 @@ class WholeLoader:
     num_handed_out = 0
     is_gone = False
 
-    def __init__(self, loader: Any, *, place: str = "") -> None:
+    def __init__(self, loader: Any, *, owner: IterationOwner, place: str) -> None:
         self.loader = loader
+        self.owner = owner
         self.place = place
         self.followed = loader
         """The object that the trainer iterates over."""
-        self.is_followed: Callable[[], bool] = lambda: True
-        self.is_held_back: Callable[[], bool] = lambda: False
-        self.on_first_batch: Callable[[], None] = lambda: None
+
+    def give_to(self, owner: IterationOwner) -> None:
+        """Let `owner` say from now on which iterations are followed."""
+        self.owner = owner
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Create the user's iterator for a new iteration, at the position that `load_state_dict` set."""
-        if not self.is_followed():
+        if not self.owner.is_followed():
             return make_iterator()
-        if self.is_held_back():
+        if self.owner.is_held_back():
             return iter(())
-        return _AnnouncedBatches(self._begun(make_iterator), self.on_first_batch)
+        return _AnnouncedBatches(self._begun(make_iterator), self.owner.before_first_batch)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin an iteration that is followed, or continue the one that was resumed."""
@@ -128,15 +132,16 @@ class OwnLoader(WholeLoader):
 
     Args:
         loader: The user's loader; `why_state_is_no_use` must be ``None`` for it.
+        exactness: Collects what is not exact.
+        owner: Says which iterations are followed.
         place: Which of the trainer's loaders it is.
     """
 
-    def __init__(self, loader: Any, *, place: str = "") -> None:
-        super().__init__(loader, place=place)
+    def __init__(self, loader: Any, *, exactness: Exactness, owner: IterationOwner, place: str) -> None:
+        super().__init__(loader, owner=owner, place=place)
         self._user_class = type(loader)
         self._plan: Mapping[str, Any] | None = None
-        self.strict: bool | None = True
-        self.not_exact: list[str] = []
+        self._exactness = exactness
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})
 
@@ -181,7 +186,7 @@ class OwnLoader(WholeLoader):
             "ahead, or its data changed. Its batches would differ from the uninterrupted run. Let its state hold "
             "everything that the next batch depends on, or pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def note_fetch(self, iteration: OwnIteration) -> Fetch:
         """Note the instant before a batch is fetched."""

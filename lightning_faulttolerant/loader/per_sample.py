@@ -183,30 +183,31 @@ class PerSampleDataset:
         object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
 
     def _fetch(self, batch: SeededIndices) -> Any:
-        if self._held is None:
-            self._held = HeldGenerators({"dataset": self._dataset, "collate_fn": self._collate_fn})
-        self._held.refresh()
+        held = self._held
+        if held is None:
+            held = self._held = HeldGenerators({"dataset": self._dataset, "collate_fn": self._collate_fn})
+        held.refresh()
         if get_worker_info() is None:
-            self._before = (_global_states(), self._held.state_dict())
+            self._before = (_global_states(), held.state_dict())
         self._current = batch
         try:
-            return self._take(batch)
+            return self._take(batch, held)
         except BaseException:
             self._put_back()
             raise
 
-    def _take(self, batch: SeededIndices) -> Any:
+    def _take(self, batch: SeededIndices, held: HeldGenerators) -> Any:
         if not self._is_batched:
-            return self._sample(batch, batch.place, batch.indices)
-        return [self._sample(batch, batch.place + i * batch.step, index) for i, index in enumerate(batch.indices)]
+            return self._sample(batch, batch.place, batch.indices, held)
+        first, step = batch.place, batch.step
+        return [self._sample(batch, first + i * step, index, held) for i, index in enumerate(batch.indices)]
 
-    def _sample(self, batch: SeededIndices, place: int, index: Any) -> Any:
-        assert self._held is not None
+    def _sample(self, batch: SeededIndices, place: int, index: Any, held: HeldGenerators) -> Any:
         for _ in range(_MAX_TRIES):
-            seeded = seed_generators(batch.seed, batch.epoch, place, self._held)
+            seeded = seed_generators(batch.seed, batch.epoch, place, held)
             sample = self._dataset[index]
             # An object may have created a generator just now, with its own seed. Then take the sample again.
-            if not self._has_more_than(seeded):
+            if not _has_more_than(held, seeded):
                 return sample
         raise NotExactError(
             f"{type(self._dataset).__name__} creates another random generator for each sample, and keeps them all. "
@@ -214,22 +215,17 @@ class PerSampleDataset:
             'worker_rng="capture".'
         )
 
-    def _has_more_than(self, seeded: Collection[str]) -> bool:
-        assert self._held is not None
-        self._held.refresh()
-        return len(self._held) > 0 and not self._held.generators().keys() <= set(seeded)
-
     def collate(self, samples: Any) -> Any:
         """Collate a batch with the user's function, after the seeds of its last sample."""
-        batch = self._current
-        if batch is None or self._held is None:  # another iteration beside the followed one
+        batch, held = self._current, self._held
+        if batch is None or held is None:  # another iteration beside the followed one
             return self._collate_fn(samples)
         self._current = None
         try:
-            seeded = self._held.generators().keys()
+            seeded = held.generators().keys()
             collated = self._collate_fn(samples)
             # The function may have created a generator and changed its samples. Then take both again.
-            return self._collate_fn(self._take(batch)) if self._has_more_than(seeded) else collated
+            return self._collate_fn(self._take(batch, held)) if _has_more_than(held, seeded) else collated
         finally:
             self._put_back()
 
@@ -240,6 +236,12 @@ class PerSampleDataset:
         _set_global_states(states)
         if held and self._held is not None:
             self._held.load_state_dict(held)
+
+
+def _has_more_than(held: HeldGenerators, seeded: Collection[str]) -> bool:
+    """Return whether there are more generators now than those that were seeded."""
+    held.refresh()
+    return len(held) > 0 and not held.generators().keys() <= set(seeded)
 
 
 def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> Collection[str]:

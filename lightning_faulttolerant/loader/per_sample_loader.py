@@ -30,16 +30,18 @@ class SeededSamples:
         self._had_workers = [loader.num_workers]  # of this process and the earlier ones, each number once
         self.dataset = PerSampleDataset(loader.dataset, loader.collate_fn, is_batched=self._is_batched)
 
-    def begin(self, index_side: IndexSide, plan: IndexPlan | None, *, is_counted: bool) -> None:
-        """Note which iteration begins.
+    @property
+    def has_other_workers(self) -> bool:
+        """Whether the run had another number of workers before a resume."""
+        return len(self._had_workers) > 1
+
+    def begin(self, *, is_resumed: bool) -> int:
+        """Note that an iteration begins; return the number of earlier ones.
 
         Args:
-            index_side: Its index sampler.
-            plan: The plan to resume it.
-            is_counted: Whether it is one of the iterations that are followed.
+            is_resumed: Whether it is the rest of an iteration, or not one of those that are counted.
         """
-        index_side.record.epoch = self._seeds.begin(is_resumed=plan is not None or not is_counted)
-        index_side.has_other_workers = len(self._had_workers) > 1
+        return self._seeds.begin(is_resumed=is_resumed)
 
     def make(
         self, loader: DataLoader[Any], index_side: IndexSide, make_iterator: Callable[[], Iterator[Any]]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.loader.exactness import why_not_drawn_again
+from lightning_faulttolerant.loader.exactness import Exactness, why_not_drawn_again
+from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.live_objects import torch_loaders_in
 from lightning_faulttolerant.loader.own_attributes import REPLAYED, class_of, swap
 from lightning_faulttolerant.loader.own_loader import WholeLoader
@@ -138,35 +139,28 @@ class ReplayedLoader(WholeLoader):
 
     Args:
         loader: The user's loader.
+        exactness: Collects what is not exact.
+        owner: Says which iterations are followed.
         place: Which of the trainer's loaders it is.
         older: The objects that follow the fit's other loaders, created before.
     """
 
-    def __init__(self, loader: Any, *, place: str = "", older: Iterable[WholeLoader] = ()) -> None:
-        super().__init__(loader, place=place)
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        exactness: Exactness,
+        owner: IterationOwner,
+        place: str,
+        older: Iterable[WholeLoader] = (),
+    ) -> None:
+        super().__init__(loader, owner=owner, place=place)
         kind: Any = type(loader)
         self._user_class = kind.__base__ if hasattr(kind, REPLAYED) else kind
         self._is_swapped = False
         others = [one.replayer for one in older if isinstance(one, ReplayedLoader)]
-        self.replayer: Replayer = Replayer(loader, name=f"loader {place} ({self._user_class.__name__})", older=others)
-
-    @property
-    def strict(self) -> bool | None:
-        """Whether anything inexact is an error; ``None`` if it is only noted."""
-        return self.replayer.strict
-
-    @strict.setter
-    def strict(self, strict: bool | None) -> None:
-        self.replayer.strict = strict
-
-    @property
-    def not_exact(self) -> list[str]:
-        """The reasons why something is not exact."""
-        return self.replayer.not_exact
-
-    @not_exact.setter
-    def not_exact(self, lines: list[str]) -> None:
-        self.replayer.not_exact = lines
+        name = f"loader {place} ({self._user_class.__name__})"
+        self.replayer: Replayer = Replayer(loader, name=name, exactness=exactness, older=others)
 
     @property
     def iteration(self) -> ReplayedIteration | None:

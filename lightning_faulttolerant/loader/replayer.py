@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.live_objects import LiveObjects, digest_of
 from lightning_faulttolerant.loader.replay import Chain, ChainIteration
@@ -61,38 +61,37 @@ class Replayer:
     Args:
         loader: The user's loader.
         name: Its name in messages.
+        exactness: Collects what is not exact.
         older: The replayers of the fit's other loaders that were created before.
     """
 
-    def __init__(self, loader: object, *, name: str, older: Iterable[Replayer] = ()) -> None:
+    def __init__(self, loader: object, *, name: str, exactness: Exactness, older: Iterable[Replayer] = ()) -> None:
         self._name = name
-        self._resumed: Iterator[Any] | None = None
-        self.strict: bool | None = True
-        self.not_exact: list[str] = []
+        self._resumed: tuple[Iterator[Any], ReplayedIteration] | None = None
+        self._exactness = exactness
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
 
     def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
         """Begin an iteration, or continue the one that was resumed."""
-        batches, self._resumed = self._resumed, None
-        if batches is None:
-            batches = self._begun(make_iterator)
-        assert self.iteration is not None
-        return ReplayedBatches(batches, self, self.iteration)
+        resumed, self._resumed = self._resumed, None
+        batches, iteration = resumed or self._begun(make_iterator)
+        return ReplayedBatches(batches, self, iteration)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> tuple[Iterator[Any], ReplayedIteration]:
         objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
         if not chains or not (objects.get(LOST) or self.objects.live()):
             chains.append(Chain(start=now))
-        self.iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
+        iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
+        self.iteration = iteration
         batches = make_iterator()
         after = self.moment()
         for chain in chains:
             chain.note_iterator(now, after)
-        return batches
+        return batches, iteration
 
     def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
         """Return the position.
@@ -121,22 +120,25 @@ class Replayer:
             before = rng_state()
             try:
                 with self.objects.globals_kept(*begun):
-                    batches = self._played(chain, make_iterator)
+                    played = self._played(chain, make_iterator)
             finally:
                 set_rng_state(before)
-            self._resumed = None if state["consumed"] is None else batches
+            self._resumed = None if state["consumed"] is None else played
         self._load(state["now"])
         self.held.refresh()
 
-    def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
+    def _played(
+        self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]
+    ) -> tuple[Iterator[object], ReplayedIteration]:
         num_batches = sum(num_out for num_out, _ in state["runs"])
         _log.info("%s draws %s consumed batches again.", self._name, num_batches)
         chain = Chain.from_state_dict(state)
         batches, is_same = chain.play(state, make_iterator, restore=self._restore, load_objects=self._load)
         if not is_same:
             self._differs(num_batches, chain.num_batches)
-        self.iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))
-        return batches
+        iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))
+        self.iteration = iteration
+        return batches, iteration
 
     def _differs(self, num_before: int, num_now: int) -> None:
         how = f"only {num_now} of the" if num_now < num_before else "others than the"
@@ -146,7 +148,7 @@ class Replayer:
             "batches would differ from the uninterrupted run. Give its class state_dict and load_state_dict, or "
             "derive its order from a seed; or pass strict=False."
         )
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        self._exactness.refuse(message)
 
     def moment(self) -> RandomStates:
         """Return the current random states."""
@@ -159,11 +161,11 @@ class Replayer:
         missing = self.held.load_state_dict(moment.held) if moment.held else []
         if missing:
             reason = f"{self._name} begins again: {lacks_generators(missing)}"
-            refuse(reason, strict=self.strict, not_exact=self.not_exact)
+            self._exactness.refuse(reason)
 
     def _load(self, objects: Mapping[str, object]) -> None:
         for line in self.objects.load_state_dict(objects):
-            refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
+            self._exactness.refuse(f"{self._name} continues without {line}")
 
     def objects_at_start(self) -> dict[str, object]:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""

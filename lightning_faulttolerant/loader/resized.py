@@ -107,11 +107,11 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object
         FingerprintMismatchError: If the state is of another data set.
     """
     order = GlobalOrder(**state["order"])
-    share = side.current_share()
+    share, rank, num_ranks = side.current_share(), side.rank_place.rank, side.rank_place.num_replicas
     if share is None:
         raise NotExactError(
             f"Another number of ranks began this epoch, and a {type(side.own_sampler).__name__} does not say which "
-            f"samples belong to rank {side.global_rank} of {side.num_ranks}. Some would come twice, others never. Let "
+            f"samples belong to rank {rank} of {num_ranks}. Some would come twice, others never. Let "
             "Lightning insert its own distributed sampler (use_distributed_sampler=True, without your own sampler), "
             "or continue with as many ranks as before."
         )
@@ -123,22 +123,19 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object
             "Continue with the same data."
         )
     deal = RemainingBatches(order=order, begin=state["begin"], end=state["end"], share=share)
-    moment = fresh_moment(order, deal.begin, side.global_rank, side.num_ranks, loader=loader)
+    moment = fresh_moment(order, deal.begin, rank, num_ranks, loader=loader)
     first = deal.first_batch
     return IndexPlan(birth=moment, start=moment, first=moment, position=first, handed_out=first, deal=deal)
 
 
-def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, object]:
+def with_other_workers(state: Mapping[str, Any], loader: DataLoader[Any], *, rank: int) -> dict[str, object]:
     """Return a state with as many workers as `loader` has, and no worker state to resume from."""
     if "iterable" in state:
         return state_for_others([state], num_left=None)
-    side.has_other_workers = True
     state = {**state, "num_workers": loader.num_workers}
     if state["consumed"] is None or state["record"] is None:
         return {**state, "record": None, "workers": None}
-    moment = fresh_moment(
-        state["record"]["first"], state["consumed"], side.global_rank, loader.num_workers, loader=loader
-    )
+    moment = fresh_moment(state["record"]["first"], state["consumed"], rank, loader.num_workers, loader=loader)
     return {**state, "record": {**state["record"], "birth": moment.state_dict()}, "drop": 0, "workers": None}
 
 

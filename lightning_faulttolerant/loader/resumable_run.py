@@ -28,11 +28,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
+from lightning_faulttolerant.loader.index_side import SOLE_RANK
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.samplers import sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.blobs import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -149,9 +151,7 @@ class LoaderRun:
     def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
         plain.__class__ = DataLoader  # the user's `__iter__` runs before this, not after
-        self._tracker = TrackedLoader(plain, seeds=seeds)
-        side = self._tracker.index_side
-        side.global_rank, side.num_ranks = _place()
+        self._tracker = TrackedLoader(plain, rank_place=_place(), seeds=seeds)
         self.followed = self._tracker.copy_of(plain)
         # torch terminates workers that don't exit by themselves. They obey only if they know that they are not needed.
         weakref.finalize(self, self._tracker.release_workers)
@@ -159,8 +159,8 @@ class LoaderRun:
         self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
         self._handed: weakref.ref[_Handed] | None = None
         self._iteration: Iteration | None = None
-        self._begun_epochs: list[int | None] = []
-        self._has_begun = False
+        self._begun_epochs: list[int | None] | None = None
+        """The samplers' epochs when the last iteration began, if one has begun."""
         self.has_iterated = False
         """Whether this process has begun an iteration."""
         self._epoch = 0
@@ -191,9 +191,9 @@ class LoaderRun:
                 "fingerprint": self._fingerprint,
                 "epoch": self._epoch,
                 "in_epoch": consumed is not None,
-                "has_begun": self._has_begun,
+                "has_begun": self._begun_epochs is not None,
                 "sampler_epochs": told,
-                "begun_epochs": self._begun_epochs if self._has_begun else told,
+                "begun_epochs": told if self._begun_epochs is None else self._begun_epochs,
                 "loader": self._tracker.state_dict(consumed, iteration),
                 "rng": rng_state(),
                 "held": self._tracker.held.state_dict(),
@@ -221,8 +221,8 @@ class LoaderRun:
         _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
         self._abandon()
         self._tracker.load_state_dict(state["loader"])
-        self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
-        self._begun_epochs = list(state["begun_epochs"])
+        self._loaded, self._epoch = state, state["epoch"]
+        self._begun_epochs = list(state["begun_epochs"]) if state["has_begun"] else None
         self._iteration = self._handed = None
         self.is_entangled = False
         self._told.listen()
@@ -269,7 +269,7 @@ class LoaderRun:
             batches = iter(self.followed)
         self._begun_epochs = self._told.state_dict()
         self._iteration, self._asked_at = self._tracker.iteration, None
-        self._has_begun = self.has_iterated = True
+        self.has_iterated = True
         handed = _Handed(self, batches)
         self._handed = weakref.ref(handed)
         return handed
@@ -332,7 +332,8 @@ class LoaderRun:
 
     def workers_of(self) -> WorkerRing | None:
         """Return the ring of the newest iteration's workers, if they are to end with the iteration."""
-        return None if self.followed.persistent_workers or self._iteration is None else self._iteration.ring
+        workers = None if self._iteration is None else self._iteration.workers
+        return None if workers is None or self.followed.persistent_workers else workers.ring
 
 
 class _Handed(Iterator[Any]):
@@ -381,16 +382,16 @@ class _Handed(Iterator[Any]):
             self._ring.close()
 
 
-def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
+def _place() -> RankPlace:
+    """Return this rank among all."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+        return RankPlace(rank=dist.get_rank(), num_replicas=dist.get_world_size())
+    return SOLE_RANK
 
 
 def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    rank, num_ranks = _place()
+    place = _place()
     return {
         "data set": type(loader.dataset).__name__,
         "number of samples": None if is_iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
@@ -399,8 +400,8 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
         "sampler": sampler_name(loader),
         "worker_rng": "per_sample" if is_per_sample else "capture",
         "number of workers": None if is_per_sample else loader.num_workers,
-        "rank": rank,
-        "number of ranks": num_ranks,
+        "rank": place.rank,
+        "number of ranks": place.num_replicas,
     }
 
 

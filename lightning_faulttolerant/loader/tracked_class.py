@@ -6,7 +6,6 @@ The attributes that a user's class adds to torch's stay in the user's object. Th
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import is_loader_of
 from lightning_faulttolerant.loader.own_attributes import TRACKER, names_of_makers, sharing
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
-
-_log = logging.getLogger(__name__)
 
 RESUMABLE = "is_resumable_in_a_loop_of_ones_own"
 """The class attribute that marks loaders of this package that keep their own state."""
@@ -109,8 +106,7 @@ def _load_no_state(self: object, state_dict: Mapping[str, object]) -> None:
         f"A state was loaded into {type(self).__name__}, whose position FaultTolerance keeps and restores. It would "
         "be restored twice. Leave its state_dict and load_state_dict to FaultTolerance."
     )
-    side = vars(self)[TRACKER].index_side
-    if side.strict:
+    exactness = vars(self)[TRACKER].exactness
+    if exactness.strict:
         raise NotExactError(message)
-    _log.warning(message)
-    side.not_exact.append(message)
+    exactness.admit(message)

@@ -11,11 +11,12 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.own_state import stateful_dataset
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
@@ -31,12 +32,21 @@ WorkerState = dict[str, Any]
 _IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStart:
+    """Where workers that are created together leave their states, and what they continue from."""
+
+    ring: WorkerRing
+    states: Sequence[WorkerState] = ()
+
+
 class WorkerSide:
     """Stands in for the ``collate_fn`` and the ``worker_init_fn`` of a loader with workers.
 
     Both are methods of one object, so they remain one object in a spawned worker.
 
     Args:
+        exactness: The main process's collector of what is not exact.
         collate_fn: The loader's ``collate_fn``.
         worker_init_fn: The loader's ``worker_init_fn``, or ``None``.
         default_init: Called in place of a missing `worker_init_fn`.
@@ -49,6 +59,7 @@ class WorkerSide:
     def __init__(
         self,
         *,
+        exactness: Exactness,
         collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
@@ -57,141 +68,184 @@ class WorkerSide:
         has_state: bool = False,
         per_sample: PerSampleDataset | None = None,
     ) -> None:
+        self._exactness = exactness.of_worker()
         self._per_sample = per_sample
         self._collate_fn = collate_fn if per_sample is None else per_sample.collate
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
-        self.iterable = iterable
-        self.num_iterations = 0
-        self.ring: WorkerRing | None = None
-        self.resume_from: Sequence[WorkerState] | None = None
-        self.strict: bool | None = True
+        self._iterable = iterable
         self._leaves_rest = leaves_rest
         self._has_state = has_state
-        self._worker = -1
-        self._count = 0
-        self._held: HeldGenerators | None = None
-        self._objects: WorkerObjects | None = None
-        self._owed: Mapping[str, Any] = {}
-        self._not_exact: list[str] = []
-        self._num_said = 0
+        self._starts: list[WorkerStart] = []
+        self._states: _WorkerStates | None = None
+
+    def start_with(self, start: WorkerStart) -> None:
+        """Let workers that are created from now on start with `start`."""
+        self._starts = [start]
 
     @contextlib.contextmanager
-    def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
+    def aside(self, ring: WorkerRing) -> Iterator[None]:
         """Give workers created in this block a separate ring, and nothing to continue from."""
-        kept, self.ring, self.resume_from = (self.ring, self.resume_from), ring, None
+        kept, self._starts = self._starts, [WorkerStart(ring=ring)]
         try:
-            yield ring
+            yield
         finally:
-            self.ring, self.resume_from = kept
+            self._starts = kept
 
     def init(self, worker_id: int) -> None:
         """Set up a worker that has just started: its signals, the user's function, then the state to continue from."""
-        assert self.ring is not None
-        self._worker = worker_id
-        self.ring.register(worker_id, os.getpid())
-        self._handle_signals()
-        if self.iterable is not None:
+        [start] = self._starts
+        start.ring.register(worker_id, os.getpid())
+        _handle_signals(start.ring, worker_id)
+        if self._iterable is not None:
             # Users must see their own object; torch's class forbids a plain assignment.
-            object.__setattr__(get_worker_info(), "dataset", self.iterable.user_dataset)
+            object.__setattr__(get_worker_info(), "dataset", self._iterable.user_dataset)
         if self._per_sample is not None:
             self._per_sample.init_worker()
         if self._init_fn is not None:
             self._init_fn(worker_id)
         if self._per_sample is not None:
             return
-        self._held = HeldGenerators(self._roots())
-        self._objects = WorkerObjects(
-            dataset=self._dataset(), collate_fn=self._collate_fn, worker_init_fn=self._init_fn
+        self._states = _WorkerStates(
+            worker_id,
+            start.ring,
+            exactness=self._exactness,
+            collate_fn=self._collate_fn,
+            worker_init_fn=self._init_fn,
+            iterable=self._iterable,
+            leaves_rest=self._leaves_rest,
+            has_state=self._has_state,
         )
         # If there are more workers than before and strict is off, the new ones keep the states they started with.
-        states = self.resume_from or ()
-        state = states[worker_id] if worker_id < len(states) else None
-        if state is not None:
-            self._resume(state, self._held)
-            if self._has_state:
-                self._dataset().load_state_dict(state["dataset"])
-        if self.iterable is not None:
-            self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
-            self.iterable.not_exact = self._not_exact
-            self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
-        self._say_not_exact()
-        self._leave_state()
-
-    def _begin_iteration(self) -> None:
-        assert self.ring is not None
-        self.num_iterations += 1
-        owed, self._owed = self._owed, {}
-        if self._objects is not None:
-            self._objects.load_state_dict(owed)  # samples may have been drawn again
-        self._say_not_exact()
-        self._leave_state()
-        self.ring.note_begin(self._worker, self.num_iterations, self._count)
-
-    def _say_not_exact(self) -> None:
-        assert self.ring is not None
-        if len(self._not_exact) > self._num_said:
-            self.ring.say(self._worker, self._not_exact)
-            self._num_said = len(self._not_exact)
-
-    def _end_iteration(self, record: IterableRecord) -> None:
-        assert self.ring is not None
-        if record.num_left and self._leaves_rest:
-            self.ring.note_end(self._worker, self._count + 1)
-            return
-        self._leave_state()
-        self.ring.note_end(self._worker, self._count)
-
-    def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
-        missing = _load_worker_state(state, held)
-        if missing:
-            refuse(f"A worker continues: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
-        if self._objects is not None:
-            self._owed = state.get("objects", {})
-            for line in self._objects.load_state_dict(self._owed):
-                refuse(f"A worker continues without {line}", strict=self.strict, not_exact=self._not_exact)
+        self._states.begin(start.states[worker_id] if worker_id < len(start.states) else None)
 
     def collate(self, samples: object) -> Any:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
-        if self._worker >= 0 and self._per_sample is None:
-            self._count += 1
-            self._say_not_exact()
-            self._leave_state()
+        if self._states is not None:
+            self._states.leave_after_batch()
         return batch
 
     def state_bytes(self, dataset: object) -> int:
         """Return the approximate length of a worker's state, from the main process's copy of the data set."""
-        roots = {"dataset": dataset, "collate_fn": self._collate_fn}
-        held = HeldGenerators({**roots, **users_variables(roots)})
+        held = _held_generators(dataset, self._collate_fn)
         return len(_pack(held, dataset=dataset if self._has_state else None))
 
-    def _roots(self) -> Mapping[str, object]:
-        roots = {"dataset": self._dataset(), "collate_fn": self._collate_fn}
-        return {**roots, **users_variables(roots)}
 
-    def _dataset(self) -> Any:
-        info = get_worker_info()
-        return None if info is None else info.dataset
+class _WorkerStates:
+    """The states of a running worker. Each is left in the ring; the first may be one of an earlier process.
 
-    def _leave_state(self) -> None:
-        assert self.ring is not None
-        assert self._held is not None
+    Args:
+        worker: The number of the worker.
+        ring: Where it leaves its states.
+        exactness: Collects what is not exact. The main process reads it in the ring.
+        collate_fn: The loader's ``collate_fn``.
+        worker_init_fn: The function that was called when the worker started.
+        iterable: The stand-in for an iterable data set.
+        leaves_rest: Whether samples too few for a whole batch form one.
+        has_state: Whether the data set's own state is part of it.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        ring: WorkerRing,
+        *,
+        exactness: Exactness,
+        collate_fn: Callable[[Any], object],
+        worker_init_fn: Callable[[int], None] | None,
+        iterable: IterableSide | None,
+        leaves_rest: bool,
+        has_state: bool,
+    ) -> None:
+        self._worker = worker
+        self._ring = ring
+        self._exactness = exactness
+        self._iterable = iterable
+        self._leaves_rest = leaves_rest
+        self._has_state = has_state
+        self._held = _held_generators(_dataset(), collate_fn)
+        self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
+        self._owed: Mapping[str, Any] = {}
+        self._num_batches = self._num_iterations = self._num_said = 0
+
+    def begin(self, state: WorkerState | None) -> None:
+        """Continue from `state`, and leave the state at the start."""
+        if state is not None:
+            self._resume(state)
+            if self._has_state:
+                _dataset().load_state_dict(state["dataset"])
+        if self._iterable is not None:
+            plan = None if state is None else state.get("iterable")
+            self._iterable.begin_in_worker(plan, self, self._exactness)
+        self._say_not_exact()
+        self._leave()
+
+    def leave_after_batch(self) -> None:
+        """Leave the state after another batch."""
+        self._num_batches += 1
+        self._say_not_exact()
+        self._leave()
+
+    def begin_iteration(self) -> None:
+        """Note that an iteration over the iterable data set begins."""
+        self._num_iterations += 1
+        owed, self._owed = self._owed, {}
+        self._objects.load_state_dict(owed)  # samples may have been drawn again
+        self._say_not_exact()
+        self._leave()
+        self._ring.note_begin(self._worker, self._num_iterations, self._num_batches)
+
+    def end_iteration(self, record: IterableRecord) -> None:
+        """Note that the iterable data set has no more samples."""
+        if record.num_left and self._leaves_rest:
+            self._ring.note_end(self._worker, self._num_batches + 1)
+            return
+        self._leave()
+        self._ring.note_end(self._worker, self._num_batches)
+
+    def _say_not_exact(self) -> None:
+        reasons = self._exactness.reasons
+        if len(reasons) > self._num_said:
+            self._ring.say(self._worker, reasons)
+            self._num_said = len(reasons)
+
+    def _resume(self, state: WorkerState) -> None:
+        missing = _load_worker_state(state, self._held)
+        if missing:
+            self._exactness.refuse(f"A worker continues: {lacks_generators(missing)}")
+        self._owed = state.get("objects", {})
+        for line in self._objects.load_state_dict(self._owed):
+            self._exactness.refuse(f"A worker continues without {line}")
+
+    def _leave(self) -> None:
         self._held.refresh()  # objects often create their generator on first use
-        dataset = self._dataset() if self._has_state else None
-        objects = {} if self._objects is None else self._objects.state_dict()
-        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset, objects=objects))
+        dataset = _dataset() if self._has_state else None
+        packed = _pack(self._held, self._iterable, dataset, objects=self._objects.state_dict())
+        self._ring.put(self._worker, self._num_batches, packed)
 
-    def _handle_signals(self) -> None:
-        # A scheduler or a terminal also signals the workers. The main process still needs them to finish its batch, so
-        # they exit only when it tells them to.
-        for name in _IGNORED_SIGNALS:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._end_if_closing)
 
-    def _end_if_closing(self, *_: object) -> None:
-        if self.ring is None or self.ring.is_closing(self._worker):
+def _dataset() -> Any:
+    info = get_worker_info()
+    return None if info is None else info.dataset
+
+
+def _held_generators(dataset: object, collate_fn: Callable[[Any], object]) -> HeldGenerators:
+    roots = {"dataset": dataset, "collate_fn": collate_fn}
+    return HeldGenerators({**roots, **users_variables(roots)})
+
+
+def _handle_signals(ring: WorkerRing, worker: int) -> None:
+    # A scheduler or a terminal also signals the workers. The main process still needs them to finish its batch, so
+    # they exit only when it tells them to.
+    for name in _IGNORED_SIGNALS:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+    def end_if_closing(*_: object) -> None:
+        if ring.is_closing(worker):
             os._exit(0)
+
+    signal.signal(signal.SIGTERM, end_if_closing)
 
 
 def worker_side_of(
@@ -199,11 +253,13 @@ def worker_side_of(
     collate_fn: Callable[[Any], object],
     default_init: Callable[[int], None] | None,
     *,
+    exactness: Exactness,
     iterable: IterableSide | None,
     per_sample: PerSampleDataset | None,
 ) -> WorkerSide:
     """Return the stand-in for the functions of a loader; the arguments are those of `WorkerSide`."""
     return WorkerSide(
+        exactness=exactness,
         collate_fn=collate_fn,
         worker_init_fn=loader.worker_init_fn,
         default_init=default_init,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of
@@ -30,7 +31,7 @@ class AnySession(ABC):
         trainer: The trainer that runs it.
         options: The callback's options.
         registered: The functions that were passed to `FaultTolerance.register`, by name.
-        strict: See `Loaders`.
+        strict: Whether a loader that can't be resumed exactly is an error; ``None`` if it is only noted.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class AnySession(ABC):
         self.trainer = self._trainer = trainer
         self._options = options
         seeds = options.worker_rng == "per_sample"
-        self.loaders = self._loaders = Loaders(trainer, strict=strict, manual=is_manual(), is_per_sample=seeds)
+        exactness = Exactness(strict=strict)
+        self.loaders = self._loaders = Loaders(trainer, exactness, manual=is_manual(), is_per_sample=seeds)
         self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
         self.stopping = self._stopping = Stopping(trainer, options)
         self._patches = Patches()

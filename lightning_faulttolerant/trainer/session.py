@@ -243,7 +243,7 @@ class Session(AnySession):
             original()
 
     def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
-        self._loaders.fetches_ahead = compat.fetches_ahead(self._trainer)
+        self._loaders.note_prefetching()
         if self._resumed_epoch is not None:
             self._resumed_epoch.start(original, data_fetcher, self._state())
             return

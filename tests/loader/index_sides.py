@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import plan_from_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 
-def make(sampler: Any, *, window: int = 2) -> IndexSide:
+def make(sampler: Any, *, window: int = 2, exactness: Exactness | None = None) -> IndexSide:
     """Return the stand-in for `sampler`."""
-    return IndexSide(sampler, held=HeldGenerators({"sampler": sampler}), window=window)
+    held = HeldGenerators({"sampler": sampler})
+    return IndexSide(sampler, held=held, exactness=exactness or Exactness(), window=window)
 
 
 def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
@@ -22,10 +24,11 @@ def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
     return side, iter(side)
 
 
-def resume(sampler: Any, state: Any, position: int, *, strict: bool = True) -> tuple[IndexSide, Iterator[Any]]:
+def resume(
+    sampler: Any, state: Any, position: int, *, exactness: Exactness | None = None
+) -> tuple[IndexSide, Iterator[Any]]:
     """Continue at `position` of a state."""
-    side = make(sampler)
-    side.strict = strict
+    side = make(sampler, exactness=exactness)
     side.begin(plan_from_state(state, position), new_workers=True)
     iterator = iter(side)
     side.ensure_open()

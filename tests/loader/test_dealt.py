@@ -17,6 +17,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.resized import state_for_others
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.samplers.deal import RankPlace
 from tests.loader.loops import safe, seed
 
 
@@ -50,8 +51,8 @@ class Ranks:
             sampler = DistributedSampler(data, num_ranks, rank, seed=5) if num_ranks > 1 else None
             order: dict[str, Any] = {"shuffle": True} if sampler is None else {"sampler": sampler}
             loader = DataLoader(data, batch_size=batch_size, num_workers=num_workers, **{**order, **more})
-            tracker = TrackedLoader(loader, seeds=None if seeds is None else SampleSeeds(seed=seeds))
-            tracker.index_side.global_rank, tracker.index_side.num_ranks = rank, num_ranks
+            place = RankPlace(rank=rank, num_replicas=num_ranks)
+            tracker = TrackedLoader(loader, rank_place=place, seeds=None if seeds is None else SampleSeeds(seed=seeds))
             self.trackers.append(tracker)
             self.loaders.append(tracker.copy_of(loader))
 

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import RandomStates, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -76,17 +77,17 @@ def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
         side, iterator = begin(SAMPLERS[sampler](), window=num_ahead + 1)
         indices = [next(iterator, None) for _ in range(min(position + num_ahead, length))]
         state, rng = safe(record_state(side.record)), rng_state()
-        held = side.moment().held
+        held = side.states.now().held
         rest = list(iterator)
         seed(2)
         again, resumed = resume(SAMPLERS[sampler](), state, position)
-        again.restore(again.moment())
+        again.states.restore(again.states.now())
         _put(rng, held, again)
         assert list(resumed) == indices[position:] + rest
 
 
 def _put(rng: Any, held: Any, side: IndexSide) -> None:
-    side.restore(RandomStates(rng=rng, held=held, sampler_epochs=[]))
+    side.states.restore(RandomStates(rng=rng, held=held, sampler_epochs=[]))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -110,7 +111,7 @@ def test_reading_the_state_changes_nothing() -> None:
     found = []
     for index in iterator:
         record_state(side.record)
-        side.moment()
+        side.states.now()
         found.append(index)
     assert found == expected
 
@@ -159,9 +160,10 @@ def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.
     side, iterator = begin(sampler)
     first = [next(iterator) for _ in range(2)]
     with caplog.at_level(logging.WARNING):
-        again, resumed = resume(Counting(), safe(record_state(side.record)), 1, strict=False)
-    assert len(again.not_exact) == 1
-    assert again.not_exact[0] in caplog.messages
+        exactness = Exactness(strict=False)
+        _, resumed = resume(Counting(), safe(record_state(side.record)), 1, exactness=exactness)
+    assert len(exactness.reasons) == 1
+    assert exactness.reasons[0] in caplog.messages
     assert next(resumed) == first[1]
 
 
@@ -242,7 +244,7 @@ def test_sampler_of_torch_is_not_watched() -> None:
         side, iterator = begin(sampler)
         for _ in range(4):
             next(iterator)
-        assert not side.may_draw
+        assert not side.states.may_draw
         assert side.record.log.pack() == b""
 
 
@@ -255,7 +257,8 @@ def test_generator_that_the_sampler_shares_is_kept() -> None:
     ):
         own = torch.Generator().manual_seed(5)
         sampler = make_sampler(own)
-        side = IndexSide(sampler, held=HeldGenerators({"dataset": {"rng": own}, "sampler": sampler}), window=2)
+        held = HeldGenerators({"dataset": {"rng": own}, "sampler": sampler})
+        side = IndexSide(sampler, held=held, exactness=Exactness(), window=2)
         side.begin(None, new_workers=True)
         iterator = iter(side)
         given = []
@@ -264,7 +267,8 @@ def test_generator_that_the_sampler_shares_is_kept() -> None:
             torch.rand(7, generator=own)
         state, now = safe(record_state(side.record)), own.get_state()
         rest = list(iterator)
-        again = IndexSide(sampler, held=HeldGenerators({"dataset": {"rng": own}, "sampler": sampler}), window=2)
+        held = HeldGenerators({"dataset": {"rng": own}, "sampler": sampler})
+        again = IndexSide(sampler, held=held, exactness=Exactness(), window=2)
         own.manual_seed(77)
         again.begin(plan_from_state(state, 3), new_workers=True)
         resumed = iter(again)
@@ -278,7 +282,7 @@ def test_only_what_a_sampler_of_torch_may_draw_from_is_kept() -> None:
     sampler = RandomSampler(range(9), generator=torch.Generator())
     held = HeldGenerators({"dataset": {"rng": random.Random(0)}, "sampler": sampler})
     for has_workers in (False, True):
-        side = IndexSide(sampler, held=held, window=2, has_workers=has_workers)
+        side = IndexSide(sampler, held=held, exactness=Exactness(), window=2, has_workers=has_workers)
         side.begin(None, new_workers=True)
         next(iter(side))
         for moment in (side.record.start, side.record.first):
@@ -406,10 +410,11 @@ def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(NotExactError, match=reason):
         resume(Equipped(), state, 3)
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
-        again, rest = resume(Equipped(), state, 3, strict=False)
+        exactness = Exactness(strict=False)
+        _, rest = resume(Equipped(), state, 3, exactness=exactness)
     assert list(rest) == [3, 4, 5, 0]
-    assert [record.message for record in caplog.records] == again.not_exact
-    assert len(again.not_exact) == 1
+    assert [record.message for record in caplog.records] == exactness.reasons
+    assert len(exactness.reasons) == 1
 
 
 class EndsAlike:

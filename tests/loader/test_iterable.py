@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from tests.loader.loops import safe, seed
 
@@ -83,8 +84,7 @@ class Told(Plain):
 def tracked(dataset: IterableDataset[Any], workers: str, *, strict: bool = True) -> tuple[TrackedLoader, Any]:
     """Return a tracker and the tracked copy of its loader."""
     loader = DataLoader(dataset, batch_size=2, **WORKERS[workers])
-    tracker = TrackedLoader(loader)
-    tracker.index_side.strict = strict
+    tracker = TrackedLoader(loader, exactness=Exactness(strict=strict))
     return tracker, tracker.copy_of(loader)
 
 
@@ -128,7 +128,7 @@ def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog:
         assert len(list(loader)) == 2
         assert len(list(loader)) == 4
     tracker.close_workers()
-    reasons = tracker.index_side.not_exact
+    reasons = tracker.exactness.reasons
     assert reasons
     assert all("the generator dataset.parts[0] does not exist" in reason for reason in reasons)
     assert [record.message for record in caplog.records] == reasons

@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.iterable import IterableSide
 from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -37,7 +38,7 @@ def hidden() -> Any:
 
 def position_of(dataset: Stream) -> Any:
     """Return the position of an iteration after a batch."""
-    side = IterableSide(dataset)
+    side = IterableSide(dataset, Exactness())
     dataset.seen.append(3)
     dataset.own = hidden()
     dataset.turns = iter([1, 2])  # a fresh iteration creates it again
@@ -50,15 +51,14 @@ def position_of(dataset: Stream) -> Any:
 def test_what_is_not_there_any_more_is_refused() -> None:
     """An iteration over a data set without an attribute that its samples may depend on is not exact."""
     position = position_of(Stream())
-    side = IterableSide(Stream(has_list=False))
+    side = IterableSide(Stream(has_list=False), Exactness())
     side.begin(position)
     with pytest.raises(NotExactError, match=r"Stream continues without dataset\.seen"):
         iter(side)
-    side = IterableSide(Stream(has_list=False))
-    side.strict = False
+    side = IterableSide(Stream(has_list=False), exactness := Exactness(strict=False))
     side.begin(position)
     iter(side)
-    assert any("dataset.seen" in line for line in side.not_exact)
+    assert any("dataset.seen" in line for line in exactness.reasons)
 
 
 def test_what_an_iteration_began_with_is_named() -> None:

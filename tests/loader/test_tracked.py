@@ -646,7 +646,7 @@ next(iterator)
 if os.fork() == 0:
     sys.exit(0)
 os.wait()
-assert not tracker._ring.is_closing(0), "a child's end is not the run's"
+assert not tracker._workers.current.ring.is_closing(0), "a child's end is not the run's"
 raise RuntimeError("of the user")
 """
 

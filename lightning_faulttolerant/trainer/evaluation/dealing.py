@@ -138,7 +138,7 @@ class Dealing:
             one.rest, one.first, one.num_own = rest, state["first"], len(indices)
             tracker = self._loaders.trackers.get(f"predict/{number}")
             if isinstance(tracker, TrackedLoader):
-                tracker.index_side.num_before = rest.begin or 0
+                tracker.begin_after(rest.begin or 0)
         runs.set_num_batches(loop, [one.first + one.num_batches for one in self._dealt])
         runs.count_from(loop, [one.first for one in self._dealt], patches)
 

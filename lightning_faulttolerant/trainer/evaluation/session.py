@@ -339,8 +339,8 @@ class EvaluationSession(AnySession):
         assert self._run_state is not None
         assert self._state is not None
         run = self._validation
-        if self._loaders.not_exact:
-            run.repeat(self._loaders.not_exact[0])
+        if self._loaders.exactness.reasons:
+            run.repeat(self._loaders.exactness.reasons[0])
         if run.can_be_resumed and not self._state.can_be_saved():
             run.repeat("it has changed weights that are in shards")
         if not run.can_be_resumed:

@@ -161,18 +161,15 @@ class ValidationRun:
             self._loaders.load_held(ahead["held"])
             set_rng_state(ahead["rng"])
         self.watch_first_fetch()
-        first.is_held_back = lambda: bool(number)
-        try:
+        with first.owner.holding_back() if number else contextlib.nullcontext():
             original()
-        finally:
-            first.is_held_back = lambda: False
         with self._loaders.iterated_by_trainer():
             runs.load_run_state(self._val_loop, state)
 
     def watch_first_fetch(self) -> None:
         """Note the state before the very first fetch. Without a length, it comes while the loop is reset."""
         for tracker in self._trackers():
-            tracker.on_first_batch = self._note_first_fetch
+            tracker.owner.call_before_first_batch(self._note_first_fetch)
 
     def _note_first_fetch(self) -> None:
         self.is_ahead = runs.has_no_length(self._val_loop)

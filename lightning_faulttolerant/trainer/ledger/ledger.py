@@ -390,7 +390,7 @@ class LastBatchIndices:
     def of_batch(self) -> str | None:
         """Return the digest of the indices of the current batch; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
-            before, after = _marked(self._loaders.mark_before), _marked(self._loaders.last_mark)
+            before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
         else:
             before, after = self._before, self._places()
         indices = {}

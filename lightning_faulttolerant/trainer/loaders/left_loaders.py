@@ -20,24 +20,24 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.exactness import Exactness
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def place_or_none(place: str, state_of: Callable[[], _T], *, strict: bool, not_exact: list[str]) -> _T | None:
-    """Return the result of `state_of`, or ``None`` if a loader can't report its place and `strict` is off.
+def place_or_none(place: str, state_of: Callable[[], _T], exactness: Exactness) -> _T | None:
+    """Return the result of `state_of`, or ``None`` if a loader can't report its place and `exactness` isn't strict.
 
     Raises:
-        NotExactError: If `strict`.
+        NotExactError: If it is strict.
     """
     try:
         return state_of()
     except NotExactError as error:
-        if strict:
+        if exactness.strict:
             raise
-        refuse(f"Loader {place} has no position to resume from: {error}", strict=False, not_exact=not_exact)
+        exactness.admit(f"Loader {place} has no position to resume from: {error}")
         return None
 
 

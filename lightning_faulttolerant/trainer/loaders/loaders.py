@@ -13,8 +13,9 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
+from lightning_faulttolerant.loader.exactness import Exactness, needs_no_position, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.own_state import OwnState, share_a_state, stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
@@ -22,12 +23,15 @@ from lightning_faulttolerant.loader.remaining_batches import RankShare, Remainin
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.samplers.deal import RankPlace
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_init, place_or_none, skip_consumed
 from lightning_faulttolerant.trainer.loaders.trackers import (
     OfWholeLoader,
     PrefetchState,
+    PrefetchStates,
+    ResumedPlaces,
     Tracker,
     track,
     user_loader,
@@ -48,7 +52,7 @@ class Loaders:
 
     Args:
         trainer: The trainer that runs the fit.
-        strict: Whether a loader that can't be resumed exactly is an error; ``None`` if it is only noted.
+        exactness: Collects what can't be resumed exactly.
         manual: Whether the user's own objects keep the positions, and no loader is replaced.
         is_per_sample: Whether the generators are seeded before each sample.
 
@@ -57,7 +61,7 @@ class Loaders:
     """
 
     def __init__(
-        self, trainer: Trainer, *, strict: bool | None, manual: bool = False, is_per_sample: bool = False
+        self, trainer: Trainer, exactness: Exactness, *, manual: bool = False, is_per_sample: bool = False
     ) -> None:
         if manual and is_per_sample:
             raise ValueError(
@@ -66,43 +70,35 @@ class Loaders:
             )
         self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
-        self.strict = strict
+        self.exactness = exactness
         self._manual = manual
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
         """Whether an iteration that begins now is the trainer's own."""
         self._combined: weakref.WeakSet[object] = weakref.WeakSet()
-        self._states: Mapping[str, Any] = {}
-        self._states_of_own: Mapping[str, Any] = {}
-        self.last_mark: PrefetchState | None = None
-        self.mark_before: PrefetchState | None = None
-        self._is_marked = False
-        self.holds_back = False
-        """Whether new training iterations are empty: `renew` begins them again in the right place."""
+        self._resumed = ResumedPlaces()
+        self.prefetches = PrefetchStates()
+        """Where the training loaders were when batches were fetched ahead of their use."""
+        self._holds_back = False
         self.fetches_ahead = False
         """Whether each training batch is fetched before the previous one is trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.drawn: Drawn | None = None
-        """Notes what the script drew for each loader, before the loader is iterated over."""
+        """Notes what the script drew for each loader."""
         self.trackers: dict[str, Tracker] = {}
         self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are. The state still includes what their objects hold."""
-        self.continues = False
-        """Whether this fit continues from a checkpoint with the loaders' places."""
-        self.lightning_restores = False
-        """Whether Lightning restores the loaders' own states, from a checkpoint that this package did not write."""
-        self._left: list[str] = []
+        self._has_places = self._lightning_restores = False
         self._followed: list[OfWholeLoader] = []
         self._patches = Patches()
         self._own: dict[str, OwnState] = {}
-        self.not_exact: list[str] = []
 
     @contextlib.contextmanager
     def iterated_by_trainer(self, *, stage: str = TRAIN) -> Iterator[None]:
         """Count iterations that begin inside this context as the trainer's own. All others are a callback's."""
-        self.is_trainers = stage == TRAIN or self.holds_back  # the setup of validation only tries its loaders
+        self.is_trainers = stage == TRAIN or self._holds_back  # the setup of validation only tries its loaders
         try:
             yield
         finally:
@@ -116,19 +112,44 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = self._is_marked = False
+        self.is_trainers = False
+        self.prefetches.end_fetch()
 
     def begin(self, stage: str) -> None:
         """Prepare for the loaders of a stage to be processed again."""
         self._stage, self._next_index = stage, 0
 
+    def note_draws(self, drawn: Drawn | None) -> None:
+        """Let `drawn` note what the script drew for each loader, before the loader is iterated over."""
+        self.drawn = drawn
+
+    def note_prefetching(self) -> None:
+        """Note whether each training batch is fetched before the previous one is trained."""
+        self.fetches_ahead = compat.fetches_ahead(self._trainer)
+
+    def note_checkpoint(self, *, has_places: bool = False, lightning_restores: bool = False) -> None:
+        """Note what is in the checkpoint that this fit continues from.
+
+        Args:
+            has_places: Whether it has the loaders' places.
+            lightning_restores: Whether it is not of this package, and Lightning restores the loaders' own states.
+        """
+        self._has_places, self._lightning_restores = has_places, lightning_restores
+
+    def hold_back(self) -> None:
+        """Let new training iterations be empty: `renew` begins them again in the right place."""
+        self._holds_back = True
+
+    def stop_holding_back(self) -> None:
+        """End what `hold_back` began."""
+        self._holds_back = False
+
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
-        self._left = list(states.get("left", ()))
-        self._states, self._states_of_own = states.get("places", {}), states.get("own", {})
-        self.load_own(self._states_of_own)
+        self._resumed = ResumedPlaces.from_state_dict(states)
+        self.load_own(self._resumed.own)
         if self._seeds is not None:
-            self._seeds.resume_from(self._states)
+            self._seeds.resume_from(self._resumed.states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -141,7 +162,7 @@ class Loaders:
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning: they may be different ones."""
         self._check = lambda place, fingerprint: None
-        self._states, self._left, self._states_of_own = {}, [], {}
+        self._resumed = ResumedPlaces()
 
     def process(self, loader: Any) -> Any:
         """Return the replacement for a loader that Lightning has processed."""
@@ -162,15 +183,12 @@ class Loaders:
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        if place in self._left:
+        if place in self._resumed.left:
             self._refuse(place, "the checkpoint has no position of it, because it could not be followed then")
-        tracker, followed = self._follow_own(place, loader) if is_whole else self._follow(place, loader)
-        tracker.is_followed = lambda: self.is_trainers
-        if stage == TRAIN:
-            tracker.is_held_back = lambda: self.holds_back
-            tracker.on_first_batch = self._before_first_batch
-            if isinstance(tracker, TrackedLoader):
-                self._index_sides[place] = tracker.index_side
+        follow = self._follow_own if is_whole else self._follow
+        tracker, followed = follow(place, loader, self._owner_of(stage))
+        if stage == TRAIN and isinstance(tracker, TrackedLoader):
+            self._index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
         self._check(place, self.fingerprints[place])
@@ -183,15 +201,27 @@ class Loaders:
         reason = why_not_exact(loader)
         if reason is not None or not keeps_own_position(loader):
             return reason
-        if stage == TRAIN and self.lightning_restores:
+        if stage == TRAIN and self._lightning_restores:
             return "the checkpoint was saved without FaultTolerance and holds a state that the loader would load itself"
-        if was_given_position(loader) and not self.continues:
+        if was_given_position(loader) and not self._has_places:
             return "a state was loaded into it before fit, so its first epoch would begin at an unknown position"
         if self._seeds is not None and stateful_dataset(loader) is not None:
             return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
         return None
 
-    def _follow(self, place: str, loader: DataLoader[object]) -> tuple[TrackedLoader, DataLoader[object]]:
+    def _owner_of(self, stage: str) -> IterationOwner:
+        """Return what says which iterations of a stage are the trainer's."""
+        if stage != TRAIN:
+            return IterationOwner(is_followed=lambda: self.is_trainers)
+        return IterationOwner(
+            is_followed=lambda: self.is_trainers,
+            is_held_back=lambda: self._holds_back,
+            before_first_batch=self._before_first_batch,
+        )
+
+    def _follow(
+        self, place: str, loader: DataLoader[object], owner: IterationOwner
+    ) -> tuple[TrackedLoader, DataLoader[object]]:
         known = self.trackers.get(place)
         if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # used again when loaders are reloaded
             return known, known.loader
@@ -200,11 +230,15 @@ class Loaders:
                 self._refuse(place, f"{other} reads the same data set, which keeps one state for both")
         seeds = self._seeds_of(place, loader)
         init, before = default_worker_init(self._trainer), known.objects if isinstance(known, TrackedLoader) else None
-        tracker = TrackedLoader(loader, default_worker_init=init, seeds=seeds, known=before)
-        tracker.index_side.strict = self.strict
-        tracker.index_side.not_exact = self.not_exact
-        tracker.index_side.global_rank = self._trainer.global_rank
-        tracker.index_side.num_ranks = self._trainer.world_size
+        tracker = TrackedLoader(
+            loader,
+            exactness=self.exactness,
+            owner=owner,
+            rank_place=RankPlace(rank=self._trainer.global_rank, num_replicas=self._trainer.world_size),
+            default_worker_init=init,
+            seeds=seeds,
+            known=before,
+        )
         tracked = tracker.copy_of(loader)
         if keeps_own_position(loader):
             # A data module may call these on the loader that it holds, which never leaves its beginning.
@@ -212,16 +246,17 @@ class Loaders:
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
 
-    def _follow_own(self, place: str, loader: object) -> tuple[OfWholeLoader, object]:
+    def _follow_own(self, place: str, loader: object, owner: IterationOwner) -> tuple[OfWholeLoader, object]:
         others = [tracker for tracker in self._followed if tracker.loader is loader]
         has_state = keeps_own_state(loader)
         if has_state and any(tracker.place != place for tracker in others):
             self._refuse(place, f"the same object is also {others[0].place}, and it has one state for both")
         for tracker in others:
             if has_state or tracker.place == place:  # loaders are reloaded, and this one is the same
+                if place.startswith(TRAIN):
+                    tracker.give_to(owner)
                 return tracker, tracker.followed
-        tracker = track(loader, place=place, older=self._followed)
-        tracker.strict, tracker.not_exact = self.strict, self.not_exact
+        tracker = track(loader, exactness=self.exactness, owner=owner, place=place, older=self._followed)
         tracker.follow()
         self._followed.append(tracker)
         return tracker, tracker.followed
@@ -244,7 +279,7 @@ class Loaders:
         reason = own.why_not_exact()
         if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
             self._refuse(place, reason)
-        self.load_own(self._states_of_own, place)
+        self.load_own(self._resumed.own, place)
         return loader
 
     def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
@@ -254,13 +289,13 @@ class Loaders:
                 self._own[place].load_state_dict(state)
 
     def _resume(self, place: str, tracker: Tracker) -> None:
-        if place in self._states:
-            tracker.load_state_dict(self._states[place])
+        if place in self._resumed.states:
+            tracker.load_state_dict(self._resumed.states[place])
 
     def _refuse(self, place: str, reason: str) -> None:
-        remedy = " Change the loader, or pass FaultTolerance(strict=False) to train without it." if self.strict else ""
-        message = f"Loader {place} can't be resumed exactly: {reason}.{remedy}"
-        refuse(message, strict=self.strict, not_exact=self.not_exact)
+        remedy = " Change the loader, or pass FaultTolerance(strict=False) to train without it."
+        shown = remedy if self.exactness.strict else ""
+        self.exactness.refuse(f"Loader {place} can't be resumed exactly: {reason}.{shown}")
 
     def renew(self, state: Mapping[str, Any]) -> None:
         """Begin the trainer's iteration over the training loaders again, at the place of `state`.
@@ -268,7 +303,7 @@ class Loaders:
         If batches are fetched ahead, this fetches the next one, under the same random states as before. The caller
         then restores the random states of the boundary.
         """
-        self.holds_back = False
+        self.stop_holding_back()
         ahead = state.get("ahead")
         if ahead is not None:
             self.load_held(ahead["held"])
@@ -281,22 +316,22 @@ class Loaders:
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         training = self._training()
-        self._is_marked = True
-        self.mark_before = self.last_mark
-        self.last_mark = PrefetchState(
-            iterations={
-                place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
-                for place, tracker in training.items()
-            },
-            combined=compat.combined_state(self._trainer),
-            rng=rng_state(),
-            held={place: tracker.held.state_dict() for place, tracker in training.items()},
-            own=self._own_states(),
+        self.prefetches.note(
+            PrefetchState(
+                iterations={
+                    place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
+                    for place, tracker in training.items()
+                },
+                combined=compat.combined_state(self._trainer),
+                rng=rng_state(),
+                held={place: tracker.held.state_dict() for place, tracker in training.items()},
+                own=self._own_states(),
+            )
         )
 
     def _before_first_batch(self) -> None:
         # The very first batch is fetched while the loaders are set up, before any seam could mark it.
-        if not self._is_marked and compat.fetches_ahead(self._trainer):
+        if not self.prefetches.is_in_fetch and compat.fetches_ahead(self._trainer):
             self.mark()
 
     def _training(self) -> dict[str, Tracker]:
@@ -310,7 +345,7 @@ class Loaders:
             in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
             validated: How many batches are consumed of the validation loader in use, by its place.
         """
-        mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
+        mark = self.prefetches.last if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, object] = {
             place: tracker.state_dict(validated.get(place))
             for place, tracker in self.trackers.items()
@@ -320,8 +355,8 @@ class Loaders:
             iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
             state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
-            strict = bool(self.strict or validated)  # a validation run can be repeated instead
-            places[place] = place_or_none(place, state_of, strict=strict, not_exact=self.not_exact)
+            # A validation run can be repeated instead.
+            places[place] = state_of() if validated else place_or_none(place, state_of, self.exactness)
         lost = [place for place, found in places.items() if found is None]
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
         own = self._own_states()

@@ -1,14 +1,17 @@
 """The trackers that follow loaders, by the kind of loader.
 
-`PrefetchState` is where the training loaders were when a batch was fetched ahead of its use.
+`PrefetchState` is where the training loaders were when a batch was fetched ahead of its use. `ResumedPlaces` is where
+the loaders of a resumed fit continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
@@ -24,11 +27,13 @@ def why_not_whole(loader: object) -> str | None:
     return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
 
 
-def track(loader: object, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
+def track(
+    loader: object, *, exactness: Exactness, owner: IterationOwner, place: str, older: Sequence[OfWholeLoader]
+) -> OfWholeLoader:
     """Return the tracker that follows a loader as a whole: by its own state if it has one, or else by a replay."""
     if keeps_own_state(loader):
-        return OwnLoader(loader, place=place)
-    return ReplayedLoader(loader, place=place, older=older)
+        return OwnLoader(loader, exactness=exactness, owner=owner, place=place)
+    return ReplayedLoader(loader, exactness=exactness, owner=owner, place=place, older=older)
 
 
 def user_loader(loader: object) -> Any:
@@ -69,3 +74,42 @@ class PrefetchState:
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
     own: Mapping[str, Any]
+
+
+class PrefetchStates:
+    """The last two of these states: that of the batch to train next, and the one before it."""
+
+    def __init__(self) -> None:
+        self.last: PrefetchState | None = None
+        self.before: PrefetchState | None = None
+        self.is_in_fetch = False
+        """Whether the fetch in progress has its state already."""
+
+    def note(self, state: PrefetchState) -> None:
+        """Note the state before the fetch that begins now."""
+        self.is_in_fetch = True
+        self.before, self.last = self.last, state
+
+    def end_fetch(self) -> None:
+        """Note that the fetch has ended."""
+        self.is_in_fetch = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumedPlaces:
+    """Where the loaders of a fit continue.
+
+    Args:
+        states: The states of trackers, by place.
+        own: The states of the users' own objects, by place.
+        left: The training loaders without a place.
+    """
+
+    states: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+    left: Sequence[str] = ()
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> ResumedPlaces:
+        """Return the places in a state of `Loaders.state_dict`."""
+        return cls(states=state.get("places", {}), own=state.get("own", {}), left=state.get("left", ()))

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
 from lightning_faulttolerant.loader.own_attributes import REPLAYED, has_own_class, has_own_state, names_of_others
 from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
@@ -207,7 +206,8 @@ class Objects:
         self._before_sanity_check: ObjectState | None = None
         self._changed_by_sanity_check: Mapping[str, set[str]] = {}
         self._made_by_sanity_check: list[object] = []
-        loaders.drawn = self.drawn = None if manual else Drawn(lambda: _rules(trainer))
+        self.drawn = None if manual else Drawn(lambda: _rules(trainer))
+        loaders.note_draws(self.drawn)
         if self.drawn is not None:
             module, datamodule = trainer.lightning_module, compat.datamodule(trainer)
             self.drawn.note({"module": module, "datamodule": datamodule}, of_loader=False)
@@ -250,7 +250,7 @@ class Objects:
                     continue  # the script may have taken a batch from it; it is reported if training draws from it
                 reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
                 remedy = "Let the training loaders yield these batches, too, or pass strict=False."
-                refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
+                self._loaders.exactness.refuse(f"{reason} {remedy}")
 
     def state_dict(self, where: str, places: Mapping[str, object]) -> dict[str, Any]:
         """Return the changes since the baseline, and those among them that can't be carried.

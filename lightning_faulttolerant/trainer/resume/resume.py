@@ -108,7 +108,7 @@ class Resume:
 
     def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
         self._not_exact.append(NO_PART)
-        self._loaders.lightning_restores = any(loader_states(checkpoint))
+        self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
     def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
@@ -135,7 +135,7 @@ class Resume:
         self._part = {name: value for name, value in part.items() if name != "ranks"}
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
-        self._loaders.continues = "loaders" in self._state
+        self._loaders.note_checkpoint(has_places="loaders" in self._state)
         self._look_for_parts(part.get("parts", [name for name in TITLES if name != OBJECTS]))
         if cut_epoch.would_be_lost(self._trainer, self.position, checkpoint, self.saved("trainer")):
             self._fails(cut_epoch.reason(self._path, self.position), remedy=cut_epoch.REMEDY)
@@ -263,7 +263,7 @@ class Resume:
         if "files" in self._state:
             self._files.resume_checkpoints(self._state["files"], self._path)
         if self.is_in_epoch:
-            self._loaders.holds_back = True
+            self._loaders.hold_back()
         elif "trainer" in self._state:
             # A fit that EarlyStopping had ended must not continue.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
@@ -370,7 +370,7 @@ class Resume:
         return self._report and self._as_known_now(self._report)
 
     def _as_known_now(self, report: ResumeReport) -> ResumeReport:
-        loaders = self._loaders.not_exact
+        loaders = self._loaders.exactness.reasons
         not_exact = (*self._not_exact, *loaders)
         exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
         return replace(report, exact=exact, not_exact=not_exact)

@@ -72,7 +72,7 @@ class ResumedEpoch:
         state = self._resume.saved("loaders")
         loaders.load_own(state.get("own", {}))
         if self._where == EPOCH_START and state.get("combined") is None:
-            loaders.holds_back = False
+            loaders.stop_holding_back()
             self._resume.restore(run_state)
             self._call("on_train_epoch_start")
             with loaders.iterated_by_trainer():
@@ -83,7 +83,7 @@ class ResumedEpoch:
             loaders.renew(state)
         with loaders.iterated_by_trainer():
             original(data_fetcher)
-        loaders.holds_back = False
+        loaders.stop_holding_back()
         compat.load_fetcher(trainer, state.get("combined"))
         run, saved = run_state.validation, self._resume.saved(VALIDATION_RUN)
         if self._where == IN_VALIDATION:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.trainer.loaders.left_loaders import place_or_none, skip_consumed
 
 
@@ -61,9 +62,9 @@ def test_loader_that_cant_say_where_it_is() -> None:
     def lost() -> Any:
         raise NotExactError("a worker died")
 
-    reasons: list[str] = []
     with pytest.raises(NotExactError, match="a worker died"):
-        place_or_none("train/0", lost, strict=True, not_exact=reasons)
-    assert place_or_none("train/0", lost, strict=False, not_exact=reasons) is None
-    assert reasons == ["Loader train/0 has no position to resume from: a worker died"]
-    assert place_or_none("train/0", lambda: 3, strict=False, not_exact=[]) == 3
+        place_or_none("train/0", lost, Exactness())
+    exactness = Exactness(strict=False)
+    assert place_or_none("train/0", lost, exactness) is None
+    assert exactness.reasons == ["Loader train/0 has no position to resume from: a worker died"]
+    assert place_or_none("train/0", lambda: 3, Exactness(strict=False)) == 3
