@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
@@ -21,18 +21,18 @@ from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, then
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.training import Training
 
 
 class Session(AnySession):
@@ -49,17 +49,18 @@ class Session(AnySession):
         self._stop = self._stopping.signals
         self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
         self._is_interrupted = False
-        self._boundary: Boundary | None = None
-        self.run_state: RunState | None = None
-        """Reads and restores the state of the fit, once the fit itself begins."""
         self._reloads = Reloads(trainer)
-        self.autosaver: Autosaver | None = None
-        self._resumed_epoch: ResumedEpoch | None = None
-        self._hook_saves: HookSaves | None = None
+        self._training: Training | None = None
+        """The fit itself, once it begins: a finder's own fit has none."""
 
     @property
     def _resume(self) -> Resume | None:
         return self._restoring.resume
+
+    @property
+    def autosaver(self) -> Autosaver | None:
+        """Writes the autosaves, once the fit itself begins."""
+        return None if self._training is None else self._training.checkpointer.autosaver
 
     @property
     def report(self) -> ResumeReport | None:
@@ -86,10 +87,10 @@ class Session(AnySession):
         around(fit_loop, "setup_data", partial(self._around_setup_data, TRAIN))
         around(val_loop, "setup_data", partial(self._around_setup_data, VALIDATION))
         around(fit_loop, "run", self._around_fit)
-        around(fit_loop, "on_run_start", self._around_fit_start)
-        around(fit_loop, "on_advance_start", self._around_before_epoch)
-        around(fit_loop, "on_advance_end", self._around_epoch_end)
-        around(epoch_loop, "reset", self._around_epoch_reset)
+        around(fit_loop, "on_run_start", self._once_begun(Training.start))
+        around(fit_loop, "on_advance_start", self._once_begun(Training.before_epoch))
+        around(fit_loop, "on_advance_end", self._once_begun(Training.end_epoch))
+        around(epoch_loop, "reset", self._once_begun(Training.reset_epoch))
         around(epoch_loop, "on_run_start", self._around_epoch_start)
         # Called for each batch: `wrap` costs one call less than `around`.
         wrap(epoch_loop, "advance", self._wrap_advance)
@@ -102,47 +103,50 @@ class Session(AnySession):
 
     def _save_interrupted(self, exception: BaseException) -> None:
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
-        if self.autosaver is not None:
-            end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception, source)
+        if self._training is not None:
+            boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
+            end_interrupted(self._trainer, boundary if saves else None, autosaver, exception, source)
         elif isinstance(exception, TrainingStopped):
             tell_stopped(exception, None, source)
 
     def _close_own(self) -> None:
-        if self._resumed_epoch is not None:
-            self._resumed_epoch.put_limit_back()
-        if self.autosaver is not None:
-            self.autosaver.close()
-        self._boundary = self.autosaver = self.run_state = None
+        if self._training is not None:
+            self._training.close()
+        self._training = None
 
     def save_before_batch(self) -> None:
         """Save before the next training batch. The first autosave of a fit comes by itself."""
-        if self.autosaver is not None and not self.autosaver.pace.is_first:
-            self.autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))
+        if self._training is not None:
+            self._training.save_before_batch()
 
     def save_before_evaluation_batch(self) -> None:
         """Save before the next batch of a validation run, if the fit can continue there."""
-        if self._boundary is not None:
-            self._boundary.save_before_validation_batch()
-
-    # What the seams do.
+        if self._training is not None and self._training.boundary is not None:
+            self._training.boundary.save_before_validation_batch()
 
     def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
-        if self.autosaver is None or self.autosaver.is_dumping:
-            return
-        assert self._hook_saves is not None
-        hook, saver = compat.running_hook(self._trainer)
-        save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
-        self.autosaver.put_part(checkpoint, save)
+        if self._training is not None:
+            self._training.put_part(checkpoint)
+
+    # What the seams do.
+
+    def _once_begun(self, seam: Callable[..., object]) -> Callable[..., object]:
+        """Return what replaces a method: `seam` of the training, or the method itself before the training begins."""
+
+        def around(original: Method, *args: object) -> object:
+            return original(*args) if self._training is None else seam(self._training, original, *args)
+
+        return around
 
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        self.run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
+        run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
         if self._resume is None and self._trainer.num_sanity_val_steps:
-            self.run_state.objects.before_sanity_check()
-        self._reloads = self.run_state.objects.reloads
-        self._hook_saves = HookSaves(self._trainer, self.run_state)
+            run_state.objects.before_sanity_check()
+        self._reloads = run_state.objects.reloads
+        hook_saves = HookSaves(self._trainer, run_state)
         self._fingerprint.settings()
         buckets = Buckets(self._trainer)
         if self._resume is not None:
@@ -150,32 +154,40 @@ class Session(AnySession):
             self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
-            if self._resume.is_in_epoch:
-                self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
+        autosaver = self._make_autosaver(run_state, buckets)
+        self._training = Training(
+            self._trainer,
+            self._loaders,
+            Checkpointer(run_state=run_state, autosaver=autosaver, hook_saves=hook_saves),
+            self._resume,
+            stopping=self._stopping,
+            beginning=self._beginning,
+        )
+        if self._beginning.choice is None or not self._beginning.choice.continues:
+            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
+
+    def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
-        header = {**self._files.header(), "origin": origin, "surroundings": surroundings(self._trainer)}
-        self.autosaver = Autosaver(
+        mark, here = self._files.mark, surroundings(self._trainer)
+        autosaver = Autosaver(
             self._trainer,
             self._beginning.series,
-            self.run_state,
+            run_state,
             self._options,
             ranks=self._beginning.ranks,
             history=self._beginning.history,
             header=lambda: {
-                **header,
+                MARK: mark,
+                "origin": origin,
+                "surroundings": here,
                 BUCKETS: buckets.state_dict(),
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
         )
-        self.autosaver.on_saved = self.on_saved
-        self.autosaver.is_saved_before = self._restoring.is_saved
-        if self._beginning.choice is None or not self._beginning.choice.continues:
-            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
-
-    def _state(self) -> RunState:
-        assert self.run_state is not None
-        return self.run_state
+        autosaver.on_saved = self.on_saved
+        autosaver.is_saved_before = self._restoring.is_saved
+        return autosaver
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(self._reloads.follow(original(loader)))
@@ -185,16 +197,12 @@ class Session(AnySession):
         loaders = self._loaders.iterated_by_trainer(stage=stage)
         with loaders, self._reloads.begun(is_training=stage == TRAIN):
             original()
-        if self.run_state is not None:
-            self.run_state.objects.look_again()
+        if self._training is not None:
+            self._training.checkpointer.run_state.objects.look_again()
 
     def _around_fit(self, original: Method) -> None:
         with self._ended_here():
-            if self.run_state is not None:  # a finder's own fit has none
-                self.run_state.objects.after_sanity_check()
-            original()
-            if self.autosaver is not None:
-                self._save_finished(self.autosaver)
+            self._once_begun(Training.run)(original)
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
@@ -207,85 +215,18 @@ class Session(AnySession):
                 self.interrupt(error)
             raise
 
-    def _save_finished(self, autosaver: Autosaver) -> None:
-        """Save one autosave that marks the fit as finished, or restore the state of such an autosave."""
-        is_pending = self._resume is not None and self._resume.is_pending
-        if self._resume is not None and is_pending:
-            self._resume.restore(self._state())
-            compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
-        self._note_start()
-        if not is_pending:
-            autosaver.save(position_of(self._trainer, FINISHED))
-        self._stopping.stop_if_wanted("after the end of the fit", autosaver.pace.unsaved)
-
-    def _around_fit_start(self, original: Method) -> None:
-        if self._resumed_epoch is None:
-            original()
-        else:
-            self._resumed_epoch.start_fit(original)
-        if self.run_state is not None:
-            self.run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
-            self.run_state.objects.begin()
-        if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
-            self._resume.continue_after_the_end()
-            self._resume.restore(self._state())
-            compat.set_not_restarting(self._trainer)
-
-    def _around_before_epoch(self, original: Method) -> None:
-        if self._resumed_epoch is not None:
-            self._resumed_epoch.put_limit_back()
-        original()
-
-    def _around_epoch_reset(self, original: Method) -> None:
-        if self._resumed_epoch is not None:
-            self._resumed_epoch.reset(original)
-        else:
-            original()
-
     def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
         self._loaders.note_prefetching()
-        if self._resumed_epoch is not None:
-            self._resumed_epoch.start(original, data_fetcher, self._state())
+        if self._training is not None:
+            self._training.start_epoch(original, data_fetcher)
             return
         with self._loaders.iterated_by_trainer():
             original(data_fetcher)
-        if self._resume is not None and self.autosaver is not None:
-            self._resume.settle()
-
-    def _around_epoch_end(self, original: Method) -> None:
-        if self._resumed_epoch is None:
-            original()
-            return
-        resumed, self._resumed_epoch = self._resumed_epoch, None
-        resumed.end(original)
-
-    def _note_start(self) -> None:
-        position = None if self._resume is None else self._resume.position
-        self._beginning.history.start(self._beginning.choice, self.report, position)
-
-    def _make_boundary(self) -> Boundary:
-        assert self.autosaver is not None
-        assert self._hook_saves is not None
-        if self._boundary is None:
-            self._note_start()
-            self._boundary = Boundary(
-                self._trainer,
-                loaders=self._loaders,
-                run_state=self._state(),
-                autosaver=self.autosaver,
-                stopping=self._stopping,
-                ranks=self._beginning.ranks,
-                hook_saves=self._hook_saves,
-                history=self._beginning.history,
-            )
-        return self._boundary
 
     def _wrap_advance(self, original: Method) -> Method:
         def advance(data_fetcher: object) -> None:
-            if self._boundary is not None:
-                self._boundary.before_batch()
-            elif self.autosaver is not None:
-                self._make_boundary().before_batch()
+            if self._training is not None:
+                self._training.before_batch()
             original(data_fetcher)
 
         return advance
@@ -296,7 +237,8 @@ class Session(AnySession):
         def before_fetch() -> None:
             if loaders.fetches_ahead:
                 loaders.mark()
-            if self._boundary is not None and self._boundary.fetches_from_workers:
+            boundary = None if self._training is None else self._training.boundary
+            if boundary is not None and boundary.fetches_from_workers:
                 self._stop.fetch_began = time.monotonic()
             original()
             loaders.begin_fetch()
@@ -315,26 +257,20 @@ class Session(AnySession):
         if self._trainer.sanity_checking:
             with self._ended_here():
                 return original()
-        if self.autosaver is None:
-            return original()
-        boundary, history = self._make_boundary(), self._beginning.history
-        history.begin_validation(continues=self._state().validation.is_continuing)
-        boundary.before_validation()
-        results = original()
-        history.end_validation()
-        return results
+        return self._once_begun(Training.validate)(original)
 
     def _around_validation_reset(self, original: Method) -> None:
-        if self.run_state is not None:
-            self.run_state.validation.watch_first_fetch()
+        if self._training is not None:
+            self._training.checkpointer.run_state.validation.watch_first_fetch()
         with self._loaders.iterated_by_trainer():
             original()
         self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
         def before_fetch() -> None:
-            if self._boundary is not None:
-                self._boundary.before_validation_batch()
+            boundary = None if self._training is None else self._training.boundary
+            if boundary is not None:
+                boundary.before_validation_batch()
             elif self._trainer.sanity_checking:
                 self._stopping.before_sanity_batch()
             original()
