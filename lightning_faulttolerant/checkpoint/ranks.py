@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 
+_Held = TypeVar("_Held")
 _Result = TypeVar("_Result")
 
 
@@ -203,20 +204,26 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
     return [result for _, result in answers]
 
 
-def by_first(ranks: Ranks, step: str, work: Callable[[], _Result]) -> _Result:
+def by_first(ranks: Ranks, step: str, held: _Held | None, work: Callable[[_Held], _Result]) -> _Result:
     """Let rank 0 do its part of a save, and return the result on every rank; a collective.
+
+    Args:
+        ranks: The participating ranks.
+        step: The name of the step; all ranks must be at the same one.
+        held: What only rank 0 has, such as the series of autosaves; ``None`` on the others.
+        work: The work of rank 0, which receives it.
 
     Raises:
         CheckpointError: On the other ranks, if it failed. On rank 0 the exception itself is raised.
     """
-    if ranks.rank > 0:
+    if ranks.rank > 0 or held is None:
         answer: tuple[str, _Result] = ranks.from_first(step, None)
         failure, result = answer
         if failure:
             raise CheckpointError(f"Rank 0 could not save. The autosaves so far are kept: {failure}")
         return result
     try:
-        result = work()
+        result = work(held)
     except Exception as error:
         ranks.from_first(step, (f"{type(error).__name__}: {error}", None))
         raise

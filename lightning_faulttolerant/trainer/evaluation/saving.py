@@ -183,19 +183,22 @@ class EvaluationSaver:
         """Write an autosave, unless something has failed already. Note it, and return what has failed."""
         if not failure:
             checkpoint = self._checkpoint(position, state, more)
-            failure = by_first(self._ranks, "save", lambda: self._attempted(checkpoint, position, began))
+            failure = by_first(
+                self._ranks, "save", self._series, lambda series: self._attempted(series, checkpoint, position, began)
+            )
         self._note(position, began, failure)
         return failure
 
     def _checkpoint(
         self, position: TrainerPosition, state: dict[str, Any], more: Mapping[str, object]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
+        """Return the whole checkpoint on rank 0; it is empty on the others."""
         header = self._header()
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
         packed = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
         if packed is None:
-            return None
+            return {}
         part = {
             "version": VERSION,
             "world_size": self._trainer.world_size,
@@ -206,11 +209,11 @@ class EvaluationSaver:
         }
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}
 
-    def _attempted(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> str:
-        assert self._series is not None
-        assert checkpoint is not None
+    def _attempted(
+        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+    ) -> str:
         try:
-            path = self._series.save(
+            path = series.save(
                 checkpoint,
                 epoch=position.epoch,
                 batch=position.validation_batch,
@@ -218,7 +221,7 @@ class EvaluationSaver:
             )
         except OSError as error:
             return described(error)
-        self._history.autosave(self._series, path, position, seconds=self.now() - began, taken=began)
+        self._history.autosave(series, path, position, seconds=self.now() - began, taken=began)
         for tell in self._on_saved:
             tell(position, str(path))
         return ""

@@ -121,7 +121,7 @@ class EvaluationSession(AnySession):
             self._dealing = Dealing(self._trainer, self._loaders, is_per_sample=is_per_sample)
         self._state = EvaluationState(self._trainer, self._run_state, self._dealing)
         trust, series = Trust(options), beginning.series
-        self._run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: trust.is_trusted_series(series))
+        self._run_state.objects.keeps_bytes = by_first(ranks, "trust", series, trust.is_trusted_series)
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
         predictions = Predictions(self._trainer, directory, rank=ranks.rank, trust=trust)
         self._loaders.share_seeds(ranks)

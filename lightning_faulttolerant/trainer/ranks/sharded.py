@@ -174,26 +174,26 @@ class ShardWriter:
         series = self._series
         self._together("flush", flush)
         directory = self._first(
-            "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
+            "begin", series, lambda own: own.begin_directory(epoch=position.epoch, batch=position.batch)
         )
         try:
             self._together("see", lambda: _wait_for(directory))
             self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
             shares = self._first(
-                "deal", lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
+                "deal", series, lambda _: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
             )
             summed = self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
             files = {name: entry for share in summed or () for name, entry in share.items()}
-            return self._first("commit", lambda: _of_first(series).commit_directory(directory, files))
+            return self._first("commit", series, lambda own: own.commit_directory(directory, files))
         except BaseException:
             if series is not None:
                 with suppress(OSError):  # the first error is the one to report, and the next save tries again
                     series.drop_directory(directory)
             raise
 
-    def _first(self, step: str, work: Callable[[], _Result]) -> _Result:
+    def _first(self, step: str, series: AutosaveSeries | None, work: Callable[[AutosaveSeries], _Result]) -> _Result:
         """Do something on rank 0, and return the result on each rank; if it fails, every rank raises."""
-        results = self._together(step, work if self._ranks.rank == 0 else lambda: None)
+        results = self._together(step, lambda: None if series is None else work(series))
         result: _Result = self._ranks.from_first(step, None if results is None else results[0])
         return result
 
@@ -242,11 +242,6 @@ def _raise_if(failure: str, own: BaseException | None) -> None:
         raise own
     if failure:
         raise CheckpointError(f"The ranks could not save together. The autosaves so far are kept. {failure}")
-
-
-def _of_first(series: AutosaveSeries | None) -> AutosaveSeries:
-    assert series is not None
-    return series
 
 
 def _wait_for(directory: str) -> None:

@@ -42,7 +42,7 @@ from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, 
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.history_file import HistoryFile
+from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory
 from lightning_faulttolerant.trainer.run.launched import Script
 
 _MAX_TEXT = 300
@@ -53,7 +53,7 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def guarded(self: HistoryWriter, *args: Any, **kwargs: Any) -> None:
-        if self.file is None:
+        if isinstance(self.file, NoHistory):
             return
         try:
             method(self, *args, **kwargs)
@@ -77,14 +77,14 @@ class HistoryWriter:
 
     Args:
         trainer: The trainer that runs the fit.
-        file: The history; ``None`` on ranks that write none.
+        file: The history. Default: nothing is written, as on ranks other than 0.
         fit: The number of the fit in its script.
         function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
     """
 
     def __init__(self, trainer: Trainer, file: HistoryFile | None = None, *, fit: int = 0, function: str = FIT) -> None:
         self._trainer = trainer
-        self.file = file
+        self.file: HistoryFile = NoHistory() if file is None else file
         self._fit = fit
         self._function = function
         self._validation: _Validation | None = None
@@ -105,8 +105,6 @@ class HistoryWriter:
         Returns:
             The number, or ``None`` if the last process saved where it ended.
         """
-        if self.file is None:
-            return None
         try:
             lines = self.file.lines()
         except Exception as error:  # noqa: BLE001 - no error of the history may end the evaluation
@@ -212,7 +210,8 @@ class HistoryWriter:
     def end_validation(self) -> None:
         """Note that the validation run is over. It is written before the next line, or now if a line is due."""
         run, self._validation = self._validation, None
-        assert run is not None
+        if run is None:  # `begin_validation` has failed, and has said so
+            return
         until = round(time.time(), 3)
         line = {
             **self._place(),
@@ -270,11 +269,9 @@ class HistoryWriter:
         self._write_validated()
         self._add(END, **self._here(), reason=reason, text=text, saved=saved)
         self.due_at = float("inf")
-        assert self.file is not None
         self.file.flush()
 
     def _add(self, event: str, **more: Any) -> None:
-        assert self.file is not None
         now, (least, most) = perf_counter(), ALIVE_EVERY_SECONDS
         # Set before the line is written: after a failure, the next try is as far away.
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)

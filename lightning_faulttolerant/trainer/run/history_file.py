@@ -50,6 +50,27 @@ class HistoryFile(Protocol):
         """Report once that the history can't be written."""
 
 
+@final
+class NoHistory:
+    """Takes the place of the history on ranks that write none."""
+
+    def add(self, line: Mapping[str, object]) -> None:
+        """Do nothing."""
+
+    def lines(self) -> list[Line]:
+        """Return no lines."""
+        return []
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def announce(self, error: Exception) -> None:
+        """Do nothing."""
+
+
 def open_history(directory: str, *, check: Callable[[], None]) -> HistoryFile:
     """Return the history of a run. Nothing is read or written yet.
 

@@ -87,7 +87,7 @@ class Autosaver:
         self._shards = writer_of(trainer, series, ranks)
         """Writes the autosaves if the strategy shards; ``None`` if they are files."""
         self._trust = Trust(options)
-        run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: self._trust.is_trusted_series(series))
+        run_state.objects.keeps_bytes = by_first(ranks, "trust", series, self._trust.is_trusted_series)
         self._packed = Packed({}, {}, [], {})
         """The objects of the last save."""
         self.counts_steps = options.every_n_train_steps is not None
@@ -136,7 +136,7 @@ class Autosaver:
         self._writer.wait()
         self._take_failure()
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
-        self._by_first(position, began, lambda: self._save_in_background(checkpoint, position, began))
+        self._by_first(position, began, lambda series: self._save_in_background(series, checkpoint, position, began))
 
     def _save_first(self, position: TrainerPosition) -> None:
         try:
@@ -157,18 +157,19 @@ class Autosaver:
             self.pace.begin_saved(position)
         return is_saved
 
-    def _save_in_background(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> bool:
+    def _save_in_background(
+        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+    ) -> bool:
         """Begin to write in the background. Return whether the checkpoint was written immediately instead."""
-        assert checkpoint is not None
         self._run_state.files.flush()
         try:
             staged = self._staging.copy(checkpoint)
         except Exception as error:  # noqa: BLE001 - deepcopy runs user code; torch.save may write what it can't copy
             _log.warning("The state could not be copied, so training waits for this save: %r", error)
-            self._write_now(checkpoint, position, began)
+            self._write_now(series, checkpoint, position, began)
             return True
         waited, self._in_background = self.pace.now() - began, position
-        self._writer.start(partial(self._write_in_background, staged, position, began, waited))
+        self._writer.start(partial(self._write_in_background, series, staged, position, began, waited))
         self._note(position, began)
         return False
 
@@ -258,8 +259,8 @@ class Autosaver:
 
     def _gathered(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
-    ) -> dict[str, Any] | None:
-        """Return the whole checkpoint on rank 0, else ``None``; if the strategy shards, each rank's own part."""
+    ) -> dict[str, Any]:
+        """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part."""
         self._replicas.check()
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         self.is_dumping = True
@@ -277,21 +278,21 @@ class Autosaver:
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
         part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own})
         if part is None:
-            return None if self._shards is None else packed.checkpoint
+            return {} if self._shards is None else packed.checkpoint
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**packed.checkpoint, **safe, KEY: {**part, **own.get(KEY, {})}}
 
-    def _save(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> None:
+    def _save(self, checkpoint: dict[str, Any], position: TrainerPosition, began: float) -> None:
         if self._shards is not None:
-            self._save_shards(self._shards, checkpoint or {}, position, began)
-        elif self._by_first(position, began, lambda: self._write_now(checkpoint, position, began)):
+            self._save_shards(self._shards, checkpoint, position, began)
+        elif self._by_first(position, began, lambda series: self._write_now(series, checkpoint, position, began)):
             self.save_seconds = max(self.save_seconds, self.pace.now() - began)
 
-    def _by_first(self, position: TrainerPosition, began: float, write: Callable[[], bool]) -> bool:
+    def _by_first(self, position: TrainerPosition, began: float, write: Callable[[AutosaveSeries], bool]) -> bool:
         """Let rank 0 write, or begin to write, and note it on every rank. Return whether it succeeded; a collective."""
-        is_written, failure = by_first(self._ranks, "save", lambda: self._attempted(write))
+        is_written, failure = by_first(self._ranks, "save", self._series, lambda series: self._attempted(series, write))
         if failure:
             self.pace.note_failure(position, failure, began)
         elif self._ranks.rank > 0:
@@ -301,9 +302,9 @@ class Autosaver:
                 self.pace.saved = position
         return not failure
 
-    def _attempted(self, write: Callable[[], bool]) -> tuple[bool, str]:
+    def _attempted(self, series: AutosaveSeries, write: Callable[[AutosaveSeries], bool]) -> tuple[bool, str]:
         try:
-            return write(), ""
+            return write(series), ""
         except OSError as error:
             if self.pace.is_first:
                 raise
@@ -315,13 +316,13 @@ class Autosaver:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
             tell("async_save=True: training waits for the autosaves of a strategy that shards.")
-        by_first(self._ranks, "check", lambda: self._check(without_shards(checkpoint)))
+        by_first(self._ranks, "check", self._series, lambda series: self._check(series, without_shards(checkpoint)))
         path, failure = shards.save(checkpoint, position, flush=self._run_state.files.flush, raises=is_first)
         if failure:
             self.pace.note_failure(position, failure, began)
             return
         pool, is_new = self._packed.pool, not self._is_proven
-        by_first(self._ranks, "load", lambda: self._trust.written(pool, path, is_first=is_new))
+        by_first(self._ranks, "load", self._series, lambda _: self._trust.written(pool, path, is_first=is_new))
         self._has_saved(position, path)
         self._note(position, began, path)
 
@@ -330,37 +331,43 @@ class Autosaver:
         for hear in self.on_saved:
             hear(position, path)
 
-    def _write_now(self, checkpoint: dict[str, Any] | None, position: TrainerPosition, began: float) -> bool:
-        assert checkpoint is not None
+    def _write_now(
+        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+    ) -> bool:
         is_proven = self._is_proven
         self._run_state.files.flush()
-        path = self._write(checkpoint, position, is_first=not is_proven)
+        path = self._write(series, checkpoint, position, is_first=not is_proven)
         self._has_saved(position, path)
         self._note(position, began, path)
         if not is_proven and self._options.async_save:  # so that the first copy need not allocate memory
             self._writer.start(self._staging.reserve(checkpoint))
         return True
 
-    def _check(self, checkpoint: Mapping[str, object]) -> None:
+    def _check(self, series: AutosaveSeries, checkpoint: Mapping[str, object]) -> None:
         # Checked now rather than when the run resumes, and before a good autosave is deleted to make room for it.
-        assert self._series is not None
-        self._trust.check(self._packed, checkpoint, os.fspath(self._series.directory))
+        self._trust.check(self._packed, checkpoint, os.fspath(series.directory))
 
-    def _write(self, checkpoint: dict[str, Any], position: TrainerPosition, *, is_first: bool = False) -> str:
-        self._check(checkpoint)
-        assert self._series is not None
+    def _write(
+        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, *, is_first: bool = False
+    ) -> str:
+        self._check(series, checkpoint)
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
-        path = self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
+        path = series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
         self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=is_first)
         return path
 
     def _write_in_background(
-        self, checkpoint: dict[str, Any], position: TrainerPosition, began: float, waited: float
+        self,
+        series: AutosaveSeries,
+        checkpoint: dict[str, Any],
+        position: TrainerPosition,
+        began: float,
+        waited: float,
     ) -> None:
         try:
-            path = self._write(checkpoint, position)
+            path = self._write(series, checkpoint, position)
             self._has_saved(position, path)
-            self._history.autosave(self._series, path, position, seconds=waited, taken=began, is_in_background=True)
+            self._history.autosave(series, path, position, seconds=waited, taken=began, is_in_background=True)
             self.pace.note_written()
         except BaseException:
             self.pace.is_urgent = True

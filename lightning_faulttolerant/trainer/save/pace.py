@@ -129,10 +129,10 @@ class StepCount:
 
     def is_due(self) -> bool:
         """Return whether an autosave is due. All ranks return the same: they do the same steps and batches."""
+        now = self._now()
         if self._last is None:  # the fit continues from an autosave of this same place
-            self.note_save()
-        assert self._last is not None
-        (last_step, last_batch), (step, batch) = self._last, self._now()
+            self._last = now
+        (last_step, last_batch), (step, batch) = self._last, now
         if step != last_step or self._trainer.lightning_module.automatic_optimization:
             return step - last_step >= self._every_n_steps
         is_due = batch - last_batch >= self._every_n_steps

@@ -47,10 +47,8 @@ class Trust:
         reasons = map(why_not_trusted, _files_of(path) or [path])
         return next((reason for reason in reasons if reason is not None), None)
 
-    def is_trusted_series(self, series: AutosaveSeries | None) -> bool:
+    def is_trusted_series(self, series: AutosaveSeries) -> bool:
         """Return whether autosaves in the series are trusted now."""
-        if series is None:
-            return False
         return self._why_not_in(os.fspath(series.directory)) is None
 
     def _why_not_in(self, directory: str) -> str | None:
