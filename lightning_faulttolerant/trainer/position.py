@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.schema import SavedPosition
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 
 BOUNDARY = "boundary"
@@ -80,9 +81,21 @@ class TrainerPosition:
         """Return whether an epoch was in progress."""
         return self.where in IN_EPOCH
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedPosition:
         """Return the position as plain values."""
-        return asdict(self)
+        return {
+            "where": self.where,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "global_step": self.global_step,
+            "hook": self.hook,
+            "validation_batch": self.validation_batch,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: SavedPosition) -> TrainerPosition:
+        """Return the position that has this state."""
+        return cls(**state)  # type: ignore[arg-type]  # older versions wrote None as `validation_batch`
 
     def __str__(self) -> str:
         run = f"the validation run after batch {self.batch} of epoch {self.epoch}"

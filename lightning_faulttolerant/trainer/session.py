@@ -9,6 +9,7 @@ from functools import partial
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
@@ -153,7 +154,7 @@ class Session(AnySession):
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._restoring.forget_checkpoint()
-        header = {**self._files.header(), "origin": origin, "surroundings": surroundings(self._trainer)}
+        mark, here = self._files.mark, surroundings(self._trainer)
         self.autosaver = Autosaver(
             self._trainer,
             self._beginning.series,
@@ -162,7 +163,9 @@ class Session(AnySession):
             ranks=self._beginning.ranks,
             history=self._beginning.history,
             header=lambda: {
-                **header,
+                MARK: mark,
+                "origin": origin,
+                "surroundings": here,
                 BUCKETS: buckets.state_dict(),
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),

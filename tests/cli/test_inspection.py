@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.contents import plain
 from lightning_faulttolerant.state.differences import difference, digests_of
-from lightning_faulttolerant.trainer.files import parts
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
 from tests.runs import Net, RaiseAt, fit_net
 
@@ -225,7 +225,7 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
     """The command line looks for the keys that a run writes."""
     from lightning_faulttolerant.state import blobs
 
-    assert part.KEY == parts.KEY
+    assert part.KEY == KEY
     assert contents.BLOBS == blobs.POOL
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.trainer.files.parts import KEY, MARK
+from lightning_faulttolerant.checkpoint.schema import KEY, MARK
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.damage import change_a_weight, cut_file
 from tests.processes import Ended, run

@@ -9,14 +9,14 @@ process that continues would have the first layout again for its first batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.trainer.ddp import compat
 
-BUCKETS = "buckets"
+BUCKETS: Final = "buckets"
 _LAST_BITS = "the arithmetic may differ in the last bits"
 _MIN_RANKS = 3  # a + b equals b + a
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.schema import VERSION, SavedFingerprint
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import DEALT, SUMS, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.other_ranks import OtherRanks
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, STARTS_OVER, VERSION
+from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
@@ -83,7 +84,7 @@ class EvaluationResume:
         self._comparison = Comparison(self._path, strict=False, is_elastic=False, warns=False)
         self._patches = patches
         self._num_before_kill = num_before_kill
-        self.position = TrainerPosition(**self._part["position"])
+        self.position = TrainerPosition.from_state_dict(self._part["position"])
         self._other_ranks: OtherRanks | None = None
         is_resized = self._part["world_size"] != trainer.world_size
         if is_resized and self._may_be_resized(options):
@@ -95,7 +96,7 @@ class EvaluationResume:
             state_of(self._part, rank, choice.checkpoint) if self._other_ranks is None else self._other_ranks.state
         )
         saved = self._part["fingerprint"]
-        self._saved = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}
+        self._saved: SavedFingerprint = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}
         self.report: ResumeReport | None = None
 
     def _may_be_resized(self, options: Options) -> bool:
@@ -116,7 +117,7 @@ class EvaluationResume:
     @property
     def starts_over(self) -> bool:
         """Whether only the start of the evaluation is saved, since it can't continue."""
-        return bool(self._part.get(STARTS_OVER))
+        return bool(self._part.get("starts_over"))
 
     def why_not(self, *, has_weights: bool) -> str:
         """Return why this evaluation is another one than the one that saved, or an empty string.

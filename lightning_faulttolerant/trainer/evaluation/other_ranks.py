@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
+from lightning_faulttolerant.checkpoint.schema import CheckpointPart
 from lightning_faulttolerant.state.merge import merged_metrics
 from lightning_faulttolerant.trainer.evaluation.dealing import states_after
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import DEALT, changes_tensors
@@ -40,7 +41,9 @@ class OtherRanks:
         is_per_sample: Whether samples are seeded one by one.
     """
 
-    def __init__(self, trainer: Trainer, part: State, checkpoint: State, *, rank: int, is_per_sample: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, part: CheckpointPart, checkpoint: State, *, rank: int, is_per_sample: bool
+    ) -> None:
         self._trainer = trainer
         self._states = [state_of(part, number, checkpoint) for number in range(len(part["ranks"]))]
         self.state: dict[str, Any] = dict(self._states[0])
@@ -53,7 +56,7 @@ class OtherRanks:
         if not self.reason:
             self._redistribute(rank, is_per_sample=is_per_sample)
 
-    def _reasons(self, part: State, checkpoint: State) -> Iterator[str]:
+    def _reasons(self, part: CheckpointPart, checkpoint: State) -> Iterator[str]:
         states = self._states
         if isinstance(self._trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
             yield "its weights are in shards, and other ranks have other shards"

@@ -16,13 +16,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
+from lightning_faulttolerant.checkpoint.schema import KEY, PartHeader, part_with
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.files.parts import KEY
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
@@ -80,8 +80,7 @@ class CommonPace:
         self._next = self._ranks.from_first("where to meet", following if self._can_meet(following) else math.inf)
 
 
-VERSION = 1
-RETURNED, PREDICTIONS, PROGRESS, STARTS_OVER = "returned", "predictions", "progress", "starts_over"
+RETURNED, PREDICTIONS, PROGRESS = "returned", "predictions", "progress"
 _MORE_SECONDS = 10.0
 
 
@@ -108,7 +107,7 @@ class EvaluationSaver:
         options: Options,
         *,
         ranks: Ranks,
-        header: Callable[[], Mapping[str, Any]],
+        header: Callable[[], PartHeader],
         history: HistoryWriter,
         predictions: Predictions,
         on_saved: Sequence[Callable[[TrainerPosition, str], None]],
@@ -164,7 +163,7 @@ class EvaluationSaver:
     def save_start(self, position: TrainerPosition) -> None:
         """Note that the evaluation has begun, and can only be run from its start; a collective."""
         state = {SUMS: self._sums, "files": self.files_at_start}
-        failure = self._write(replace(position, validation_batch=0), state, self.now(), more={STARTS_OVER: True})
+        failure = self._write(replace(position, validation_batch=0), state, self.now(), starts_over=True)
         self.has_only_start = not failure
 
     def put_off(self) -> None:
@@ -178,20 +177,18 @@ class EvaluationSaver:
         began: float,
         *,
         failure: str = "",
-        more: Mapping[str, object] = {},
+        starts_over: bool = False,
     ) -> str:
         """Write an autosave, unless something has failed already. Note it, and return what has failed."""
         if not failure:
-            checkpoint = self._checkpoint(position, state, more)
+            checkpoint = self._checkpoint(position, state, starts_over=starts_over)
             failure = by_first(
                 self._ranks, "save", self._series, lambda series: self._attempted(series, checkpoint, position, began)
             )
         self._note(position, began, failure)
         return failure
 
-    def _checkpoint(
-        self, position: TrainerPosition, state: dict[str, Any], more: Mapping[str, object]
-    ) -> dict[str, Any]:
+    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], *, starts_over: bool) -> dict[str, Any]:
         """Return the whole checkpoint on rank 0; it is empty on the others."""
         header = self._header()
         if self._ranks.num_ranks > 1:
@@ -199,14 +196,9 @@ class EvaluationSaver:
         packed = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
         if packed is None:
             return {}
-        part = {
-            "version": VERSION,
-            "world_size": self._trainer.world_size,
-            "position": position.state_dict(),
-            **header,
-            **more,
-            "ranks": packed,
-        }
+        part = part_with(header, world_size=self._trainer.world_size, position=position.state_dict(), ranks=packed)
+        if starts_over:
+            part["starts_over"] = True
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}
 
     def _attempted(

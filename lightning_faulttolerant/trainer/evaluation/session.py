@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
+from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
@@ -125,14 +126,19 @@ class EvaluationSession(AnySession):
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
         predictions = Predictions(self._trainer, directory, rank=ranks.rank, trust=trust)
         self._loaders.share_seeds(ranks)
-        header = {**self._files.header(), "origin": None, "surroundings": surroundings(self._trainer)}
+        mark, here = self._files.mark, surroundings(self._trainer)
         self._saver = EvaluationSaver(
             self._trainer,
             series,
             self._state.sums,
             options,
             ranks=ranks,
-            header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
+            header=lambda: {
+                MARK: mark,
+                "origin": None,
+                "surroundings": here,
+                "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
+            },
             history=beginning.history,
             predictions=predictions,
             on_saved=self.on_saved,
@@ -182,7 +188,7 @@ class EvaluationSession(AnySession):
         """Return whether this evaluation is finished, and a later fit restores its own weights anyway."""
         choice = self._beginning.choice
         part = None if choice is None else choice.part
-        is_finished = part is not None and TrainerPosition(**part["position"]).is_finished
+        is_finished = part is not None and TrainerPosition.from_state_dict(part["position"]).is_finished
         return is_finished and self._beginning.has_later_autosaves()
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:

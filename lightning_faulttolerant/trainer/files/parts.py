@@ -10,15 +10,10 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart, part_in
 from lightning_faulttolerant.storage.store import is_url, local_copy
 
 _log = logging.getLogger(__name__)
-
-KEY = "lightning_faulttolerant"
-PICKLED = "pickled"
-"""The key, in our part, for the objects of Lightning's part that are kept as bytes."""
-MARK = "run"
-"""The key, in our part, for the mark of the run; each checkpoint of a run has it."""
 
 
 def load(path: str) -> dict[str, Any]:
@@ -37,16 +32,15 @@ def load(path: str) -> dict[str, Any]:
     return content
 
 
-def part_of(path: str | None) -> Mapping[str, Any] | None:
+def part_of(path: str | None) -> CheckpointPart | None:
     """Return our part of a checkpoint, or ``None`` if it has none or can't be read."""
     if path is None:
         return None
     try:
-        part: Mapping[str, Any] | None = load(path).get(KEY)
+        return part_in(load(path), path)
     except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
         _log.debug("%s can't be read: %s", path, error)
         return None
-    return part
 
 
 def are_of_one_run(part: Mapping[str, object] | None, other: Mapping[str, object] | None) -> bool:

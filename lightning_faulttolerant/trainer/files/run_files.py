@@ -18,12 +18,13 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.trainer.compat import callbacks as callbacks_of
 from lightning_faulttolerant.trainer.experiments.experiments import Experiments
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
-from lightning_faulttolerant.trainer.files.parts import MARK, part_of
+from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches
@@ -69,10 +70,6 @@ class RunFiles:
         """Return what was written so far."""
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
         return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}
-
-    def header(self) -> dict[str, Any]:
-        """Return the part of each checkpoint that tells which run the files belong to."""
-        return {MARK: self.mark}
 
     @property
     def has_config(self) -> bool:

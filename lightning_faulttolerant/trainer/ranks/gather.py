@@ -13,12 +13,12 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of, patched
 from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.tensors import buffers_state
-from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.position import TrainerPosition
 
 LIGHTNINGS = "lightning"
@@ -51,9 +51,7 @@ def full_state(
     return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
 
 
-def as_captured(
-    checkpoint: Mapping[str, object], instead: Mapping[str, object] | None, trainer: Trainer
-) -> Mapping[str, Any]:
+def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, Any]:
     """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
     if instead is None:
         return checkpoint
@@ -91,7 +89,7 @@ def gather(
     return [packed for _, packed in told]
 
 
-def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:
+def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:
     """Return the state of a rank; empty if the checkpoint was saved without this rank.
 
     Args:
@@ -111,7 +109,7 @@ def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, object
     return state if found is None else _with_found(state, found)
 
 
-def kept_apart(part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
+def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the names of state that differs from rank 0's on other ranks, and that is not merged.
 
     Args:

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from lightning.pytorch import Trainer
@@ -39,7 +39,7 @@ from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
-WITHOUT_STATE = "optimizers_without_state"
+WITHOUT_STATE: Final = "optimizers_without_state"
 """The numbers of these optimizers, in our part of a checkpoint."""
 
 
@@ -281,8 +281,9 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
         tell(f"Resuming from {choice.path}")
         put_checkpoint(trainer, str(choice.path), choice.checkpoint)
         return
-    part = (choice.part or part_of(choice.path) or {}) if loads_itself else {}
-    with loadable(trainer, part.get(WITHOUT_STATE, [])) if choice.path is not None else nullcontext():
+    part = (choice.part or part_of(choice.path)) if loads_itself else None
+    without = [] if part is None else part.get(WITHOUT_STATE, [])
+    with loadable(trainer, without) if choice.path is not None else nullcontext():
         load(choice.path)
 
 

@@ -6,20 +6,21 @@ import logging
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files.parts import KEY, are_of_one_run, load
+from lightning_faulttolerant.trainer.files.parts import are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -35,6 +36,9 @@ class Choice:
         path: The checkpoint, or ``None`` for a fresh start.
         origin: The checkpoint that the user named for this fit, if any. The autosaves continue it.
         checkpoint: The content of the checkpoint, if it was read already.
+
+    Raises:
+        DamagedCheckpointError: If our part of the checkpoint lacks a key, or holds a value of the wrong type.
     """
 
     path: str | None
@@ -47,10 +51,11 @@ class Choice:
     autosave: str | None = None
     """The newest autosave of this run, if the fit starts from another checkpoint."""
 
-    @property
-    def part(self) -> Mapping[str, Any] | None:
-        """Our part of the checkpoint."""
-        return (self.checkpoint or {}).get(KEY)
+    part: CheckpointPart | None = field(init=False)
+    """Our part of the checkpoint."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "part", part_in(self.checkpoint, self.path))
 
     @property
     def continues(self) -> bool:
@@ -87,11 +92,12 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if found is None:
         return Choice(path=_as_given(given), origin=origin)
     newest, ours = found
-    if path is None or (origin is not None and ours[KEY]["origin"] == origin):
+    part = checked_part(ours.get(KEY), newest)
+    if path is None or (origin is not None and part["origin"] == origin):
         return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
-    if not is_newest and not _is_of_the_run(path, ours):
+    if not is_newest and not _is_of_the_run(path, part):
         return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
-    origin = ours[KEY]["origin"]
+    origin = part["origin"]
     why = _why_not(path, ours)
     if why is None:
         tell(f"{path} is further than the autosave {newest}: this fit continues from that file.")
@@ -147,7 +153,7 @@ class _Why:
             )
 
 
-def _is_of_the_run(path: str, ours: Mapping[str, Any]) -> bool:
+def _is_of_the_run(path: str, ours: CheckpointPart) -> bool:
     """Return whether a checkpoint that the user named was written by the run that wrote our autosave.
 
     A checkpoint that can't be read may be from any run. It is left to Lightning, like any other file of the user.
@@ -157,7 +163,7 @@ def _is_of_the_run(path: str, ours: Mapping[str, Any]) -> bool:
     except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
         _log.debug("%s can't be read: %s", path, error)
         return False
-    return are_of_one_run(part, ours[KEY])
+    return are_of_one_run(part, ours)
 
 
 def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
@@ -209,5 +215,7 @@ def _damage_of(path: str) -> str | None:
     return None
 
 
-def _can_be_exact(part: Mapping[str, Any] | None) -> bool:
-    return part is not None and TrainerPosition(**part["position"]).is_resumable and not part.get("inexact")
+def _can_be_exact(part: CheckpointPart | None) -> bool:
+    return (
+        part is not None and TrainerPosition.from_state_dict(part["position"]).is_resumable and not part.get("inexact")
+    )

@@ -6,13 +6,13 @@ epoch that is over, it isn't called again. So this module restores them, before 
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
 
-GROUPS = "param_groups"
+GROUPS: Final = "param_groups"
 
 NamesOfGroups = list[list[list[str]]]
 """The names of the parameters in each group of each optimizer."""

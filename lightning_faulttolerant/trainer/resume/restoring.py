@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, Final, final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint.schema import PICKLED, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.callbacks import spikes_restored
-from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -86,7 +86,7 @@ class Restoring:
         """Return whether an autosave of this run holds the state of `position`. Call this at the first boundary."""
         return is_saved(self._trainer, self._choice, self.resume, position)
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> Changes:
         """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
         assert self._param_groups is not None
         assert self._replaced is not None
@@ -131,7 +131,7 @@ class Restoring:
             load()
         loaded, part = compat.loaded_checkpoint(self._trainer), self._choice.part
         path = str(self._choice.path)
-        self._trust.restore(loaded, (part or {}).get(PICKLED), path)
+        self._trust.restore(loaded, None if part is None else part.get(PICKLED), path)
         self.resume.prepare(loaded)
         self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
         if self.resume.position is not None and part is not None and "state_dict" in loaded:
@@ -166,7 +166,7 @@ class Restoring:
             self.resume.note_loaded()
 
 
-GROWN = "grown"
+GROWN: Final = "grown"
 
 _NOTHING = "nothing"
 
@@ -214,7 +214,7 @@ class GrownBuffers:
                 owner.register_buffer(own, None)
 
 
-REPLACED = "replaced"
+REPLACED: Final = "replaced"
 
 Kinds = dict[str, list[str]]
 """The classes of the optimizers and of the schedulers."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.metrics import grow_trackers
@@ -39,7 +40,6 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     differences,
     surroundings,
 )
-from lightning_faulttolerant.trainer.save.autosave import VERSION
 from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState, put_instead
 from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -110,13 +110,13 @@ class Resume:
         self._not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
-    def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
                 f"up to {VERSION}. Its state would be misread. Install the newer version."
             )
-        self.position = TrainerPosition(**part["position"])
+        self.position = TrainerPosition.from_state_dict(part["position"])
         if part.get("inexact"):
             self._fails(f"{self._path} can't be resumed exactly, {self.position}: {'; '.join(part['inexact'])}")
         if not self.position.is_resumable:
@@ -132,7 +132,7 @@ class Resume:
             self._redistribute(part, checkpoint)
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
-        self._part = {name: value for name, value in part.items() if name != "ranks"}
+        self._part = {**part, "ranks": []}
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.note_checkpoint(has_places="loaders" in self._state)
@@ -148,7 +148,7 @@ class Resume:
         self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._strict)
 
-    def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, Any]) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
         assert self.position is not None
         self._resized = Resized(
@@ -231,10 +231,10 @@ class Resume:
 
     def _weights(self) -> dict[str, Any]:
         """Read the weights again, as they are after `prepare`."""
-        checkpoint, instead = load_path(self._path), (self._part or {}).get("instead") or {}
+        checkpoint, instead = load_path(self._path), self._instead
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-        return {**weights, **instead.get("buffers", {})}
+        return weights if instead is None else {**weights, **instead.get("buffers", {})}
 
     def prune(self) -> None:
         """Prune again what a user's hook had pruned, once the optimizers are loaded."""
@@ -323,7 +323,12 @@ class Resume:
 
     def owed(self, name: str) -> Any:
         """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
-        return (self._part or {}).get(name)
+        return None if self._part is None else self._part.get(name)
+
+    @property
+    def _instead(self) -> Instead | None:
+        """What replaces parts of Lightning's checkpoint, if it was saved after our part."""
+        return None if self._part is None else self._part.get("instead")
 
     @property
     def is_after_the_end(self) -> bool:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
+from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
-from lightning_faulttolerant.trainer.files.parts import MARK, are_of_one_run, part_of
+from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
@@ -79,15 +79,15 @@ def _go_on(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     files.continues = True
 
 
-def _is_of_evaluation(part: Mapping[str, Any]) -> bool:
-    return TrainerPosition(**part["position"]).is_of_evaluation
+def _is_of_evaluation(part: CheckpointPart) -> bool:
+    return TrainerPosition.from_state_dict(part["position"]).is_of_evaluation
 
 
-def _is_finished(part: Mapping[str, Any] | None) -> bool:
-    return part is not None and TrainerPosition(**part["position"]).is_finished
+def _is_finished(part: CheckpointPart | None) -> bool:
+    return part is not None and TrainerPosition.from_state_dict(part["position"]).is_finished
 
 
-def _written(part: Mapping[str, Any] | None) -> Mapping[str, object] | None:
+def _written(part: CheckpointPart | None) -> Mapping[str, object] | None:
     """Return what a checkpoint records about the files next to it; ``None`` if it was saved before the first batch."""
     return part["ranks"][0].get("files") if part is not None else None
 

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
+from lightning_faulttolerant.checkpoint.schema import SavedFingerprint
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
@@ -184,9 +185,9 @@ class Fingerprint:
         self._settings: dict[str, object] = {}
         self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
 
-    def state_dict(self, loaders: Mapping[str, object]) -> dict[str, Any]:
+    def state_dict(self, loaders: Mapping[str, object]) -> SavedFingerprint:
         """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
-        return {**self.model(), **self.settings(), "loaders": dict(loaders)}
+        return {**self.model(), **self.settings(), "loaders": dict(loaders)}  # type: ignore[typeddict-item]
 
     def model(self) -> dict[str, Any]:
         """Return the part that is known before a checkpoint is loaded."""

@@ -14,13 +14,13 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.opaque import Packed, pack
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks, by_first
+from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead, PartHeader, part_with
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
@@ -44,9 +44,6 @@ from lightning_faulttolerant.trainer.settings.options import Options
 
 _log = logging.getLogger(__name__)
 
-KEY, PICKLED = parts.KEY, parts.PICKLED
-VERSION = 1
-
 
 class Autosaver:
     """Writes the autosaves of one fit.
@@ -69,7 +66,7 @@ class Autosaver:
         options: Options,
         *,
         ranks: Ranks,
-        header: Callable[[], Mapping[str, Any]],
+        header: Callable[[], PartHeader],
         history: HistoryWriter,
     ) -> None:
         self._trainer = trainer
@@ -222,11 +219,14 @@ class Autosaver:
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         inexact = save.inexact if save.is_of_one_rank else (*save.inexact, *self._replicas.why_not_exact())
-        more = {"instead": save.instead, "before_validation": save.before_validation}
         part = self._part_of_all(ranks, save.position, save.state, checkpoint, save.instead)
         if part is not None:
-            own = {name: dict(value) for name, value in more.items() if value is not None}
-            checkpoint[KEY] = {**part, "behind": list(save.pending), "inexact": list(inexact), **own}
+            checkpoint[KEY] = part
+            part["behind"], part["inexact"] = list(save.pending), list(inexact)
+            if save.instead is not None:
+                part["instead"] = {**save.instead}
+            if save.before_validation is not None:
+                part["before_validation"] = dict(save.before_validation)
 
     def _part_of_all(
         self,
@@ -234,8 +234,8 @@ class Autosaver:
         position: TrainerPosition,
         state: Mapping[str, Any],
         checkpoint: Mapping[str, Any],
-        instead: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any] | None:
+        instead: Instead | None = None,
+    ) -> CheckpointPart | None:
         """Return our part of a checkpoint on rank 0, and ``None`` on the others."""
         header = self._header()
         if ranks.num_ranks > 1:
@@ -247,15 +247,9 @@ class Autosaver:
         if packed is None:
             return None
         world_size = self._trainer.world_size
-        return {
-            "version": VERSION,
-            "world_size": world_size,
-            "position": position.state_dict(),
-            "parts": list(TITLES),
-            **header,
-            WITHOUT_STATE: without_state(self._trainer),
-            "ranks": packed,
-        }
+        part = part_with(header, world_size=world_size, position=position.state_dict(), ranks=packed)
+        part["parts"], part[WITHOUT_STATE] = list(TITLES), without_state(self._trainer)
+        return part
 
     def _gathered(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None

@@ -22,6 +22,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
+from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.bases import is_lightnings
 from lightning_faulttolerant.trainer.hooks import (
@@ -120,7 +121,7 @@ class HookSave:
     state: Mapping[str, Any]
     pending: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
-    instead: Mapping[str, Any] | None = None
+    instead: Instead | None = None
     before_validation: Mapping[str, object] | None = None
     is_of_one_rank: bool = False
 
@@ -187,7 +188,7 @@ class HookSaves:
             adds = "what on_save_checkpoint, or the data module's state_dict, adds"
             inexact.append(f"{adds} comes from {hook or 'the call'}, the rest from {capture.position}")
         kept = capture.position
-        position = TrainerPosition(**{**kept.state_dict(), "hook": hook or "a call"})
+        position = replace(kept, hook=hook or "a call")
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
 
     def _pending(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
@@ -80,10 +81,17 @@ class Capture:
     marks: TensorMarks
     taken_at: float
 
-    def instead(self) -> dict[str, Any]:
+    def instead(self) -> Instead:
         """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
-        names = ("loops", "callbacks", "schedulers", "param_groups", "precision", "buffers", "extra")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "loops": self.loops,
+            "callbacks": self.callbacks,
+            "schedulers": self.schedulers,
+            "param_groups": self.param_groups,
+            "precision": self.precision,
+            "buffers": self.buffers,
+            "extra": self.extra,
+        }
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
@@ -112,9 +120,7 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
     )
 
 
-def put_instead(
-    checkpoint: dict[str, Any], instead: Mapping[str, Any], position: TrainerPosition, trainer: Trainer
-) -> None:
+def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerPosition, trainer: Trainer) -> None:
     """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]

@@ -11,6 +11,7 @@ from typing import Any, final
 from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
+from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
@@ -18,7 +19,6 @@ from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.objects.pickles import has_pickles, unpickled
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.storage.store import is_url, local_path
-from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.settings.environment import TRUST_VARIABLE
 from lightning_faulttolerant.trainer.settings.options import Options

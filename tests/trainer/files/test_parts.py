@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.trainer.files.parts import KEY, part_of
+from lightning_faulttolerant.checkpoint.schema import KEY
+from lightning_faulttolerant.trainer.files.parts import part_of
 
 
 @pytest.mark.filterwarnings("ignore")  # a garbled pickle may name things that torch has deprecated
 def test_damaged_file_has_no_part(tmp_path: Path) -> None:
     """Reading raises nothing, whichever byte of the pickle changes."""
     path = tmp_path / "a.ckpt"
-    torch.save({KEY: {"version": 1, "names": ["a", "b"]}, "weight": torch.zeros(2)}, path)
-    assert part_of(str(path)) == {"version": 1, "names": ["a", "b"]}
+    position = {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1}
+    part = {"version": 1, "world_size": 1, "position": position, "ranks": [{}], "origin": None, "surroundings": {}}
+    part["fingerprint"] = {"loaders": {}}
+    torch.save({KEY: part, "weight": torch.zeros(2)}, path)
+    assert part_of(str(path)) == part
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         pickled = next(record for record in archive.infolist() if record.filename.endswith("data.pkl"))
