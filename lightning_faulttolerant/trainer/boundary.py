@@ -18,9 +18,9 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.hook_saves import HookSaves, overrides_save_hook
-from lightning_faulttolerant.trainer.save.run_state import Capture, RunState, take_capture
+from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
+from lightning_faulttolerant.trainer.save.hook_saves import overrides_save_hook
+from lightning_faulttolerant.trainer.save.run_state import Capture, take_capture
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
@@ -31,11 +31,9 @@ class Boundary:
     Args:
         trainer: The trainer that runs the fit.
         loaders: The trainer's loaders.
-        run_state: Reads the state for a capture.
-        autosaver: Writes autosaves.
+        checkpointer: Reads the state for a capture, and writes autosaves.
         stopping: Knows whether all ranks have to stop or save.
         ranks: The ranks that train together.
-        hook_saves: Knows whether checkpoints of other code need a capture at each boundary.
         history: Receives a sign of life now and then.
     """
 
@@ -44,24 +42,22 @@ class Boundary:
         trainer: Trainer,
         *,
         loaders: Loaders,
-        run_state: RunState,
-        autosaver: Autosaver,
+        checkpointer: Checkpointer,
         stopping: Stopping,
         ranks: Ranks,
-        hook_saves: HookSaves,
         history: HistoryWriter,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
-        self._run_state = run_state
-        self._autosaver = autosaver
+        self._run_state = checkpointer.run_state
+        self._autosaver = checkpointer.autosaver
+        self._hook_saves = checkpointer.hook_saves
         self._stopping = stopping
         self._stop = stopping.signals
         self._agreement = stopping.agreement
         self._ranks = ranks
-        self._pace = autosaver.pace
-        self._budget = autosaver.pace.budget
-        self._hook_saves = hook_saves
+        self._pace = self._autosaver.pace
+        self._budget = self._pace.budget
         self._history = history
         self.fetches_from_workers = loaders.has_workers()
         """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""

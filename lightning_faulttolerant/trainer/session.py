@@ -30,6 +30,7 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
@@ -50,17 +51,22 @@ class Session(AnySession):
         self._stop = self._stopping.signals
         self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
         self._is_interrupted = False
-        self._boundary: Boundary | None = None
-        self.run_state: RunState | None = None
-        """Reads and restores the state of the fit, once the fit itself begins."""
         self._reloads = Reloads(trainer)
-        self.autosaver: Autosaver | None = None
+        self._checkpointer: Checkpointer | None = None
+        """Saves the fit, once the fit itself begins: a finder's own fit has none."""
         self._resumed_epoch: ResumedEpoch | None = None
-        self._hook_saves: HookSaves | None = None
+        """The epoch that a resume has to finish, until it is over."""
+        self._boundary: Boundary | None = None
+        """The work between two batches, from the first batch or validation run on."""
 
     @property
     def _resume(self) -> Resume | None:
         return self._restoring.resume
+
+    @property
+    def autosaver(self) -> Autosaver | None:
+        """Writes the autosaves, once the fit itself begins."""
+        return None if self._checkpointer is None else self._checkpointer.autosaver
 
     @property
     def report(self) -> ResumeReport | None:
@@ -113,7 +119,7 @@ class Session(AnySession):
             self._resumed_epoch.put_limit_back()
         if self.autosaver is not None:
             self.autosaver.close()
-        self._boundary = self.autosaver = self.run_state = None
+        self._boundary = self._checkpointer = None
 
     def save_before_batch(self) -> None:
         """Save before the next training batch. The first autosave of a fit comes by itself."""
@@ -129,36 +135,42 @@ class Session(AnySession):
 
     def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
-        if self.autosaver is None or self.autosaver.is_dumping:
-            return
-        assert self._hook_saves is not None
-        hook, saver = compat.running_hook(self._trainer)
-        save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
-        self.autosaver.put_part(checkpoint, save)
+        if self._checkpointer is not None:
+            self._checkpointer.put_part(checkpoint, self._boundary.capture if self._boundary is not None else None)
 
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        self.run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
+        run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
         if self._resume is None and self._trainer.num_sanity_val_steps:
-            self.run_state.objects.before_sanity_check()
-        self._reloads = self.run_state.objects.reloads
-        self._hook_saves = HookSaves(self._trainer, self.run_state)
+            run_state.objects.before_sanity_check()
+        self._reloads = run_state.objects.reloads
+        hook_saves = HookSaves(self._trainer, run_state)
         self._fingerprint.settings()
         buckets = Buckets(self._trainer)
         if self._resume is not None:
-            self._resume.begin()
-            self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
-            self._resume.admit(buckets.why_not_exact())
-            self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
-            if self._resume.is_in_epoch:
-                self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
+            self._begin_resume(self._resume, run_state, buckets)
+        autosaver = self._make_autosaver(run_state, buckets)
+        self._checkpointer = Checkpointer(run_state=run_state, autosaver=autosaver, hook_saves=hook_saves)
+        if self._beginning.choice is None or not self._beginning.choice.continues:
+            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
+
+    def _begin_resume(self, resume: Resume, run_state: RunState, buckets: Buckets) -> None:
+        resume.begin()
+        self._reloads.last = resume.saved(OBJECTS).get(RELOADS, {})
+        resume.admit(buckets.why_not_exact())
+        resume.notes += buckets.load_state_dict(resume.owed(BUCKETS) or {})
+        place = resume.place_in_epoch
+        if place is not None:
+            self._resumed_epoch = ResumedEpoch(self._trainer, resume, self._loaders, run_state, where=place.where)
+
+    def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
         mark, here = self._files.mark, surroundings(self._trainer)
-        self.autosaver = Autosaver(
+        autosaver = Autosaver(
             self._trainer,
             self._beginning.series,
-            self.run_state,
+            run_state,
             self._options,
             ranks=self._beginning.ranks,
             history=self._beginning.history,
@@ -171,14 +183,9 @@ class Session(AnySession):
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
         )
-        self.autosaver.on_saved = self.on_saved
-        self.autosaver.is_saved_before = self._restoring.is_saved
-        if self._beginning.choice is None or not self._beginning.choice.continues:
-            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
-
-    def _state(self) -> RunState:
-        assert self.run_state is not None
-        return self.run_state
+        autosaver.on_saved = self.on_saved
+        autosaver.is_saved_before = self._restoring.is_saved
+        return autosaver
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(self._reloads.follow(original(loader)))
@@ -188,16 +195,16 @@ class Session(AnySession):
         loaders = self._loaders.iterated_by_trainer(stage=stage)
         with loaders, self._reloads.begun(is_training=stage == TRAIN):
             original()
-        if self.run_state is not None:
-            self.run_state.objects.look_again()
+        if self._checkpointer is not None:
+            self._checkpointer.run_state.objects.look_again()
 
     def _around_fit(self, original: Method) -> None:
         with self._ended_here():
-            if self.run_state is not None:  # a finder's own fit has none
-                self.run_state.objects.after_sanity_check()
+            if self._checkpointer is not None:
+                self._checkpointer.run_state.objects.after_sanity_check()
             original()
-            if self.autosaver is not None:
-                self._save_finished(self.autosaver)
+            if self._checkpointer is not None:
+                self._save_finished(self._checkpointer)
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
@@ -210,28 +217,30 @@ class Session(AnySession):
                 self.interrupt(error)
             raise
 
-    def _save_finished(self, autosaver: Autosaver) -> None:
+    def _save_finished(self, checkpointer: Checkpointer) -> None:
         """Save one autosave that marks the fit as finished, or restore the state of such an autosave."""
         is_pending = self._resume is not None and self._resume.is_pending
         if self._resume is not None and is_pending:
-            self._resume.restore(self._state())
+            self._resume.restore(checkpointer.run_state)
             compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
         self._note_start()
         if not is_pending:
-            autosaver.save(position_of(self._trainer, FINISHED))
-        self._stopping.stop_if_wanted("after the end of the fit", autosaver.pace.unsaved)
+            checkpointer.autosaver.save(position_of(self._trainer, FINISHED))
+        self._stopping.stop_if_wanted("after the end of the fit", checkpointer.autosaver.pace.unsaved)
 
     def _around_fit_start(self, original: Method) -> None:
         if self._resumed_epoch is None:
             original()
         else:
             self._resumed_epoch.start_fit(original)
-        if self.run_state is not None:
-            self.run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
-            self.run_state.objects.begin()
-        if self.autosaver is not None and self._resume is not None and self._resume.is_after_the_end:
+        if self._checkpointer is None:
+            return
+        run_state = self._checkpointer.run_state
+        run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
+        run_state.objects.begin()
+        if self._resume is not None and self._resume.is_after_the_end:
             self._resume.continue_after_the_end()
-            self._resume.restore(self._state())
+            self._resume.restore(run_state)
             compat.set_not_restarting(self._trainer)
 
     def _around_before_epoch(self, original: Method) -> None:
@@ -248,11 +257,11 @@ class Session(AnySession):
     def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
         self._loaders.note_prefetching()
         if self._resumed_epoch is not None:
-            self._resumed_epoch.start(original, data_fetcher, self._state())
+            self._resumed_epoch.start(original, data_fetcher)
             return
         with self._loaders.iterated_by_trainer():
             original(data_fetcher)
-        if self._resume is not None and self.autosaver is not None:
+        if self._resume is not None and self._checkpointer is not None:
             self._resume.settle()
 
     def _around_epoch_end(self, original: Method) -> None:
@@ -266,19 +275,15 @@ class Session(AnySession):
         position = None if self._resume is None else self._resume.position
         self._beginning.history.start(self._beginning.choice, self.report, position)
 
-    def _make_boundary(self) -> Boundary:
-        assert self.autosaver is not None
-        assert self._hook_saves is not None
+    def _make_boundary(self, checkpointer: Checkpointer) -> Boundary:
         if self._boundary is None:
             self._note_start()
             self._boundary = Boundary(
                 self._trainer,
                 loaders=self._loaders,
-                run_state=self._state(),
-                autosaver=self.autosaver,
+                checkpointer=checkpointer,
                 stopping=self._stopping,
                 ranks=self._beginning.ranks,
-                hook_saves=self._hook_saves,
                 history=self._beginning.history,
             )
         return self._boundary
@@ -287,8 +292,8 @@ class Session(AnySession):
         def advance(data_fetcher: object) -> None:
             if self._boundary is not None:
                 self._boundary.before_batch()
-            elif self.autosaver is not None:
-                self._make_boundary().before_batch()
+            elif self._checkpointer is not None:
+                self._make_boundary(self._checkpointer).before_batch()
             original(data_fetcher)
 
         return advance
@@ -318,18 +323,18 @@ class Session(AnySession):
         if self._trainer.sanity_checking:
             with self._ended_here():
                 return original()
-        if self.autosaver is None:
+        if self._checkpointer is None:
             return original()
-        boundary, history = self._make_boundary(), self._beginning.history
-        history.begin_validation(continues=self._state().validation.is_continuing)
+        boundary, history = self._make_boundary(self._checkpointer), self._beginning.history
+        history.begin_validation(continues=self._checkpointer.run_state.validation.is_continuing)
         boundary.before_validation()
         results = original()
         history.end_validation()
         return results
 
     def _around_validation_reset(self, original: Method) -> None:
-        if self.run_state is not None:
-            self.run_state.validation.watch_first_fetch()
+        if self._checkpointer is not None:
+            self._checkpointer.run_state.validation.watch_first_fetch()
         with self._loaders.iterated_by_trainer():
             original()
         self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)

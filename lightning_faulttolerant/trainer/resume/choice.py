@@ -114,6 +114,7 @@ def choose_evaluation(series: AutosaveSeries, options: Options) -> Choice:
     found = series.load_newest()
     if found is None:
         return Choice(path=None, origin=None)
+    checked_part(found[1].get(KEY), found[0])
     return Choice(path=found[0], origin=None, checkpoint=found[1], is_autosave=True)
 
 

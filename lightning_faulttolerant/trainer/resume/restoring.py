@@ -10,6 +10,7 @@ Training may also replace optimizers and schedulers. No new process creates thos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, final
@@ -66,93 +67,93 @@ class Restoring:
         self._fingerprint = fingerprint
         self._files = files
         self._trust = Trust(options)
-        self._choice: Choice | None = None
-        self._has_started = False
-        self.resume: Resume | None = None
+        self._start: _Start | None = None
+        self._optimizers: _Optimizers | None = None
+
+    @property
+    def resume(self) -> Resume | None:
         """The resume, if the fit continues from a checkpoint."""
-        self._param_groups: ParamGroups | None = None
-        self._replaced: Replaced | None = None
-        self._grown: GrownBuffers | None = None
+        return None if self._start is None else self._start.resume
 
     def forget_checkpoint(self) -> str | None:
         """Free the checkpoint, which is as large as the model and its optimizers. Return its origin."""
         self._beginning.forget_checkpoint()
-        if self._choice is None:
+        if self._start is None:
             return None
-        self._choice = self._choice.with_checkpoint(None)
-        return self._choice.origin
+        self._start = replace(self._start, choice=self._start.choice.with_checkpoint(None))
+        return self._start.choice.origin
 
     def is_saved(self, position: TrainerPosition) -> bool:
         """Return whether an autosave of this run holds the state of `position`. Call this at the first boundary."""
-        return is_saved(self._trainer, self._choice, self.resume, position)
+        start = self._start
+        if start is None or start.resume is None:
+            return False
+        return is_saved(self._trainer, start.choice, start.resume, position)
 
     def changes(self) -> Changes:
         """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
-        assert self._param_groups is not None
-        assert self._replaced is not None
-        assert self._grown is not None
+        if self._start is None or self._optimizers is None:
+            return {}
         return {
-            GROUPS: self._param_groups.state_dict(),
-            REPLACED: self._replaced.state_dict(),
-            GROWN: self._grown.state_dict(),
+            GROUPS: self._optimizers.groups.state_dict(),
+            REPLACED: self._optimizers.replaced.state_dict(),
+            GROWN: self._start.grown.state_dict(),
         }
 
     def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
         """Choose the checkpoint, and begin the resume from it."""
-        if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
+        if self._start is not None:  # a finder saves and restores its own checkpoint inside the fit
             with own_file_restored(self._trainer):
                 original(checkpoint_path, *args, **kwargs)
             return
-        self._has_started = True
-        self._grown = GrownBuffers(self._trainer.lightning_module)
-        choice = self._choice = self._beginning.choose(checkpoint_path)
+        grown = GrownBuffers(self._trainer.lightning_module)
+        choice = self._beginning.choose(checkpoint_path)
         self._loaders.share_seeds(self._beginning.ranks)
         load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
-        if choice.checkpoint is None:
+        is_read = choice.checkpoint is not None
+        if not is_read:
             load()
-            self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
-        if choice.path is not None:
-            self._begin(load if choice.checkpoint is not None else None)
+            choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+        resume = None if choice.path is None else self._begin(choice, grown, load if is_read else None)
+        self._start = _Start(choice=choice, grown=grown, resume=resume)
 
-    def _begin(self, load: Callable[[], None] | None) -> None:
-        assert self._choice is not None
-        self.resume = Resume(
+    def _begin(self, choice: Choice, grown: GrownBuffers, load: Callable[[], None] | None) -> Resume:
+        """Begin the resume from `choice`. If its content was read already, `load` gives it to Lightning."""
+        resume = Resume(
             self._trainer,
-            self._choice,
+            choice,
             self._loaders,
             self._fingerprint,
             self._files,
             rank=self._beginning.ranks.rank,
             options=self._options,
-            nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()
         if load is not None:
             load()
-        loaded, part = compat.loaded_checkpoint(self._trainer), self._choice.part
-        path = str(self._choice.path)
+        loaded, part, path = compat.loaded_checkpoint(self._trainer), choice.part, str(choice.path)
         self._trust.restore(loaded, None if part is None else part.get(PICKLED), path)
-        self.resume.prepare(loaded)
+        resume.prepare(loaded)
         self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
-        if self.resume.position is not None and part is not None and "state_dict" in loaded:
-            assert self._grown is not None
-            captured = (part.get("instead") or {}).get("buffers", {})
-            self._grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
+        if resume.position is not None and part is not None and "state_dict" in loaded:
+            captured = part["instead"].get("buffers", {}) if "instead" in part else {}
+            grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
+        return resume
 
     def around_restore_training_state(self, original: Method) -> None:
         """Give Lightning the parameter groups to load into, and the checkpoint if it is gone.
 
         The checkpoint is gone if a finder has used it up.
         """
-        choice = self._choice
+        choice = None if self._start is None else self._start.choice
         if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
             compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
-        if self._param_groups is None:
-            self._param_groups, self._replaced = ParamGroups(self._trainer), Replaced(self._trainer)
+        if self._optimizers is None:
+            own = self._optimizers = _Optimizers(groups=ParamGroups(self._trainer), replaced=Replaced(self._trainer))
             if choice is not None and choice.part is not None:
                 if self.resume is not None:
-                    self.resume.admit(self._replaced.why_not_exact(choice.part.get(REPLACED)))
-                self._param_groups.load_state_dict(choice.part.get(GROUPS))
+                    self.resume.admit(own.replaced.why_not_exact(choice.part.get(REPLACED)))
+                own.groups.load_state_dict(choice.part.get(GROUPS))
         original()
         if self.resume is not None:
             self.resume.prune()
@@ -164,6 +165,23 @@ class Restoring:
             original()
         if self.resume is not None:
             self.resume.note_loaded()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """What is known once Lightning has asked for the checkpoint: what the fit continues from, if anything."""
+
+    choice: Choice
+    grown: GrownBuffers
+    resume: Resume | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Optimizers:
+    """The optimizers and schedulers that the fit began with."""
+
+    groups: ParamGroups
+    replaced: Replaced
 
 
 GROWN: Final = "grown"
@@ -262,7 +280,7 @@ def _kinds(objects: Sequence[object]) -> list[str]:
     return [type(one).__qualname__ for one in objects]
 
 
-def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, position: TrainerPosition) -> bool:
+def is_saved(trainer: Trainer, choice: Choice, resume: Resume, position: TrainerPosition) -> bool:
     """Return whether an autosave of this run holds the state of `position`, and a later start would take it.
 
     The autosave loads: it was just read. The directory can be written: the lock was taken in it.
@@ -270,10 +288,10 @@ def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, pos
     Args:
         trainer: The trainer that runs the fit.
         choice: The checkpoint that the fit continues from.
-        resume: The resume from that checkpoint, if there is one.
+        resume: The resume from that checkpoint.
         position: The position of the first boundary.
     """
-    if choice is None or not choice.is_autosave or resume is None or resume.report is None:
+    if not choice.is_autosave or resume.report is None:
         return False
     is_of_this_start = (resume.owed("origin"), resume.owed("world_size")) == (choice.origin, trainer.world_size)
     return is_of_this_start and resume.position == position and resume.report.is_exact

@@ -58,7 +58,6 @@ class Resume:
         files: The files that the run has written beside its autosaves.
         rank: The rank of this process. The checkpoint holds a state for each rank.
         options: The callback's options. They decide what is an error.
-        nearest: The newest autosave of this run. An error names it if this checkpoint can't be used.
 
     Raises:
         NotExactError: If the options are strict, and the checkpoint is not of this run or can't be resumed exactly.
@@ -74,7 +73,6 @@ class Resume:
         *,
         rank: int,
         options: Options,
-        nearest: str | None = None,
     ) -> None:
         self._trainer = trainer
         self._path = str(choice.path)
@@ -82,17 +80,14 @@ class Resume:
         self._fingerprint = fingerprint
         self._files = files
         self._rank = rank
-        self._strict = options.strict
         self._options = options
         self._resized: Resized | None = None
-        self._nearest = nearest
+        self._choice = choice.with_checkpoint(None)
         self._began = time.monotonic()
         self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
-        self._not_exact = self._comparison.not_exact
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
         self._part = choice.part
-        self._is_autosave, self._origin = choice.is_autosave, choice.origin
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self._own_masks: OwnMasks | None = None
@@ -107,7 +102,7 @@ class Resume:
             self._read(self._part, choice.checkpoint or {})
 
     def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
-        self._not_exact.append(NO_PART)
+        self._comparison.not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
     def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any]) -> None:
@@ -122,14 +117,16 @@ class Resume:
         if not self.position.is_resumable:
             self.position = None
             return
-        refuse_lost(part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._strict)  # fingerprints lack it, too
+        refuse_lost(
+            part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._options.strict
+        )  # fingerprints lack it, too
         self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
         self.notes += self._comparison.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
             self._state = state_of(part, self._rank, checkpoint)
         else:
-            self._redistribute(part, checkpoint)
+            self._redistribute(part, checkpoint, self.position)
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {**part, "ranks": []}
@@ -143,18 +140,17 @@ class Resume:
     def _look_for_parts(self, known: Collection[str]) -> None:
         """Report the missing parts. `known` names the parts that the version that saved knew."""
         lacking = [f"{TITLES[n]}: not in the checkpoint" for n in TITLES if n not in self._state and n in known]
-        if lacking and self._strict:
+        if lacking and self._options.strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
-        self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
-        refuse_lost(self.saved(OBJECTS), self._path, strict=self._strict)
+        self._comparison.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
+        refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
 
-    def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, Any]) -> None:
+    def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, Any], position: TrainerPosition) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
-        assert self.position is not None
         self._resized = Resized(
             self._trainer,
             [state_of(part, rank, checkpoint) for rank in range(len(part["ranks"]))],
-            self.position,
+            position,
             part["fingerprint"],
             rank=self._rank,
             apart=kept_apart(part, checkpoint),
@@ -165,7 +161,7 @@ class Resume:
 
     def _take_lost(self, resized: Resized) -> None:
         lost, resized.lost = resized.lost, []
-        if lost and self._strict and not self._options.elastic:
+        if lost and self._options.strict and not self._options.elastic:
             raise NotExactError(
                 f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
                 + "\n".join(f"  - {line}" for line in lost)
@@ -173,7 +169,7 @@ class Resume:
                 "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
             )
-        self._not_exact += [*lost, *resized.told]
+        self._comparison.not_exact += [*lost, *resized.told]
         resized.told = []
 
     def fit_in(self) -> None:
@@ -249,9 +245,9 @@ class Resume:
         """
         if self._part is None or self.position is None:
             return
-        if self._is_autosave:
+        if self._choice.is_autosave:
             # As in the uninterrupted run: ModelCheckpoint never removes the file that a run was started from.
-            compat.put_checkpoint_path(self._trainer, self._origin)
+            compat.put_checkpoint_path(self._trainer, self._choice.origin)
         restore_best_models(self._trainer, self._callback_states)
         saved = self._part["fingerprint"]
         settings = self._fingerprint.settings()
@@ -262,7 +258,7 @@ class Resume:
         self._loaders.resume_from(self._state.get("loaders", {}))
         if "files" in self._state:
             self._files.resume_checkpoints(self._state["files"], self._path)
-        if self.is_in_epoch:
+        if self.place_in_epoch is not None:
             self._loaders.hold_back()
         elif "trainer" in self._state:
             # A fit that EarlyStopping had ended must not continue.
@@ -296,26 +292,29 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and `reasons` is not empty.
         """
-        if reasons and self._strict:
+        if reasons and self._options.strict:
             raise NotExactError(
                 f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Leave it out, or pass strict=False."
             )
         for reason in reasons:
             _log.warning("%s can't be resumed exactly: %s", self._path, reason)
-        self._not_exact += reasons
+        self._comparison.not_exact += reasons
 
     def _fails(self, reason: str, *, remedy: str | None = None) -> None:
-        if self._strict:
-            autosave = "an autosave" if self._nearest is None else f"the autosave {self._nearest}"
+        if self._options.strict:
+            nearest = self._choice.sets_aside
+            autosave = "an autosave" if nearest is None else f"the autosave {nearest}"
             remedy = remedy or f"Resume from {autosave}"
             raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
         _log.warning(reason)
-        self._not_exact.append(reason)
+        self._comparison.not_exact.append(reason)
 
     @property
-    def is_in_epoch(self) -> bool:
-        """Return whether the state is from an epoch in progress and not restored yet."""
-        return self.is_pending and self.position is not None and self.position.is_in_epoch
+    def place_in_epoch(self) -> TrainerPosition | None:
+        """The position, if the state is from an epoch in progress and not restored yet."""
+        if self.position is None or not self.is_pending or not self.position.is_in_epoch:
+            return None
+        return self.position
 
     def saved(self, name: str) -> Mapping[str, Any]:
         """Return one part of the state by its name in `TITLES`, or an empty mapping if it was not saved."""
@@ -363,9 +362,9 @@ class Resume:
         if self._own_masks is not None:
             self._own_masks.load()
         missing = run_state.load_state_dict(Trust(self._options).unpickled(self._state, self._path))
-        if missing and self._strict:
+        if missing and self._options.strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
-        self._not_exact += missing
+        self._comparison.not_exact += missing
         self._objects, self.notes = run_state.objects_not_restored, [*self.notes, *run_state.objects.notes]
         self.settle()
 
@@ -376,7 +375,7 @@ class Resume:
 
     def _as_known_now(self, report: ResumeReport) -> ResumeReport:
         loaders = self._loaders.exactness.reasons
-        not_exact = (*self._not_exact, *loaders)
+        not_exact = (*self._comparison.not_exact, *loaders)
         exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
         return replace(report, exact=exact, not_exact=not_exact)
 

@@ -35,14 +35,16 @@ class ResumedEpoch:
         trainer: The trainer that runs the fit.
         resume: The resume that restores the state.
         loaders: The fit's loaders.
+        run_state: Restores the state of the fit.
+        where: Where in the epoch the checkpoint was taken.
     """
 
-    def __init__(self, trainer: Trainer, resume: Resume, loaders: Loaders) -> None:
-        assert resume.position is not None
+    def __init__(self, trainer: Trainer, resume: Resume, loaders: Loaders, run_state: RunState, *, where: str) -> None:
         self._trainer = trainer
         self._resume = resume
         self._loaders = loaders
-        self._where = resume.position.where
+        self._run_state = run_state
+        self._where = where
         self._owed = list(resume.owed("behind") or ())
         self._before_validation = resume.owed("before_validation")
         self._is_ending = False
@@ -64,9 +66,9 @@ class ResumedEpoch:
             compat.set_not_restarting(self._trainer)
             original()
 
-    def start(self, original: Callable[[object], None], data_fetcher: object, run_state: RunState) -> None:
+    def start(self, original: Callable[[object], None], data_fetcher: object) -> None:
         """Replace the epoch loop's ``on_run_start``, and do the work that is owed before the next batch."""
-        trainer, loaders = self._trainer, self._loaders
+        trainer, loaders, run_state = self._trainer, self._loaders, self._run_state
         if self._where != EPOCH_START or self._resume.saved("loaders").get("combined") is not None:
             self._resume.fit_in()
         state = self._resume.saved("loaders")

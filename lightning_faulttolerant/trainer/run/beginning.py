@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
@@ -94,14 +94,14 @@ def _written(part: CheckpointPart | None) -> Mapping[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FirstRankMessage:
-    """The message from rank 0 to the others."""
+    """The message from rank 0 to the others once all are connected."""
 
-    choice: Choice | None = None
-    mark: str = ""
-    continues: bool = False
-    moved_roots: Mapping[str, str] = field(default_factory=dict)
-    num_before_kill: int | None = None
-    error: Exception | None = None
+    choice: Choice | None
+    mark: str
+    continues: bool
+    moved_roots: Mapping[str, str]
+    num_before_kill: int | None
+    error: Exception | None
 
 
 class Beginning:
@@ -122,11 +122,10 @@ class Beginning:
         self._function = function
         self._options = options
         self._files = files
-        self._run: RunDirectory | None = None
-        self._number = 0
+        self._found: FoundFit | None = None
+        """The run, held by this process, on rank 0."""
         self._error: Exception | None = None
-        self.series: AutosaveSeries | None = None
-        """The autosaves of this fit, on rank 0."""
+        """The error that rank 0 tells the others once they are connected."""
         self.history = HistoryWriter(trainer)
         """The history of this fit, on rank 0."""
         self.num_before_kill: int | None = None
@@ -142,24 +141,22 @@ class Beginning:
             return
         try:
             given = given_checkpoint(self._trainer)
-            self._open(None if given is None else given[0])
-            assert self.series is not None
-            assert self._run is not None
+            found = self._open(None if given is None else given[0])
             if self._function != FIT:
-                self.choice = choose_evaluation(self.series, self._options)
+                self.choice = choose_evaluation(found.series, self._options)
                 if self.choice.path is not None:
                     self.num_before_kill = self.history.num_before_kill()
-                go_on_in_files(self._files, self._run, self.choice)
+                go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
-                self.choice = choose(self._trainer, self.series, given[0], self._options)
+                self.choice = choose(self._trainer, found.series, given[0], self._options)
                 self._files.experiments.tell_unknown()
-                go_on_in_files(self._files, self._run, self.choice)
+                go_on_in_files(self._files, found.run, self.choice)
         except Exception as error:
             if self._trainer.world_size == 1:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _open(self, checkpoint: object) -> None:
+    def _open(self, checkpoint: object) -> FoundFit:
         options, function = self._options, self._function
         fingerprint = start_fingerprint(
             self._trainer,
@@ -167,12 +164,12 @@ class Beginning:
             function=function,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
-        found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
-        self._run, self.series, self._number = found.run, found.series, found.number
+        found = self._found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
         if function != FIT:
             self._set_other_aside(found, fingerprint)
-        self.history = HistoryWriter(self._trainer, self._run.history, fit=self._number, function=function)
+        self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
         self.history.begin(options.script)
+        return found
 
     def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:
         """Set the autosaves of an evaluation aside that started otherwise than the one that begins."""
@@ -202,17 +199,24 @@ class Beginning:
             checkpoint_path: The checkpoint that Lightning would restore from.
         """
         if self.choice is None:
-            if self.ranks.rank == 0:
-                try:
-                    assert self.series is not None
-                    self.choice = choose(self._trainer, self.series, checkpoint_path, self._options)
-                except Exception as error:
-                    if self.ranks.num_ranks == 1:
-                        raise
-                    self._error = error
-            self._tell()
-        assert self.choice is not None
+            self.choice = self._readable_by_all(self._choose_on_first(checkpoint_path))
         return self.choice
+
+    def _choose_on_first(self, checkpoint_path: object) -> Choice:
+        """Choose on rank 0, and return its choice on every rank, or raise its error; a collective."""
+        choice, error = None, None
+        if self.ranks.rank == 0 and self._found is not None:
+            try:
+                choice = choose(self._trainer, self._found.series, checkpoint_path, self._options)
+            except Exception as failure:
+                if self.ranks.num_ranks == 1:
+                    raise
+                error = failure
+        own = (choice and choice.with_checkpoint(None), error and _picklable(error))
+        told: tuple[Choice, Exception | None] = self.ranks.from_first("what the fit continues from", own)
+        if told[1] is not None:
+            raise error or told[1]
+        return choice or told[0]
 
     def _tell(self) -> None:
         if self.ranks.num_ranks == 1:
@@ -232,17 +236,21 @@ class Beginning:
             self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
             self.choice, self.num_before_kill = told.choice, told.num_before_kill
-        self._read_on_others()
+        if self.choice is not None:
+            self.choice = self._readable_by_all(self.choice)
 
-    def _read_on_others(self) -> None:
-        """Read the autosave on the other ranks, too. If one of them can't, all raise."""
-        choice = self.choice
-        if choice is None or not choice.is_autosave:
-            return
+    def _readable_by_all(self, choice: Choice) -> Choice:
+        """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
+
+        Raises:
+            RanksLostError: On each rank, if one of them can't read it.
+        """
+        if self.ranks.num_ranks == 1 or not choice.is_autosave:
+            return choice
         failure = ""
         if self.ranks.rank > 0:
             try:
-                self.choice = choice.with_checkpoint(load_path(str(choice.path), verify_shards=False))
+                choice = choice.with_checkpoint(load_path(str(choice.path), verify_shards=False))
             except Exception as error:  # noqa: BLE001 - raised on all ranks below
                 failure = f"{type(error).__name__}: {error}"
         failures = self.ranks.to_first("read", failure)
@@ -254,6 +262,12 @@ class Beginning:
                 f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
                 " FaultTolerance(dirpath=...) a directory or URL that all of them see."
             )
+        return choice
+
+    @property
+    def series(self) -> AutosaveSeries | None:
+        """The autosaves of this fit, on rank 0."""
+        return None if self._found is None else self._found.series
 
     @property
     def source(self) -> str | None:
@@ -262,7 +276,7 @@ class Beginning:
 
     def has_later_autosaves(self) -> bool:
         """Return whether a later fit or evaluation of the script has autosaves; on rank 0, which tells the others."""
-        found = self.ranks.rank == 0 and self._run is not None and bool(self._run.later_autosaves())
+        found = self.ranks.rank == 0 and self._found is not None and bool(self._found.run.later_autosaves())
         return bool(self.ranks.from_first("later autosaves", found))
 
     def set_aside(self) -> None:
@@ -283,14 +297,14 @@ class Beginning:
 
     def end_fit(self) -> None:
         """Note that the fit finished."""
-        if self._run is not None:
-            self._run.end_fit(self._number)
+        if self._found is not None:
+            self._found.run.end_fit(self._found.number)
 
     def close(self) -> None:
         """Close the connections. Leave the directory if this process was created for the fit. May be called twice."""
         self.ranks.close()
-        if self._run is not None:
-            self._run.leave()
+        if self._found is not None:
+            self._found.run.leave()
 
 
 def _picklable(error: Exception) -> Exception:
