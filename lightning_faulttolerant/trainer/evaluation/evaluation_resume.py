@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.schema import VERSION, SavedFingerprint
+from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
@@ -24,7 +24,6 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, state_of
-from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
@@ -40,7 +39,9 @@ class EvaluationResume:
 
     Args:
         trainer: The trainer that evaluates.
-        choice: The autosave.
+        path: The autosave.
+        checkpoint: Its content.
+        part: Our part of it.
         state: Restores the state.
         run_state: The part of it that fits have, too.
         loaders: The evaluation's loaders.
@@ -56,7 +57,9 @@ class EvaluationResume:
     def __init__(
         self,
         trainer: Trainer,
-        choice: Choice,
+        path: str,
+        checkpoint: Mapping[str, Any],
+        part: CheckpointPart,
         state: EvaluationState,
         run_state: RunState,
         loaders: Loaders,
@@ -69,11 +72,9 @@ class EvaluationResume:
         patches: Patches,
         num_before_kill: int | None = None,
     ) -> None:
-        assert choice.checkpoint is not None
-        assert choice.part is not None
         self._trainer = trainer
-        self._path = str(choice.path)
-        self._part = choice.part
+        self._path = path
+        self._part = part
         self._evaluation = state
         self._run_state = run_state
         self._loaders = loaders
@@ -89,11 +90,9 @@ class EvaluationResume:
         is_resized = self._part["world_size"] != trainer.world_size
         if is_resized and self._may_be_resized(options):
             is_per_sample = options.worker_rng == "per_sample"
-            self._other_ranks = OtherRanks(
-                trainer, self._part, choice.checkpoint, rank=rank, is_per_sample=is_per_sample
-            )
+            self._other_ranks = OtherRanks(trainer, part, checkpoint, rank=rank, is_per_sample=is_per_sample)
         self._state: Mapping[str, Any] = (
-            state_of(self._part, rank, choice.checkpoint) if self._other_ranks is None else self._other_ranks.state
+            state_of(part, rank, checkpoint) if self._other_ranks is None else self._other_ranks.state
         )
         saved = self._part["fingerprint"]
         self._saved: SavedFingerprint = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}

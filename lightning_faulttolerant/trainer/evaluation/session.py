@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -24,7 +26,6 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_resume import Evaluat
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver
-from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
@@ -43,6 +44,21 @@ from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BegunEvaluation:
+    """What reads and saves an evaluation once it has begun, with its weights loaded.
+
+    Args:
+        run_state: Reads the parts that an evaluation has in common with a fit.
+        state: Reads the whole state.
+        saver: Writes the autosaves.
+    """
+
+    run_state: RunState
+    state: EvaluationState
+    saver: EvaluationSaver
+
+
 class EvaluationSession(AnySession):
     """Everything that this package keeps for the length of one evaluation.
 
@@ -56,9 +72,7 @@ class EvaluationSession(AnySession):
         super().__init__(trainer, options, registered, strict=None)
         self._function = function_of(trainer)
         self._loop = loop_of(trainer)
-        self._run_state: RunState | None = None
-        self._state: EvaluationState | None = None
-        self._saver: EvaluationSaver | None = None
+        self._begun: _BegunEvaluation | None = None
         self._resume: EvaluationResume | None = None
         self._common: CommonPace | None = None
         self._dealing: Dealing | None = None
@@ -115,22 +129,22 @@ class EvaluationSession(AnySession):
     def _begin(self) -> None:
         """Begin the evaluation itself: its weights are loaded."""
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
-        self._stopping.begin(lambda: self._saver.save_seconds if self._saver is not None else 0.0)
-        self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
+        self._stopping.begin(lambda: self._begun.saver.save_seconds if self._begun is not None else 0.0)
+        run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
         if runs.is_predicting(self._loop):
             is_per_sample = options.worker_rng == "per_sample"
             self._dealing = Dealing(self._trainer, self._loaders, is_per_sample=is_per_sample)
-        self._state = EvaluationState(self._trainer, self._run_state, self._dealing)
+        state = EvaluationState(self._trainer, run_state, self._dealing)
         trust, series = Trust(options), beginning.series
-        self._run_state.objects.keeps_bytes = by_first(ranks, "trust", series, trust.is_trusted_series)
+        run_state.objects.keeps_bytes = by_first(ranks, "trust", series, trust.is_trusted_series)
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
         predictions = Predictions(self._trainer, directory, rank=ranks.rank, trust=trust)
         self._loaders.share_seeds(ranks)
         mark, here = self._files.mark, surroundings(self._trainer)
-        self._saver = EvaluationSaver(
+        saver = EvaluationSaver(
             self._trainer,
             series,
-            self._state.sums,
+            state.sums,
             options,
             ranks=ranks,
             header=lambda: {
@@ -143,15 +157,18 @@ class EvaluationSession(AnySession):
             predictions=predictions,
             on_saved=self.on_saved,
         )
-        self._patches.wrap(self._loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
+        self._begun = _BegunEvaluation(run_state=run_state, state=state, saver=saver)
+        self._patches.wrap(self._loop, compat.BEFORE_FETCH, partial(self._wrap_before_fetch, self._begun))
         choice = beginning.choice
-        if choice is None or choice.checkpoint is None:
+        if choice is None or choice.checkpoint is None or choice.part is None:
             return
         resume = EvaluationResume(
             self._trainer,
-            choice,
-            self._state,
-            self._run_state,
+            str(choice.path),
+            choice.checkpoint,
+            choice.part,
+            state,
+            run_state,
             self._loaders,
             self._fingerprint,
             rank=ranks.rank,
@@ -209,29 +226,30 @@ class EvaluationSession(AnySession):
             else:
                 self._loaders.resumed()
                 self._start_over(reason)
-        if self._run_state is not None:
-            self._run_state.objects.look_again()
+        if self._begun is not None:
+            self._begun.run_state.objects.look_again()
 
     def _around_run(self, original: Method) -> object:
-        if self._run_state is None or self._saver is None or self._state is None:
+        if self._begun is None:
             return original()
-        objects = self._run_state.objects
+        run_state, saver = self._begun.run_state, self._begun.saver
+        objects = run_state.objects
         if self._resume is not None:
             self._resume.put_back_drawn()
         objects.begin()
         self._files.flush()
-        self._saver.files_at_start = self._files.state_dict()
+        saver.files_at_start = self._files.state_dict()
         if self._resume is not None and self._resume.is_finished:
             self._loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if self._resume is not None and self._resume.is_finished:
             results = self._resume.restore_finished()
             self._note_start()
         else:
-            self._validation.begin()
-            self._validation.lost_before = self._run_state.not_carried()
+            run_state.validation.begin()
+            run_state.validation.lost_before = run_state.not_carried()
             results = original()
             finished = self._position(is_finished=True)
-            self._saver.save(finished, self._state.state_dict(finished), self._returned(results))
+            saver.save(finished, self._begun.state.state_dict(finished), self._returned(results))
         self._stopping.stop_if_wanted(f"after the end of {self._function}")
         return results
 
@@ -244,14 +262,15 @@ class EvaluationSession(AnySession):
 
     def _around_reset(self, original: Method) -> None:
         notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
-        if notes_fetches and self._run_state is not None:
+        if notes_fetches and self._begun is not None:
             self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
         with self._loaders.iterated_by_trainer():
-            if self._resume is not None and self._run_state is not None:
-                self._validation.reset(self._resume.run, original)
+            if self._begun is None:
+                original()
+            elif self._resume is not None:
+                self._begun.run_state.validation.reset(self._resume.run, original)
             else:
-                if self._run_state is not None:
-                    self._validation.watch_first_fetch()
+                self._begun.run_state.validation.watch_first_fetch()
                 original()
         self._notes_fetches = notes_fetches
 
@@ -261,29 +280,24 @@ class EvaluationSession(AnySession):
         else:
             self._resume.restore()
         self._note_start()
-        if self._beginning.ranks.num_ranks > 1 and self._saver is not None:
+        if self._beginning.ranks.num_ranks > 1 and self._begun is not None:
             self._common = CommonPace(self._beginning.ranks)
             self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
-
-    @property
-    def _validation(self) -> ValidationRun:
-        assert self._run_state is not None
-        return self._run_state.validation
 
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
         return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
 
-    def _wrap_before_fetch(self, original: Method) -> Method:
-        assert self._saver is not None
-        saver, run, wants_stop = self._saver, self._validation, self._stopping.agreement.at_validation_batch
+    def _wrap_before_fetch(self, begun: _BegunEvaluation, original: Method) -> Method:
+        saver, run = begun.saver, begun.run_state.validation
+        wants_stop = self._stopping.agreement.at_validation_batch
         history = self._beginning.history
 
         def before_fetch() -> None:
             if wants_stop():
-                self._stop_here(saver)
+                self._stop_here(begun)
             now = perf_counter()
             if now >= saver.due_at or self._common is not None:
-                self._save_if_due(saver)
+                self._save_if_due(begun)
             if now >= history.due_at:
                 history.alive()
             if run.is_ahead:
@@ -296,23 +310,23 @@ class EvaluationSession(AnySession):
 
     def save_before_evaluation_batch(self) -> None:
         """Save before the next batch, if the evaluation can continue there; a collective."""
-        if self._saver is not None:
-            self._save(self._saver)
+        if self._begun is not None:
+            self._save(self._begun)
 
-    def _save_if_due(self, saver: EvaluationSaver) -> None:
+    def _save_if_due(self, begun: _BegunEvaluation) -> None:
         if self._common is None:
-            self._save(saver)
+            self._save(begun)
             return
         batch = runs.num_evaluated(self._trainer)
         if self._common.is_here(batch):
-            if saver.is_due_for_all():
-                self._save(saver)
-            self._common.meet_again(batch, saver.due_at - saver.now())
+            if begun.saver.is_due_for_all():
+                self._save(begun)
+            self._common.meet_again(batch, begun.saver.due_at - begun.saver.now())
 
-    def _save(self, saver: EvaluationSaver) -> None:
+    def _save(self, begun: _BegunEvaluation) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
-        position = self._position()
-        state = self._state_here(position)
+        position, saver = self._position(), begun.saver
+        state = self._state_here(begun, position)
         if state is not None:
             saver.save(position, state)
         elif saver.saved is None:
@@ -320,43 +334,41 @@ class EvaluationSession(AnySession):
         else:
             saver.put_off()
 
-    def _stop_here(self, saver: EvaluationSaver) -> None:
-        position, unsaved = self._position(), ""
+    def _stop_here(self, begun: _BegunEvaluation) -> None:
+        position, saver, unsaved = self._position(), begun.saver, ""
         reason = self._stopping.reason
         place = str(position)
-        state = self._state_here(position)
+        state = self._state_here(begun, position)
         if state is None:
             if saver.saved is None:
                 saver.save_start(position)
             told = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {told}: {self._validation.reason}"
+            place += f". It {told}: {begun.run_state.validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position, state)
         self._stopping.end_together()
         raise stopped_by(reason, place, unsaved)
 
-    def _state_here(self, position: TrainerPosition) -> dict[str, object] | None:
+    def _state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
-        state = self._own_state_here(position)
+        state = self._own_state_here(begun, position)
         return state if self._stopping.all_can(state is not None) else None
 
-    def _own_state_here(self, position: TrainerPosition) -> dict[str, object] | None:
-        assert self._run_state is not None
-        assert self._state is not None
-        run = self._validation
+    def _own_state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
+        run = begun.run_state.validation
         if self._loaders.exactness.reasons:
             run.repeat(self._loaders.exactness.reasons[0])
-        if run.can_be_resumed and not self._state.can_be_saved():
+        if run.can_be_resumed and not begun.state.can_be_saved():
             run.repeat("it has changed weights that are in shards")
         if not run.can_be_resumed:
             return None
         try:
-            state = self._state.state_dict(position)
+            state = begun.state.state_dict(position)
         except NotExactError as error:  # a loader can't report its place
             run.repeat(str(error))
             return None
-        if not run.lost_before.issuperset(self._run_state.not_carried(state)):
+        if not run.lost_before.issuperset(begun.run_state.not_carried(state)):
             run.repeat("it has created or changed something that a checkpoint can't carry")
         return state if run.can_be_resumed else None
 
@@ -364,10 +376,10 @@ class EvaluationSession(AnySession):
 
     def _save_interrupted(self, exception: BaseException) -> None:
         if isinstance(exception, TrainingStopped):  # if not, the last autosave stays
-            tell_stopped(exception, None if self._saver is None else self._saver.saved, self._beginning.source)
+            tell_stopped(exception, None if self._begun is None else self._begun.saver.saved, self._beginning.source)
 
     def _close_own(self) -> None:
-        self._run_state = self._state = self._saver = None
+        self._begun = None
 
 
 def _is_gone(checkpoint_path: Any) -> bool:

@@ -231,26 +231,28 @@ class Objects:
         if self.drawn is not None:
             self.drawn.tell()
 
-    def begin(self) -> None:
-        """Take the baseline, once: from here on training changes the objects.
+    def begin(self) -> ObjectState:
+        """Take the baseline, once: from here on training changes the objects. Return what compares with it.
 
         Raises:
             NotExactError: If something in it can't be followed, and the loaders are strict.
         """
-        if self._state is None:
-            self._state = self._baseline()
-            self._state.carry(self._changed_by_sanity_check)
-            self._state.forget(self._made_by_sanity_check)
-            self._made_by_sanity_check = []
-            module = self._trainer.lightning_module
-            self._structure = None if self._manual else Structure(module)
-            self._state.carry_copies((*module.parameters(), *module.buffers()))
-            for path in self._state.things_of(is_loader_iterator):
-                if is_global(path):
-                    continue  # the script may have taken a batch from it; it is reported if training draws from it
-                reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
-                remedy = "Let the training loaders yield these batches, too, or pass strict=False."
-                self._loaders.exactness.refuse(f"{reason} {remedy}")
+        if self._state is not None:
+            return self._state
+        state = self._state = self._baseline()
+        state.carry(self._changed_by_sanity_check)
+        state.forget(self._made_by_sanity_check)
+        self._made_by_sanity_check = []
+        module = self._trainer.lightning_module
+        self._structure = None if self._manual else Structure(module)
+        state.carry_copies((*module.parameters(), *module.buffers()))
+        for path in state.things_of(is_loader_iterator):
+            if is_global(path):
+                continue  # the script may have taken a batch from it; it is reported if training draws from it
+            reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
+            remedy = "Let the training loaders yield these batches, too, or pass strict=False."
+            self._loaders.exactness.refuse(f"{reason} {remedy}")
+        return state
 
     def state_dict(self, where: str, places: Mapping[str, object]) -> dict[str, Any]:
         """Return the changes since the baseline, and those among them that can't be carried.
@@ -259,17 +261,18 @@ class Objects:
             where: The place in the fit.
             places: The states of the loaders. Their workers report what they can't carry.
         """
-        if self._state is None:
+        current = self._state
+        if current is None:
             return {}
-        self._add()
-        self._state.keeps_bytes = self.keeps_bytes
-        state, self.live = self._state.state_dict(), self._state.live
+        self._add(current)
+        current.keeps_bytes = self.keeps_bytes
+        state, self.live = current.state_dict(), current.live
         state[LOST].update(lost_in_loaders(places))
-        made_again = _made_again(self._users(), state[LOST]) + self._replayed(state[LOST])
+        made_again = _made_again(self._users(), state[LOST]) + self._replayed(current, state[LOST])
         for path in (*self._carried_by_hooks(state[LOST]), *made_again):
             state[LOST].pop(path, None)
         state[LOST].update(lost_in_workers(places))
-        state[LOST].update(self._not_made_again())
+        state[LOST].update(self._not_made_again(current))
         state[STORES] = {
             name: _encoded(name, functions[0], state[LOST]) for name, functions in self._registered.items()
         }
@@ -280,22 +283,20 @@ class Objects:
             state[NODES].pop(_FIT_LOOP, None)
         return state
 
-    def _not_made_again(self) -> dict[str, str]:
+    def _not_made_again(self, current: ObjectState) -> dict[str, str]:
         """Return what a new process would lack, because the code that created it is not called again."""
-        assert self._state is not None
         skipped = made_at_epoch_start(self._owners())
-        live = {path: reason for path, reason in self._state.live.items() if path in skipped}
+        live = {path: reason for path, reason in current.live.items() if path in skipped}
         found = {
             path: (f"{reason}, and a resume in the middle of an epoch does not call the hook")
             for path, reason in live.items()
         }
         return {**found, **(self._structure.lost() if self._structure is not None else {})}
 
-    def _replayed(self, lost: Mapping[str, str]) -> list[str]:
+    def _replayed(self, current: ObjectState, lost: Mapping[str, str]) -> list[str]:
         """Return the paths of objects that reach the same place again when a loader is drawn from again."""
-        assert self._state is not None
         ids = {id(one) for one in self._loaders.replayed()}
-        at = list(self._state.things_of(lambda value: id(value) in ids)) if ids and lost else []
+        at = list(current.things_of(lambda value: id(value) in ids)) if ids and lost else []
         return [path for path in lost if any(is_at(path, other) for other in at)]
 
     def _owners(self) -> dict[str, Any]:
@@ -325,18 +326,17 @@ class Objects:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state. Return a line for each thing that is not as it was."""
-        self.begin()
-        assert self._state is not None
+        current = self.begin()
         if not state:
             return []
-        self._add()
+        self._add(current)
         self.notes = [
             f"{name} is no longer among the callbacks, and its state is dropped"
             for name in sorted(_callbacks_in(state) - self._callbacks.keys())
         ]
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
         lost += self._load_stores(state.get(STORES, {}))
-        lost += self._state.load_state_dict(_without_callbacks(state, keep=self._callbacks.keys()))
+        lost += current.load_state_dict(_without_callbacks(state, keep=self._callbacks.keys()))
         for line in lost:
             _log.warning("The run was resumed without %s", line)
         return lost
@@ -351,12 +351,11 @@ class Objects:
     def look_again(self) -> None:
         """Take the baseline of loaders that are new since `begin`, before anything is drawn from them."""
         if self._state is not None:
-            self._add()
+            self._add(self._state)
 
-    def _add(self) -> None:
-        assert self._state is not None
+    def _add(self, current: ObjectState) -> None:
         if not self._manual:
-            self._state.add(self._of_loaders())
+            current.add(self._of_loaders())
 
     def _users(self) -> dict[str, Any]:
         """Return the user's own loaders by place, whether they are followed or not."""
