@@ -154,7 +154,9 @@ def checked_part(part: object, path: object) -> CheckpointPart:
     """
     wrong = list(_wrong(part)) if isinstance(part, Mapping) else [f"it is of type {type(part).__name__}, not a dict"]
     if wrong:
-        raise DamagedCheckpointError(f"{path} is damaged. In its part of {KEY}: {'; '.join(wrong)}.")
+        raise DamagedCheckpointError(
+            f"{path} is damaged. In its part of {KEY}: {'; '.join(wrong)}. Take another checkpoint."
+        )
     return cast(CheckpointPart, part)
 
 

@@ -43,7 +43,9 @@ def test_a_checkpoint_without_our_part_has_none() -> None:
 def test_a_missing_key_is_named(name: str) -> None:
     """Each key that every version has written must be there."""
     part = {key: value for key, value in whole().items() if key != name}
-    with pytest.raises(DamagedCheckpointError, match=rf"a\.ckpt is damaged\. .*: {name} is missing\.$"):
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"a\.ckpt is damaged\. .*: {name} is missing\. Take another checkpoint\.$"
+    ):
         part_in({KEY: part}, "a.ckpt")
 
 

@@ -79,7 +79,6 @@ class Resume:
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._files = files
-        self._rank = rank
         self._options = options
         self._resized: Resized | None = None
         self._choice = choice.with_checkpoint(None)
@@ -92,20 +91,18 @@ class Resume:
         self._state: Mapping[str, Any] = {}
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
-        self._objects: tuple[str, ...] = ()
         self.position: TrainerPosition | None = None
         self._report: ResumeReport | None = None
-        self.is_pending = True
         if self._part is None:
             self._without_our_part(choice.checkpoint or {})
         else:
-            self._read(self._part, choice.checkpoint or {})
+            self._read(self._part, choice.checkpoint or {}, rank=rank)
 
     def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
         self._comparison.not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
-    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any]) -> None:
+    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any], *, rank: int) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
@@ -124,9 +121,9 @@ class Resume:
         self.notes += self._comparison.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
-            self._state = state_of(part, self._rank, checkpoint)
+            self._state = state_of(part, rank, checkpoint)
         else:
-            self._redistribute(part, checkpoint, self.position)
+            self._redistribute(part, checkpoint, self.position, rank=rank)
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {**part, "ranks": []}
@@ -145,14 +142,16 @@ class Resume:
         self._comparison.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
 
-    def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, Any], position: TrainerPosition) -> None:
+    def _redistribute(
+        self, part: CheckpointPart, checkpoint: Mapping[str, Any], position: TrainerPosition, *, rank: int
+    ) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
         self._resized = Resized(
             self._trainer,
-            [state_of(part, rank, checkpoint) for rank in range(len(part["ranks"]))],
+            [state_of(part, number, checkpoint) for number in range(len(part["ranks"]))],
             position,
             part["fingerprint"],
-            rank=self._rank,
+            rank=rank,
             apart=kept_apart(part, checkpoint),
             is_per_sample=self._options.worker_rng == "per_sample",
         )
@@ -310,6 +309,11 @@ class Resume:
         self._comparison.not_exact.append(reason)
 
     @property
+    def is_pending(self) -> bool:
+        """Whether the resume is not over yet: the state is not restored, or there is none to restore."""
+        return self._report is None
+
+    @property
     def place_in_epoch(self) -> TrainerPosition | None:
         """The position, if the state is from an epoch in progress and not restored yet."""
         if self.position is None or not self.is_pending or not self.position.is_in_epoch:
@@ -365,8 +369,8 @@ class Resume:
         if missing and self._options.strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
         self._comparison.not_exact += missing
-        self._objects, self.notes = run_state.objects_not_restored, [*self.notes, *run_state.objects.notes]
-        self.settle()
+        self.notes = [*self.notes, *run_state.objects.notes]
+        self.settle(without=run_state.objects_not_restored)
 
     @property
     def report(self) -> ResumeReport | None:
@@ -379,11 +383,14 @@ class Resume:
         exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
         return replace(report, exact=exact, not_exact=not_exact)
 
-    def settle(self) -> None:
-        """End the resume and report it."""
+    def settle(self, *, without: tuple[str, ...] = ()) -> None:
+        """End the resume and report it.
+
+        Args:
+            without: A line for each part of the object state that is not as it was.
+        """
         if not self.is_pending:
             return
-        self.is_pending = False
         self._loaders.resumed()
         self._files.settle()
         position = self.position
@@ -395,7 +402,7 @@ class Resume:
             **place_of(self._trainer, position),
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._state)),
-            objects=self._objects,
+            objects=without,
             notes=(*notes, *self.notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
