@@ -45,7 +45,7 @@ from lightning_faulttolerant.trainer.stop.signals import stopped_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
+class _BegunEvaluation:
     """What reads and saves an evaluation once it has begun, with its weights loaded.
 
     Args:
@@ -72,7 +72,7 @@ class EvaluationSession(AnySession):
         super().__init__(trainer, options, registered, strict=None)
         self._function = function_of(trainer)
         self._loop = loop_of(trainer)
-        self._begun: _Begun | None = None
+        self._begun: _BegunEvaluation | None = None
         self._resume: EvaluationResume | None = None
         self._common: CommonPace | None = None
         self._dealing: Dealing | None = None
@@ -157,7 +157,7 @@ class EvaluationSession(AnySession):
             predictions=predictions,
             on_saved=self.on_saved,
         )
-        self._begun = _Begun(run_state=run_state, state=state, saver=saver)
+        self._begun = _BegunEvaluation(run_state=run_state, state=state, saver=saver)
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, partial(self._wrap_before_fetch, self._begun))
         choice = beginning.choice
         if choice is None or choice.checkpoint is None or choice.part is None:
@@ -287,7 +287,7 @@ class EvaluationSession(AnySession):
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
         return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
 
-    def _wrap_before_fetch(self, begun: _Begun, original: Method) -> Method:
+    def _wrap_before_fetch(self, begun: _BegunEvaluation, original: Method) -> Method:
         saver, run = begun.saver, begun.run_state.validation
         wants_stop = self._stopping.agreement.at_validation_batch
         history = self._beginning.history
@@ -313,7 +313,7 @@ class EvaluationSession(AnySession):
         if self._begun is not None:
             self._save(self._begun)
 
-    def _save_if_due(self, begun: _Begun) -> None:
+    def _save_if_due(self, begun: _BegunEvaluation) -> None:
         if self._common is None:
             self._save(begun)
             return
@@ -323,7 +323,7 @@ class EvaluationSession(AnySession):
                 self._save(begun)
             self._common.meet_again(batch, begun.saver.due_at - begun.saver.now())
 
-    def _save(self, begun: _Begun) -> None:
+    def _save(self, begun: _BegunEvaluation) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
         position, saver = self._position(), begun.saver
         state = self._state_here(begun, position)
@@ -334,7 +334,7 @@ class EvaluationSession(AnySession):
         else:
             saver.put_off()
 
-    def _stop_here(self, begun: _Begun) -> None:
+    def _stop_here(self, begun: _BegunEvaluation) -> None:
         position, saver, unsaved = self._position(), begun.saver, ""
         reason = self._stopping.reason
         place = str(position)
@@ -350,12 +350,12 @@ class EvaluationSession(AnySession):
         self._stopping.end_together()
         raise stopped_by(reason, place, unsaved)
 
-    def _state_here(self, begun: _Begun, position: TrainerPosition) -> dict[str, object] | None:
+    def _state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
         state = self._own_state_here(begun, position)
         return state if self._stopping.all_can(state is not None) else None
 
-    def _own_state_here(self, begun: _Begun, position: TrainerPosition) -> dict[str, object] | None:
+    def _own_state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         run = begun.run_state.validation
         if self._loaders.exactness.reasons:
             run.repeat(self._loaders.exactness.reasons[0])
