@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.ranks.rendezvous import apart_from_earlier_ranks
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
@@ -63,6 +64,7 @@ class AnySession(ABC):
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
         self.choose()
         if not self._beginning.is_connected:
+            self._patches.around(self._trainer.strategy, "setup_environment", apart_from_earlier_ranks)
             self._patches.wrap(self._trainer.strategy, "setup_environment", then(self.connect))
 
     def choose(self) -> None:

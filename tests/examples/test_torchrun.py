@@ -18,7 +18,7 @@ def run(directory: Path, *arguments: str) -> str:
     """Run the example in two processes, and return its output."""
     directory.mkdir()
     # One thread: two that wait for each other take a hundred times as long while other tests use the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     words = [*command, str(TRAIN), *arguments]
     # Forked, and so are the ranks; tests/law/test_launchers.py starts torchrun as a shell does.

@@ -88,8 +88,6 @@ def command(directory: Path, *, launcher: Sequence[str] = (), forks: bool = Fals
         **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))},
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        # Without it torchrun's store keeps the addresses of dead ranks: pytorch issue 135712.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     script = str(ROOT / "tests/launched.py")
     words = [sys.executable, *launcher, script, json.dumps({"directory": str(directory), **arguments})]

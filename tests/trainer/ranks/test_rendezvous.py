@@ -1,0 +1,162 @@
+"""The ranks of one start agree on a part of torchrun's store, and Lightning creates its process group there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import distributed as dist
+
+from lightning_faulttolerant.errors import RanksLostError
+from lightning_faulttolerant.trainer.ranks.rendezvous import agree_on_prefix, apart_from_earlier_ranks, shares_store
+from tests.runs import Net, fit_net, make_trainer
+from tests.scripts import protected
+
+UNDER_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+SECONDS = timedelta(seconds=20)
+CREATE = dist.init_process_group
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Yield the port of an agent's store."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+    del server
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Set what torchrun sets for one rank."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    for name, value in {**ranks, **place, **UNDER_TORCHRUN}.items():
+        monkeypatch.setenv(name, value)
+
+
+def agreed(port: int, num_ranks: int) -> set[str]:
+    """Return the prefixes on which ranks agree that start together, each with its own connection."""
+
+    def of(rank: int) -> str:
+        store = dist.TCPStore("localhost", port, is_master=False, timeout=SECONDS)
+        return agree_on_prefix(store, rank=rank, num_ranks=num_ranks, timeout=SECONDS)
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return set(ranks.map(of, range(num_ranks)))
+
+
+def test_ranks_agree_and_leave_out_the_dead(port: int) -> None:
+    """All ranks of a start have one prefix, none has it twice, and a rank that died while it waited is no obstacle."""
+    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError):  # it waits for a rank 0 that never comes
+        agree_on_prefix(store, rank=1, num_ranks=3, timeout=SECONDS)
+    [first] = agreed(port, 3)
+    [second] = agreed(port, 3)
+    [alone] = agreed(port, 1)
+    assert len({first, second, alone}) == 3
+
+
+def test_rank_0_does_not_wait_for_ever(port: int) -> None:
+    """If the others don't come in time, it raises, whatever dead ranks have left in the store."""
+    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError):
+        agree_on_prefix(store, rank=1, num_ranks=2, timeout=SECONDS)
+    with pytest.raises(RanksLostError, match=r"Only 1 of 2 ranks have come to torchrun's store within 0\.1 seconds\."):
+        agree_on_prefix(store, rank=0, num_ranks=2, timeout=timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        {"TORCHELASTIC_USE_AGENT_STORE": ""},
+        {"TORCHELASTIC_MAX_RESTARTS": "0"},
+        {"TORCHELASTIC_MAX_RESTARTS": None},
+    ],
+)
+def test_only_where_ranks_start_again_in_one_store(changed: dict[str, str | None]) -> None:
+    """Nothing is done unless torchrun may start ranks again, and keeps its store then."""
+    assert shares_store(UNDER_TORCHRUN)
+    assert not shares_store({name: value for name, value in {**UNDER_TORCHRUN, **changed}.items() if value is not None})
+
+
+class FsdpOnCpu(FSDPStrategy):
+    """Lightning allows a subclass there."""
+
+
+class Asked(Exception):  # noqa: N818 - it tells what a process group was to be created from
+    """Ends the creation of a process group."""
+
+
+@pytest.fixture
+def stops_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch raise the arguments of a process group, instead of creating it."""
+
+    def create(*positional: Any, **arguments: Any) -> None:
+        raise Asked(positional, arguments)
+
+    monkeypatch.setattr(dist, "init_process_group", create)
+
+
+def asked(setup: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments with which `setup` creates a process group."""
+    with pytest.raises(Asked) as raised:
+        apart_from_earlier_ranks(setup)
+    return raised.value.args
+
+
+@pytest.mark.usefixtures("under_torchrun", "stops_there")
+@pytest.mark.parametrize("strategy", [DDPStrategy, FsdpOnCpu, ModelParallelStrategy])
+def test_each_strategy_creates_its_group_apart(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning creates the group itself, with its own arguments, in a part of the store."""
+    trainer = make_trainer([], tmp_path, devices=1, strategy=strategy(timeout=SECONDS))
+    trainer.strategy.connect(Net())
+    positional, arguments = asked(trainer.strategy.setup_environment)
+    assert isinstance(arguments.pop("store"), dist.PrefixStore)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert (positional, arguments) == asked(trainer.strategy.setup_environment)
+    assert arguments["timeout"] == SECONDS
+
+
+@pytest.mark.usefixtures("under_torchrun", "stops_there")
+def test_given_place_is_used() -> None:
+    """A strategy that says itself where its ranks meet is left alone."""
+    place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    assert asked(lambda: dist.init_process_group("gloo", **place)) == (("gloo",), place)
+    assert asked(lambda: dist.init_process_group("gloo", "env://")) == (("gloo", "env://"), {})
+    assert asked(lambda: dist.init_process_group(init_method="env://")) == ((), {"init_method": "env://"})
+
+
+def test_nothing_stays_if_it_fails(under_torchrun: None) -> None:
+    """The function of torch is back if the strategy raises."""
+
+    def fails() -> None:
+        assert dist.init_process_group is not CREATE
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        apart_from_earlier_ranks(fails)
+    assert dist.init_process_group is CREATE
+
+
+def test_no_group_where_lightning_creates_none(under_torchrun: None, tmp_path: Path) -> None:
+    """A single device under torchrun gets no process group from us."""
+    fit_net([protected()], tmp_path, max_epochs=1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("under_torchrun", "stops_there")
+def test_fit_waits_for_the_ranks_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the callback, a rank creates no process group before it has an answer from the rank 0 of its start."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    strategy = DDPStrategy(timeout=timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError):
+        fit_net([protected()], tmp_path, devices=2, strategy=strategy)
+    with pytest.raises(Asked):
+        fit_net([], tmp_path, devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=0.2)))
