@@ -236,7 +236,17 @@ def _version(tensor: Tensor) -> int:
 def is_readable(tensor: Tensor) -> bool:
     """Return whether the elements of `tensor` can be compared: it is dense, has one shape, and its memory exists."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    return is_dense and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor)
+    return is_dense and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor) and _has_memory(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has its own memory. A subclass that wraps other tensors has none, as in torchao."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return True
+    try:
+        return shard_of(tensor).data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # torch's FakeTensor
+        return False
 
 
 def _is_lazy(tensor: Tensor) -> bool:

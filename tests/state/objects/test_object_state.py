@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nested import nested_tensor
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
@@ -276,6 +276,22 @@ def numbers() -> Any:
     yield from range(9)
 
 
+class Wrapping(Tensor):
+    """A tensor without its own memory, as in libraries that quantize weights."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function(*(value.inner if isinstance(value, cls) else value for value in args), **(kwargs or {}))
+        return args[0]
+
+
 @pytest.mark.parametrize(
     ("make", "change", "reason"),
     [
@@ -284,8 +300,9 @@ def numbers() -> Any:
         (lambda: iter(torch.utils.data.DataLoader([1, 2, 3])), next, "an iterator"),
         (lambda: torch.eye(2).to_sparse(), lambda value: value.mul_(2), "not a plain tensor"),
         (lambda: nested_tensor([torch.ones(2), torch.ones(3)]), lambda value: value.mul_(2), "not a plain tensor"),
+        (lambda: Wrapping(torch.ones(2)), lambda value: value.mul_(2), "not a plain tensor"),
     ],
-    ids=["generator", "list iterator", "loader iterator", "sparse", "nested"],
+    ids=["generator", "list iterator", "loader iterator", "sparse", "nested", "wrapping"],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_change_that_cannot_be_carried_is_named(make: Any, change: Any, reason: str) -> None:
