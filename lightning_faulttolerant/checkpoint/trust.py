@@ -32,7 +32,7 @@ def why_not_trusted(path: str | os.PathLike[str]) -> str | None:
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     print(why_not_trusted(directory))
         ...     os.chmod(directory, 0o777)
-        ...     print(why_not_trusted(directory).endswith("can be written to by everybody (mode 0777)"))
+        ...     print(why_not_trusted(directory).endswith("is writable by everybody (mode 0777)"))
         None
         True
     """
