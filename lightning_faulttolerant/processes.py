@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,3 +40,28 @@ def this_boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
         return ""
+
+
+def parents_and_states() -> tuple[dict[int, int], dict[int, str]]:
+    """Return the parent's process id and the state of each process of the machine; nothing without ``/proc``."""
+    parents: dict[int, int] = {}
+    states: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name is in brackets and may contain anything.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(entry.name)], states[int(entry.name)] = int(fields[1]), fields[0]
+    return parents, states
+
+
+def with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]:
+    """Return processes and all their descendants.
+
+    Args:
+        process_ids: The processes.
+        parents: The parent of each process, as `parents_and_states` returns them.
+    """
+    found = set(process_ids)
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found

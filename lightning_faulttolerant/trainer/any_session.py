@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of
+from lightning_faulttolerant.trainer.hangs.supervision import Supervision
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
@@ -44,6 +46,7 @@ class AnySession(ABC):
         seeds = options.worker_rng == "per_sample"
         exactness = Exactness(strict=strict)
         self.loaders = self._loaders = Loaders(trainer, exactness, manual=is_manual(), is_per_sample=seeds)
+        self._supervision = Supervision(trainer, options, self._loaders)
         self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
         self.stopping = self._stopping = Stopping(trainer, options)
         self._patches = Patches()
@@ -54,6 +57,7 @@ class AnySession(ABC):
         self.is_open = False
         self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
+        self.on_saved.append(self._supervision.saved)
 
     @property
     @abstractmethod
@@ -62,8 +66,11 @@ class AnySession(ABC):
 
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
+        self._supervision.begin()
         self.choose()
-        if not self._beginning.is_connected:
+        if self._beginning.is_connected:
+            self._supervise()
+        else:
             self._patches.around(self._trainer.strategy, "setup_environment", apart_from_earlier_ranks)
             self._patches.wrap(self._trainer.strategy, "setup_environment", then(self.connect))
 
@@ -74,6 +81,10 @@ class AnySession(ABC):
     def connect(self) -> None:
         """Connect the ranks, and send the choice to all of them; a collective."""
         self._stopping.connect(self._beginning.connect())
+        self._supervise()
+
+    def _supervise(self) -> None:
+        self._supervision.connect(self._beginning.number, self._beginning.directory, self._beginning.token)
 
     @abstractmethod
     def open(self, callback: Callback) -> None:
@@ -90,6 +101,7 @@ class AnySession(ABC):
 
     def interrupt(self, exception: BaseException) -> None:
         """End a run that raised an exception. Save what can be saved, and never hide the exception."""
+        self._supervision.fail(exception)
         self._stopping.interrupt(exception)
         try:
             self._save_interrupted(exception)
@@ -125,6 +137,7 @@ class AnySession(ABC):
         self._files.put_back()
         self._close_own()
         self._beginning.close()
+        self._supervision.close()
 
     def _begin_fetch(self) -> None:
         """Note that the evaluation in progress fetches a batch."""
@@ -139,6 +152,10 @@ class AnySession(ABC):
             original()
 
         return after_fetch
+
+    def _around_evaluation_end(self, original: Method) -> object:
+        self._supervision.in_section(END_OF_EPOCH)
+        return original()
 
     @abstractmethod
     def _close_own(self) -> None:

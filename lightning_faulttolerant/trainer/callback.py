@@ -75,6 +75,11 @@ class FaultTolerance(AnyCallback):
             else yes if only this user and root can write to the autosave.
         ledger: A file that receives a line for each batch, each value that loggers receive, and each autosave, as it
             happens. Two runs can be compared by it. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
+        hang: What to do if the run hangs: ``stop``: another process writes what each rank was doing beside the
+            autosaves, and ends the ranks with exit code 60; ``report``: it only writes; ``off``. Default: ``stop``
+            under ``lightning-faulttolerant run``, which starts the run again, else ``off``.
+        hang_timeout: How many seconds a section of the run may take: its setup, a batch, a save, the end of an epoch,
+            its teardown. Default: ten times the slowest of its kind so far, at least 60; 30 minutes for the first one.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -108,6 +113,8 @@ class FaultTolerance(AnyCallback):
         ignore_hyperparameters: Sequence[str] = (),
         trust_autosaves: bool | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        hang: str | None = None,
+        hang_timeout: float | None = None,
     ) -> None:
         self._options = Options(
             dirpath=checked_dirpath(dirpath),
@@ -127,6 +134,8 @@ class FaultTolerance(AnyCallback):
             worker_rng=worker_rng,
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # Options checks it
             ledger=checked_ledger(ledger),
+            hang=hang,
+            hang_timeout=hang_timeout,
             trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
         EARLY.begin(os.environ, fit_follows=True)

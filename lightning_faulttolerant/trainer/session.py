@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.supervision.marks import EVALUATION_BATCH, FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
@@ -98,6 +99,7 @@ class Session(AnySession):
         wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
         around(val_loop, "reset", self._around_validation_reset)
         around(val_loop, "run", self._around_validation)
+        around(val_loop, "on_run_end", self._around_evaluation_end)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
 
@@ -162,6 +164,7 @@ class Session(AnySession):
             self._resume,
             stopping=self._stopping,
             beginning=self._beginning,
+            supervision=self._supervision,
         )
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
@@ -186,6 +189,7 @@ class Session(AnySession):
             },
         )
         autosaver.on_saved = self.on_saved
+        autosaver.before_save = partial(self._supervision.in_section, SAVE)
         autosaver.is_saved_before = self._restoring.is_saved
         return autosaver
 
@@ -203,6 +207,7 @@ class Session(AnySession):
     def _around_fit(self, original: Method) -> None:
         with self._ended_here():
             self._once_begun(Training.run)(original)
+        self._supervision.in_section(TEARDOWN)
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
@@ -224,9 +229,15 @@ class Session(AnySession):
             original(data_fetcher)
 
     def _wrap_advance(self, original: Method) -> Method:
+        supervision = self._supervision
+
         def advance(data_fetcher: object) -> None:
-            if self._training is not None:
-                self._training.before_batch()
+            section, training = TRAINING_BATCH, self._training
+            if training is not None:
+                section = FIRST_BATCH if training.boundary is None else TRAINING_BATCH
+                training.before_batch()
+            if supervision.marks is not None:
+                supervision.in_batch(section)
             original(data_fetcher)
 
         return advance
@@ -254,6 +265,7 @@ class Session(AnySession):
         return after_fetch
 
     def _around_validation(self, original: Method) -> object:
+        self._supervision.in_section(EVALUATION_BATCH)
         if self._trainer.sanity_checking:
             with self._ended_here():
                 return original()
@@ -267,12 +279,16 @@ class Session(AnySession):
         self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
+        supervision = self._supervision
+
         def before_fetch() -> None:
             boundary = None if self._training is None else self._training.boundary
             if boundary is not None:
                 boundary.before_validation_batch()
             elif self._trainer.sanity_checking:
                 self._stopping.before_sanity_batch()
+            if supervision.marks is not None:
+                supervision.in_evaluation_batch()
             original()
             if self._notes_fetches:
                 self._begin_fetch()

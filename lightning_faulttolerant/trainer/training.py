@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.boundary import Boundary
+from lightning_faulttolerant.trainer.hangs.supervision import Supervision
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
@@ -26,6 +28,7 @@ class Training:
         resume: Restores the state, if the fit continues from a checkpoint.
         stopping: Stops the fit.
         beginning: Knows the ranks, the history, and what the fit continues from.
+        supervision: Is told when the first batch can begin.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Training:
         *,
         stopping: Stopping,
         beginning: Beginning,
+        supervision: Supervision,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -44,6 +48,7 @@ class Training:
         self._resume = resume
         self._stopping = stopping
         self._beginning = beginning
+        self._supervision = supervision
         self.boundary: Boundary | None = None
         """The work between two batches, from the first batch or validation run on."""
         place = None if resume is None else resume.place_in_epoch
@@ -126,6 +131,7 @@ class Training:
 
     def end_epoch(self, original: Method) -> None:
         """Replace the fit loop's ``on_advance_end``."""
+        self._supervision.in_section(END_OF_EPOCH)
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if resumed is None:
             original()
@@ -159,4 +165,5 @@ class Training:
 
     def _note_start(self) -> None:
         report, position = (None, None) if self._resume is None else (self._resume.report, self._resume.position)
+        self._supervision.start(position)
         self._beginning.history.start(self._beginning.choice, report, position)

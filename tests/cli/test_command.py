@@ -17,7 +17,7 @@ from tests.cli.checkpoints import call, save, save_series
 Capture = pytest.CaptureFixture[str]
 
 MODULE = [sys.executable, "-m", "lightning_faulttolerant"]
-COMMANDS = ["list", "inspect", "verify", "prune", "report", "drill"]
+COMMANDS = ["list", "inspect", "verify", "prune", "report", "run", "drill"]
 
 
 def test_the_console_script_is_the_command_line() -> None:

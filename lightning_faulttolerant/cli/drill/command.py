@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from lightning_faulttolerant.cli.command_words import at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.ledgers import STAGES
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
         help="the command that starts your script, with its arguments; after --",
     )
-    parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
+    parser.add_argument("--kills", metavar="N", type=at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(
         "--signal",
         choices=KINDS,
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at",
         metavar="STEP",
-        type=_at_least_1,
+        type=at_least_1,
         nargs="+",
         default=[],
         help="strike exactly before these batches of the whole run, not at random ones; counted from 0: those of"
@@ -117,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    words = _words(arguments)
+    words = command_words(arguments.words)
     problem = _problem(arguments, words)
     if problem is not None:
         print(f"drill: {safe(problem)}", file=sys.stderr)
@@ -169,18 +170,11 @@ def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
     return found, drill.failed_output
 
 
-def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the command. Before 3.12.5, Python leaves the ``--`` in front of it."""
-    return tuple(arguments.words[1:] if arguments.words[0] == "--" else arguments.words)
-
-
 def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     """Return what is wrong with the arguments, before the drill takes hours."""
-    if shutil.which(words[0]) is None:
-        if not os.path.isfile(words[0]):
-            return f"{words[0]}: no such command"
-        may_be = f"python {words[0]} may be meant" if words[0].endswith(".py") else f"chmod +x {words[0]} makes it one"
-        return f"{words[0]}: a file, but no command; {may_be}"
+    fault = fault_of_command(words[0])
+    if fault is not None:
+        return fault
     if not arguments.at and arguments.kills < len(arguments.stages):
         return (
             f"--kills {arguments.kills} is less than what --in names: each of these {len(arguments.stages)} is struck"
@@ -241,13 +235,6 @@ def _stages(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(STAGES)}")
     return tuple(stage for stage in STAGES if stage in named)
-
-
-def _at_least_1(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
-    return number
 
 
 def _seconds(text: str) -> float:

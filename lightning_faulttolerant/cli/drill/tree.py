@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
+from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 
 _PROCESSES = Path("/proc")
@@ -96,21 +97,9 @@ class ProcessTree:
         started = {self._process.pid} if self._process is not None and self.exit_code is None else set()
         if not _PROCESSES.is_dir():
             return _by_ps(started)
-        parents, states = _parents()
+        parents, states = parents_and_states()
         own = {process_id for process_id in parents if _has_token(process_id, self._token)} | started
-        return {process_id for process_id in _with_children(own, parents) if states.get(process_id, "Z") not in "ZX"}
-
-
-def _parents() -> tuple[dict[int, int], dict[int, str]]:
-    """Return the parent's process id and the state of each process of the machine."""
-    parents, states = {}, {}
-    for entry in _PROCESSES.iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # The name is in brackets and may contain anything.
-                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                parents[int(entry.name)], states[int(entry.name)] = int(fields[1]), fields[0]
-    return parents, states
+        return {process_id for process_id in with_children(own, parents) if states.get(process_id, "Z") not in "ZX"}
 
 
 def _has_token(process_id: int, token: str) -> bool:
@@ -125,14 +114,7 @@ def _by_ps(process_ids: set[int]) -> set[int]:
     """Return processes and their descendants on systems without ``/proc``."""
     told = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     pairs = (line.split() for line in told.splitlines())
-    return _with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
-
-
-def _with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]:
-    found = set(process_ids)
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    return with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
 
 
 def _send(process_id: int, signum: int) -> None:

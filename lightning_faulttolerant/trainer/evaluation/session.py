@@ -18,6 +18,7 @@ from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
+from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
@@ -122,6 +123,7 @@ class EvaluationSession(AnySession):
         around(loop, "setup_data", self._around_setup_data)
         around(loop, "reset", self._around_reset)
         around(loop, "on_run_start", self._around_run_start)
+        around(loop, "on_run_end", self._around_evaluation_end)
 
     def put_part(self, checkpoint: dict[str, object]) -> None:
         """Leave the checkpoint as it is: it is not one of a fit."""
@@ -249,12 +251,15 @@ class EvaluationSession(AnySession):
             run_state.validation.lost_before = run_state.not_carried()
             results = original()
             finished = self._position(is_finished=True)
+            self._supervision.in_section(SAVE)
             saver.save(finished, self._begun.state.state_dict(finished), self._returned(results))
+        self._supervision.in_section(TEARDOWN)
         self._stopping.stop_if_wanted(f"after the end of {self._function}")
         return results
 
     def _note_start(self) -> None:
         position = None if self._resume is None else self._resume.position
+        self._supervision.start(position)
         self._beginning.history.start(self._continued, self.report, position)
 
     def _returned(self, results: object) -> object:
@@ -290,7 +295,7 @@ class EvaluationSession(AnySession):
     def _wrap_before_fetch(self, begun: _BegunEvaluation, original: Method) -> Method:
         saver, run = begun.saver, begun.run_state.validation
         wants_stop = self._stopping.agreement.at_validation_batch
-        history = self._beginning.history
+        history, supervision = self._beginning.history, self._supervision
 
         def before_fetch() -> None:
             if wants_stop():
@@ -302,6 +307,8 @@ class EvaluationSession(AnySession):
                 history.alive()
             if run.is_ahead:
                 run.note_fetch()
+            if supervision.marks is not None:
+                supervision.in_evaluation_batch()
             original()
             if self._notes_fetches:
                 self._begin_fetch()
@@ -325,6 +332,7 @@ class EvaluationSession(AnySession):
 
     def _save(self, begun: _BegunEvaluation) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
+        self._supervision.in_section(SAVE)
         position, saver = self._position(), begun.saver
         state = self._state_here(begun, position)
         if state is not None:

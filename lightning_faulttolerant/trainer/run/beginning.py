@@ -9,6 +9,7 @@ Whether the files of the checkpoint's run are this run's own, to continue, or an
 from __future__ import annotations
 
 import pickle
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,6 +103,9 @@ class _FirstRankMessage:
     moved_roots: Mapping[str, str]
     num_before_kill: int | None
     error: Exception | None
+    number: int
+    directory: str
+    token: str
 
 
 class Beginning:
@@ -124,6 +128,12 @@ class Beginning:
         self._files = files
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
+        self.number = 0
+        """The number of this fit in its script, from 1."""
+        self.directory = ""
+        """The directory of the run, or its URL."""
+        self.token = uuid.uuid4().hex  # draws from no generator of the run
+        """A unique text that all ranks share."""
         self._error: Exception | None = None
         """The error that rank 0 tells the others once they are connected."""
         self.history = HistoryWriter(trainer)
@@ -165,6 +175,7 @@ class Beginning:
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
         found = self._found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
+        self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
             self._set_other_aside(found, fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
@@ -227,6 +238,9 @@ class Beginning:
             continues=self._files.continues,
             moved_roots=self._files.moved_roots,
             num_before_kill=self.num_before_kill,
+            number=self.number,
+            directory=self.directory,
+            token=self.token,
             error=self._error and _picklable(self._error),
         )
         told: _FirstRankMessage = self.ranks.from_first("what the fit continues from", own)
@@ -236,6 +250,7 @@ class Beginning:
             self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
             self.choice, self.num_before_kill = told.choice, told.num_before_kill
+            self.number, self.directory, self.token = told.number, told.directory, told.token
         if self.choice is not None:
             self.choice = self._readable_by_all(self.choice)
 

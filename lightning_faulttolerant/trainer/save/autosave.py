@@ -98,6 +98,8 @@ class Autosaver:
         self.is_saved_before: Callable[[TrainerPosition], bool] = lambda position: False
         """Returns at the first boundary whether its state is the one that the fit resumed from."""
         self.is_dumping = False
+        self.before_save: Callable[[], None] = lambda: None
+        """Called when a save begins."""
         self.on_saved: Sequence[Callable[[TrainerPosition, str], None]] = ()
         """Called with the position and path of each autosave, also from the background thread."""
 
@@ -255,6 +257,7 @@ class Autosaver:
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, Any]:
         """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part."""
+        self.before_save()
         self._replicas.check()
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         self.is_dumping = True

@@ -13,11 +13,13 @@ from numbers import Real
 from pathlib import PurePath
 
 from lightning_faulttolerant.storage.store import is_url, local_path
+from lightning_faulttolerant.supervision.marks import HANG_NAMES
 from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
 from lightning_faulttolerant.trainer.run.launched import Script
 
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save")
+_HANG = HANG_NAMES[1:]
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
@@ -43,6 +45,8 @@ class Options:
     ledger: str | None = None
     trust_autosaves: bool | None = None
     ignore_hyperparameters: tuple[str, ...] = ()
+    hang: str | None = None
+    hang_timeout: float | None = None
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -70,13 +74,18 @@ class Options:
             raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
         for name in self.stop_signals:
             _check_signal(name)
+        if self.hang is not None and self.hang not in _HANG:
+            raise ValueError(f"hang must be one of {', '.join(map(repr, _HANG))}, or None; got {self.hang!r}.")
+        if self.hang_timeout is not None and not self.hang_timeout > 0:
+            raise ValueError(f"hang_timeout must be positive, got {self.hang_timeout}.")
         object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
 
     def _check_types(self) -> None:
         for name in ("keep_last", "every_n_train_steps"):
             if name == "keep_last" or self.every_n_train_steps is not None:
                 object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
-        for name in ("overhead_budget", "grace_seconds"):
+        numbers = ("overhead_budget", "grace_seconds", *(() if self.hang_timeout is None else ("hang_timeout",)))
+        for name in numbers:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
                 raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}.")
         for name in _FLAGS:

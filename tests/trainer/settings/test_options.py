@@ -46,6 +46,9 @@ BAD = [
     ({"stop_signals": ("SIGNONE",)}, "'SIGNONE', which is not a signal on this system"),
     ({"stop_signals": ("SIG_IGN",)}, "'SIG_IGN', which is not a signal on this system"),
     ({"stop_signals": "SIGTERM"}, "not a signal on this system"),
+    ({"hang": "wait"}, "hang must be one of 'off', 'report', 'stop', or None; got 'wait'"),
+    ({"hang_timeout": 0.0}, "hang_timeout must be positive, got 0.0"),
+    ({"hang_timeout": float("nan")}, "hang_timeout must be positive, got nan"),
     ({"ledger": ""}, "ledger must name a file, got ''"),
     ({"ignore_hyperparameters": ("rate", "")}, r"contains an empty name, got \('rate', ''\)"),
 ]
@@ -62,6 +65,7 @@ OF_ANOTHER_TYPE = [
     ({"train_time_interval": 5}, "train_time_interval must be a timedelta, .* got 5"),
     ({"overhead_budget": "1%"}, "overhead_budget must be a number, got '1%'"),
     ({"grace_seconds": True}, "grace_seconds must be a number, got True"),
+    ({"hang_timeout": "1"}, "hang_timeout must be a number, got '1'"),
     ({"save_on_exception": 1}, "save_on_exception must be True or False, got 1"),
     ({"auto_resume": None}, "auto_resume must be True or False, got None"),
     ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
@@ -104,6 +108,7 @@ def test_whole_number_of_numpys_becomes_pythons(name: str) -> None:
         {"train_time_interval": timedelta(seconds=1)},
         {"run_id": "run-1", "dirpath": Path("here")},
         {"stop_signals": ()},
+        {"hang": "report", "hang_timeout": 5},
     ],
 )
 def test_good_arguments_are_kept(arguments: dict[str, Any]) -> None:

@@ -1,0 +1,97 @@
+"""torch's elastic agent, which starts the processes of a run and restarts them, with our decision before each restart.
+
+`_monitor_workers` is one of the methods that torch documents for agents of one's own. All else is torch's: rendezvous,
+ranks, signals, outputs, error files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, final
+from uuid import uuid4
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher import api
+from torch.distributed.run import config_from_args
+
+from lightning_faulttolerant.cli.supervise.environment import SupervisedLogs
+from lightning_faulttolerant.cli.supervise.policy import FINISHED, WRONG_USAGE
+from lightning_faulttolerant.cli.supervise.supervisor import SupervisionEnded, Supervisor, say
+
+_STATIC = "static"
+_AGENT = "LocalElasticAgent"
+_UNLIMITED = 1_000_000
+"""How often torch may restart: our policy ends the run long before."""
+
+
+@final
+class SupervisedAgent(LocalElasticAgent):
+    """An agent that asks the supervisor before it restarts its processes.
+
+    Args:
+        supervisor: Decides.
+    """
+
+    def __init__(self, *args: Any, supervisor: Supervisor, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._supervisor = supervisor
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._supervisor.after_failure(failure.exitcode for failure in result.failures.values())
+        elif result.state == WorkerState.HEALTHY:
+            self._supervisor.look()
+        return result
+
+
+def run_supervised(arguments: Namespace, supervisor: Supervisor) -> int:
+    """Run torchrun with our agent; return the exit code.
+
+    Args:
+        arguments: torchrun's arguments.
+        supervisor: Decides whether a run that has failed is started again.
+    """
+    is_on_one_machine = arguments.nnodes in ("1", "1:1")
+    if arguments.standalone or (is_on_one_machine and arguments.rdzv_backend == _STATIC):
+        # torchrun's default is a fixed port, so that a second run on the machine would fail.
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid4())
+    elif arguments.rdzv_backend == _STATIC:
+        say(
+            f"--nnodes {arguments.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, the same on each"
+            " machine: torch's static rendezvous can't bring restarted ranks together."
+        )
+        return WRONG_USAGE
+    # With a shared store, restarted ranks may look for each other at the addresses of the dead: pytorch#135712.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    arguments.max_restarts = _UNLIMITED
+    config, command, words = config_from_args(arguments)
+    is_alone = is_on_one_machine and config.nproc_per_node == 1
+    assert config.logs_specs is not None
+    config.logs_specs = SupervisedLogs(config.logs_specs, directory=str(supervisor.directory), is_alone=is_alone)
+    try:
+        with _agents_are_ours(supervisor):
+            api.launch_agent(config, command, words)
+    except SupervisionEnded as end:
+        return end.exit_code
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return FINISHED
+
+
+@contextlib.contextmanager
+def _agents_are_ours(supervisor: Supervisor) -> Iterator[None]:
+    """Let torch's launcher make our agent: it has no argument for that."""
+    names = vars(api)
+    original = names[_AGENT]
+    names[_AGENT] = functools.partial(SupervisedAgent, supervisor=supervisor)
+    try:
+        yield
+    finally:
+        names[_AGENT] = original

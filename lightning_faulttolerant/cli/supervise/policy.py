@@ -1,0 +1,118 @@
+"""What follows when the processes of a start have failed: another start after a while, or the end of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from lightning_faulttolerant.supervision.failures import TrainingFailure
+from lightning_faulttolerant.supervision.marks import Saved
+
+FINISHED = 0
+WRONG_USAGE = 2
+SAME_FAILURE = 3
+GAVE_UP = 4
+STOP_CODES = {
+    74: "stopped, but its state could not be saved",
+    75: "stopped by its deadline",
+    76: "stopped, and its SLURM job is queued again",
+    129: "stopped by SIGHUP",
+    130: "stopped by SIGINT",
+    131: "stopped by SIGQUIT",
+    143: "stopped by SIGTERM",
+}
+"""The exit codes of processes that were asked to stop. The run ends with the same code."""
+NUM_SAME = 3
+"""How many starts in a row may end by the same exception at the same batch."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedStart:
+    """How a start has ended.
+
+    Args:
+        exit_codes: The exit codes of the processes that ended by themselves; negative for a signal.
+        failure: The exception that ended it, if a process could tell.
+        hang: What hung, if that has ended it.
+        saved: The place of the newest autosave that its processes have told of.
+    """
+
+    exit_codes: tuple[int, ...]
+    failure: TrainingFailure | None = None
+    hang: str = ""
+    saved: Saved | None = None
+
+    @property
+    def text(self) -> str:
+        """What has ended it, in words."""
+        if self.hang:
+            return self.hang
+        if self.failure is not None:
+            return f"{self.failure.kind}: {self.failure.text}, {self.failure.place} on rank {self.failure.rank}"
+        return ", ".join(
+            f"signal {-code}" if code < 0 else f"exit code {code}" for code in sorted(set(self.exit_codes))
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What follows.
+
+    Args:
+        text: The reason, in words.
+        exit_code: The exit code of the run; ``None`` if it is started again.
+        wait_seconds: How long to wait before the next start.
+    """
+
+    text: str
+    exit_code: int | None = None
+    wait_seconds: float = 0.0
+
+
+@final
+class RestartPolicy:
+    """Decides after each start that has failed.
+
+    Args:
+        max_restarts: After how many starts in a row without a new autosave the run is given up.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._saved: Saved | None = None
+        self._num_without_progress = 0
+        self._num_same = 0
+        self._last: tuple[object, ...] | None = None
+
+    def judge(self, ended: EndedStart) -> Verdict:
+        """Return what follows a start that did not finish."""
+        stops = [code for code in ended.exit_codes if code in STOP_CODES]
+        if stops and len(stops) == len(ended.exit_codes) and not ended.hang:
+            return Verdict(text=f"The run is {STOP_CODES[stops[0]]}.", exit_code=stops[0])
+        self._count(ended)
+        if ended.failure is not None and self._num_same >= NUM_SAME:
+            return Verdict(text=_same_failure(ended.failure), exit_code=SAME_FAILURE)
+        if self._num_without_progress >= self._max_restarts:
+            starts = f"{self._num_without_progress} starts in a row" if self._num_without_progress > 1 else "A start"
+            text = f"{starts} ended without a new autosave; the last one by {ended.text}. The run is given up."
+            return Verdict(text=text, exit_code=GAVE_UP)
+        doublings = max(self._num_without_progress - 1, 0)
+        seconds = min(_FIRST_WAIT_SECONDS * 2.0 ** min(doublings, 20), _LONGEST_WAIT_SECONDS)
+        return Verdict(text=f"Ended by {ended.text}. Started again in {seconds:g} s.", wait_seconds=seconds)
+
+    def _count(self, ended: EndedStart) -> None:
+        has_progress = ended.saved is not None and (self._saved is None or ended.saved > self._saved)
+        self._saved = ended.saved if has_progress else self._saved
+        self._num_without_progress = 0 if has_progress else self._num_without_progress + 1
+        identity = None if ended.failure is None or ended.hang else ended.failure.identity
+        self._num_same = self._num_same + 1 if identity is not None and identity == self._last else 1
+        self._last = identity
+
+
+def _same_failure(failure: TrainingFailure) -> str:
+    samples = f" Its samples are {failure.samples_text}." if failure.samples else ""
+    return (
+        f"The same exception came {NUM_SAME} starts in a row, {failure.place}, on rank {failure.rank}:"
+        f" {failure.kind}: {failure.text}.{samples} The run is not started again: it would fail there again."
+    )

@@ -1,0 +1,119 @@
+"""Supervises the processes of a run on this machine: collects what they tell, and decides when a start has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import final
+
+from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy
+from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.processes import parents_and_states, with_children
+from lightning_faulttolerant.supervision.failures import read_failures
+from lightning_faulttolerant.supervision.hang_report import write_hang_report
+from lightning_faulttolerant.supervision.marks import read_marks
+from lightning_faulttolerant.supervision.watcher import HangWatcher
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class SupervisionEnded(Exception):  # noqa: N818 - the end of a run need not be an error
+    """The run is not started again.
+
+    Args:
+        exit_code: The exit code of the command.
+        text: The reason, in words.
+    """
+
+    def __init__(self, exit_code: int, text: str) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@final
+class Supervisor:
+    """The supervision of one run on one machine, from `open` to `close`.
+
+    Args:
+        policy: Decides what follows a start that has failed.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._num_starts = 1
+        self._hang = ""
+        memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        self.directory = Path(tempfile.mkdtemp(prefix="lightning-faulttolerant-", dir=memory))
+        """Where the processes leave marks and failures: in memory, if the system has a directory there."""
+        self._watcher = HangWatcher(self.directory)
+
+    def close(self) -> None:
+        """Write what was learned, and remove the directory."""
+        self._watcher.times.write()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def look(self) -> None:
+        """Look whether a process hangs. If so, report it, and kill all."""
+        hang = self._watcher.look()
+        if hang is None or self._hang:  # those that are killed may still be there
+            return
+        path = write_hang_report(hang, self.directory)
+        say(f"start {self._num_starts}: {hang.text}. See {path}.")
+        if not hang.is_only_reported:
+            self._hang = hang.text
+            kill({marks.process_id for marks, _ in hang.ranks})
+
+    def after_failure(self, exit_codes: Iterable[int]) -> None:
+        """Wait until the next start is due.
+
+        Args:
+            exit_codes: The exit codes of the processes that have ended.
+
+        Raises:
+            SupervisionEnded: If there is none.
+        """
+        ended = self._ended(tuple(exit_codes))
+        verdict = self._policy.judge(ended)
+        say(f"start {self._num_starts}: {verdict.text}")
+        if verdict.exit_code is not None:
+            raise SupervisionEnded(verdict.exit_code, verdict.text)
+        self._forget()
+        self._num_starts += 1
+        time.sleep(verdict.wait_seconds)
+
+    def _ended(self, exit_codes: tuple[int, ...]) -> EndedStart:
+        failures = read_failures(self.directory)
+        saved = [marks.saved for marks in read_marks(self.directory) if marks.saved is not None]
+        return EndedStart(
+            exit_codes=exit_codes,
+            failure=failures[0] if failures else None,
+            hang=self._hang,
+            saved=max(saved, default=None),
+        )
+
+    def _forget(self) -> None:
+        """Forget what the processes of a start have told."""
+        for path in self.directory.iterdir():
+            path.unlink()
+        self._hang = ""
+
+
+def kill(process_ids: set[int]) -> None:
+    """Kill processes and all their descendants."""
+    parents, states = parents_and_states()
+    for process_id in with_children(process_ids, parents):
+        if states.get(process_id, "Z") not in "ZX":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process_id, signal.SIGKILL)
+
+
+def say(text: str) -> None:
+    """Print a message of the supervisor."""
+    print(f"lightning-faulttolerant run: {safe(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What a training process tells the process that supervises it, and how that one watches it. It imports no torch."""

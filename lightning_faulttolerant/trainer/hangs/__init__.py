@@ -1,0 +1,1 @@
+"""What a fit or an evaluation tells the process that supervises it."""

@@ -1,0 +1,183 @@
+"""What a fit or an evaluation tells the process that supervises it: what it is doing, its autosaves, and its failure.
+
+That process is ``lightning-faulttolerant run``, or a watcher that this one starts, if `FaultTolerance(hang=...)` asks
+for it. If there is neither, nothing is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.supervision import marks as kinds
+from lightning_faulttolerant.supervision.exit_signal import ExitSignal
+from lightning_faulttolerant.supervision.failures import write_failure
+from lightning_faulttolerant.supervision.marks import Marks, Saved
+from lightning_faulttolerant.supervision.stacks import StackHandler
+from lightning_faulttolerant.supervision.watch import start_watcher
+from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+from lightning_faulttolerant.trainer.hangs.failed_batch import failure_of
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.settings.options import Options
+
+_log = logging.getLogger(__name__)
+_LAST = 2**62
+
+
+class Supervision:
+    """The side of a fit or an evaluation on which it is supervised.
+
+    Args:
+        trainer: The trainer that runs it.
+        options: The callback's options.
+        loaders: Its loaders.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, loaders: Loaders) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._loaders = loaders
+        # They stay the same objects when a fit is resumed, and the trainer's properties take longer to ask.
+        self._epochs = trainer.fit_loop.epoch_progress.current
+        self._batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        self._directory = os.environ.get(kinds.DIRECTORY_VARIABLE, "")
+        if not os.path.isdir(self._directory):
+            self._directory = ""
+        self.is_in_run = bool(self._directory)
+        """Whether ``lightning-faulttolerant run`` has started this process."""
+        self._hang = kinds.HANG_NAMES.index(options.hang or "")
+        self.marks: Marks | None = None
+        """The marks; ``None`` if nobody watches."""
+        self.number = 0
+        """The number of the fit or evaluation in its script."""
+        self.has_begun = False
+        """Whether the first batch has begun."""
+        self._stacks: StackHandler | None = None
+        self._exit_signal: ExitSignal | None = None
+
+    def begin(self) -> None:
+        """Note that the fit or evaluation begins, if the supervisor is known already."""
+        if self.is_in_run:
+            self._open(self._directory, "")
+
+    @property
+    def wants_watcher(self) -> bool:
+        """Whether this run has to start a watcher itself."""
+        return not self.is_in_run and self._hang in (kinds.REPORT, kinds.STOP)
+
+    def connect(self, number: int, directory: str, token: str) -> None:
+        """Note what all ranks know after they are connected.
+
+        Args:
+            number: The number of the fit or evaluation in its script.
+            directory: The directory of the run, or its URL.
+            token: A unique text that all ranks share, in the name of the directory for the marks.
+        """
+        self.number = number
+        if self.is_in_run:
+            self._open(self._directory, directory)
+        elif self.wants_watcher and token:
+            name = str(_memory() / f"lightning-faulttolerant-{token}")
+            os.makedirs(name, mode=0o700, exist_ok=True)
+            self._open(name, directory)
+            if self._hang == kinds.STOP:
+                self._exit_signal = ExitSignal()
+            if self._trainer.local_rank == 0:
+                _start(name)
+
+    def _open(self, name: str, directory: str) -> None:
+        self._directory = name
+        self.marks = kinds.marks_in(name)
+        timeout = int(1000 * (self._options.hang_timeout or 0))
+        rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
+        self.marks.describe(
+            rank=rank, num_ranks=num_ranks, hang=self._hang, hang_timeout_ms=timeout, directory=directory
+        )
+        self.marks.begin(kinds.SETUP)
+        if self._stacks is None and self._hang != kinds.OFF:
+            self._stacks = StackHandler(name)
+
+    # What the fit or the evaluation is doing.
+
+    def in_section(self, section: int) -> None:
+        """Note that a section begins."""
+        if self.marks is not None:
+            self.marks.begin(section)
+
+    def in_batch(self, section: int = kinds.TRAINING_BATCH) -> None:
+        """Note that a training batch begins."""
+        if self.marks is not None:
+            self.marks.begin_batch(section, self._epochs.completed, self._batches.completed)
+
+    def in_evaluation_batch(self) -> None:
+        """Note that a batch of an evaluation begins."""
+        if self.marks is not None:
+            epoch, batch, evaluated = self._epochs.completed, self._batches.completed, num_evaluated(self._trainer)
+            self.marks.begin_batch(kinds.EVALUATION_BATCH, epoch, batch, evaluated)
+
+    def start(self, position: TrainerPosition | None) -> None:
+        """Note that the first batch begins, and the position that it resumes from. Later calls do nothing."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        self.in_batch(kinds.FIRST_BATCH)
+        if position is not None:
+            self.saved(position)
+
+    def saved(self, position: TrainerPosition, path: str = "") -> None:
+        """Note that an autosave exists."""
+        if self.marks is not None:
+            self.marks.note_saved(_in_order(self.number, position))
+
+    # The end.
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the supervisor which exception ends this process."""
+        self.in_section(kinds.TEARDOWN)
+        if not self.is_in_run or isinstance(exception, (TrainingStopped, KeyboardInterrupt)):
+            return
+        try:
+            failure = failure_of(self._trainer, self._loaders, exception, has_begun=self.has_begun)
+            write_failure(self._directory, failure)
+        except Exception:  # noqa: BLE001 - the user must see the original exception
+            _log.exception("The supervisor of this run could not be told of an exception.")
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        for handler in (self._stacks, self._exit_signal):
+            if handler is not None:
+                handler.close()
+        self._stacks = self._exit_signal = None
+        self.in_section(kinds.OUTSIDE)
+        if self.marks is not None and not self.is_in_run:
+            kinds.close_marks(self._directory)  # its watcher ends when no process has any
+        self.marks = None
+
+
+def _memory() -> Path:
+    """Return the directory for memory that processes share, or else the one for temporary files."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _start(name: str) -> None:
+    """Start the watcher. Without one, the run is not worse off than without the argument."""
+    try:
+        start_watcher(name)
+    except OSError as error:
+        _log.warning("The watcher for hangs could not be started, so a hang is not noticed: %s", error)
+        shutil.rmtree(name, ignore_errors=True)
+
+
+def _in_order(number: int, position: TrainerPosition) -> Saved:
+    if position.is_finished:
+        return number, _LAST, 0, 0
+    evaluated = position.num_evaluated  # a validation run comes before the boundary after it
+    return number, position.epoch, position.batch, _LAST if evaluated is None else evaluated

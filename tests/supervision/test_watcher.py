@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
+from lightning_faulttolerant.supervision.hang_report import behind
+from lightning_faulttolerant.supervision.marks import (
+    FIRST_BATCH,
+    OFF,
+    OUTSIDE,
+    REPORT,
+    SAVE,
+    TRAINING_BATCH,
+    Marks,
+    ProcessMarks,
+)
+from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes
+from lightning_faulttolerant.supervision.stacks import SIGNAL, StackHandler, stacks_of, stacks_path, waits_for_others
+from lightning_faulttolerant.supervision.watcher import Hang, HangWatcher
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looks(watcher: HangWatcher, clock: Clock, seconds: float) -> Hang | None:
+    """Let a watcher look twice a second for so long; return the hang that it finds."""
+    found = None
+    for _ in range(int(2 * seconds)):
+        clock.now += 0.5
+        found = watcher.look() or found
+    return found
+
+
+def watched(directory: Path, *, hang: int = 0, timeout: float = 0, run: str = "") -> tuple[Marks, HangWatcher, Clock]:
+    """Return the marks of this process, and their watcher."""
+    clock, marks = Clock(), Marks(directory)
+    marks.describe(rank=0, num_ranks=1, hang=hang, hang_timeout_ms=int(1000 * timeout), directory=run)
+    return marks, HangWatcher(directory, clock=clock), clock
+
+
+def test_limits_are_learned(tmp_path: Path) -> None:
+    """Half an hour at first; then ten times the slowest of its kind, and never less than a minute."""
+    marks, watcher, clock = watched(tmp_path)
+    marks.begin(FIRST_BATCH)
+    assert looks(watcher, clock, 1799) is None
+    marks.begin_batch(TRAINING_BATCH, 0, 1)
+    looks(watcher, clock, 20)
+    marks.begin_batch(TRAINING_BATCH, 0, 2)
+    assert looks(watcher, clock, 195) is None
+    hang = looks(watcher, clock, 10)
+    assert hang is not None
+    assert "the section training batch (epoch 0, batch 2) for 19" in hang.text
+    assert "the slowest of its kind took" in hang.text
+    for _ in range(3):
+        marks.begin(SAVE)
+        looks(watcher, clock, 1)
+    assert looks(watcher, clock, 58) is None
+    assert looks(watcher, clock, 5) is not None
+
+
+def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
+    """A process that continues after its report has not shown how long its section takes."""
+    marks, watcher, clock = watched(tmp_path, timeout=5)
+    marks.begin(SAVE)
+    assert looks(watcher, clock, 7) is not None
+    assert looks(watcher, clock, 100) is None
+    marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 1)
+    assert watcher.times.limit(SAVE)[0] == 1800
+
+
+def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
+    """A machine that slept for an hour has no hang."""
+    marks, watcher, clock = watched(tmp_path, timeout=5)
+    marks.begin(SAVE)
+    looks(watcher, clock, 2)
+    clock.now += 3600
+    assert looks(watcher, clock, 2) is None
+
+
+@pytest.mark.parametrize(("hang", "section"), [(OFF, SAVE), (0, OUTSIDE)])
+def test_what_is_not_watched(tmp_path: Path, hang: int, section: int) -> None:
+    """With ``hang="off"``, and outside of a fit, nothing hangs."""
+    marks, watcher, clock = watched(tmp_path, hang=hang, timeout=5)
+    marks.begin(section)
+    assert looks(watcher, clock, 100) is None
+
+
+def test_a_run_that_asks_for_a_report_gets_no_more(tmp_path: Path) -> None:
+    """The watcher knows from the marks what is asked for."""
+    marks, watcher, clock = watched(tmp_path, hang=REPORT, timeout=5)
+    marks.begin(SAVE)
+    hang = looks(watcher, clock, 10)
+    assert hang is not None
+    assert hang.is_only_reported
+
+
+def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
+    """The slowest sections are beside the history, and damaged files are no reason to stop."""
+    (tmp_path / "run").mkdir()
+    marks, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
+    marks.begin(SAVE)
+    looks(watcher, clock, 30)
+    marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 1)
+    watcher.times.write()
+    times = SectionTimes()
+    times.follow(str(tmp_path / "run"))
+    assert times.limit(SAVE)[0] == pytest.approx(300, abs=10)
+    (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
+    damaged = SectionTimes()
+    damaged.follow(str(tmp_path / "run"))
+    assert damaged.limit(SAVE)[0] == 1800
+
+
+def marks_at(rank: int, batch: int) -> ProcessMarks:
+    """Return the marks of a rank in a training batch."""
+    return ProcessMarks(
+        process_id=rank + 1,
+        count=1,
+        section=TRAINING_BATCH,
+        epoch=0,
+        batch=batch,
+        evaluated=-1,
+        saved=None,
+        rank=rank,
+        num_ranks=2,
+        hang=0,
+        hang_timeout_seconds=0.0,
+        directory="",
+    )
+
+
+def test_which_rank_is_behind() -> None:
+    """A stopped one, else the one at an earlier batch, else the one that is in no collective."""
+    in_collective = 'Current thread 1:\n  File "x/torch/distributed/distributed_c10d.py", line 3 in all_reduce'
+    elsewhere = 'Current thread 1:\n  File "train.py", line 3 in training_step'
+
+    def told(batches: tuple[int, int], states: str = "SS", stacks: tuple[str, str] = ("", "")) -> str:
+        ranks = tuple((marks_at(rank, batch), 1.0) for rank, batch in enumerate(batches))
+        hang = Hang(marks=ranks[0][0], seconds=1.0, limit_seconds=1.0, why="", ranks=ranks)
+        return behind(hang, dict(enumerate(states, 1)), dict(enumerate(stacks)))
+
+    assert told((4, 4), "ST") == "Behind: rank 1, stopped by a signal."
+    assert told((4, 3)) == "Behind: rank 1, at the earliest place."
+    assert told((4, 4), stacks=(in_collective, elsewhere)) == "Behind: rank 1. The others wait in a collective."
+    assert told((4, 4), stacks=(elsewhere, elsewhere)) == "No rank is behind: all are at the same place."
+
+
+def test_our_own_thread_that_looks_on_is_no_collective() -> None:
+    """Each rank has that thread, whatever its main thread does."""
+    watch = 'Thread 1:\n  File "x/lightning_faulttolerant/trainer/ranks/watch.py", line 115 in _run'
+    assert not waits_for_others(watch)
+    gather = 'Thread 1:\n  File "x/lightning_faulttolerant/trainer/ranks/line.py", line 3 in receive'
+    assert waits_for_others(f"{watch}\n\n{gather}")
+
+
+def test_the_signal_for_stacks_is_given_back(tmp_path: Path) -> None:
+    """While it is handled, the stacks of this process can be read; before and after, it would end the process."""
+    assert SIGNAL is not None
+    path = stacks_path(tmp_path, os.getpid())
+    assert stacks_of(os.getpid(), path, "S") == "it has no handler that writes its stacks"
+    handler = StackHandler(tmp_path)
+    assert "test_the_signal_for_stacks_is_given_back" in stacks_of(os.getpid(), path, "S")
+    handler.close()
+    handler.close()
+    assert stacks_of(os.getpid(), path, "S") == "it has no handler that writes its stacks"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_ends_with_the_documented_code(closed: bool) -> None:
+    """The C library ends it, with its own number as the code; once given back, the signal is the system's again."""
+    handler = ExitSignal()
+    ready, done = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        if closed:
+            handler.close()
+        os.write(done, b"x")
+        time.sleep(60)
+        os._exit(1)
+    handler.close()
+    os.read(ready, 1)
+    for descriptor in (ready, done):
+        os.close(descriptor)
+    os.kill(process_id, signal.SIGSTOP)
+    end_hung([process_id])
+    code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+    assert code == (-HANG_EXIT_CODE if closed else HANG_EXIT_CODE)
+
+
+def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:
+    """It stays while a process with marks is alive, and then removes the directory."""
+    directory = tmp_path / "marks"
+    directory.mkdir()
+    process_id = os.fork()
+    if not process_id:
+        Marks(directory).begin(SAVE)
+        time.sleep(60)
+        os._exit(0)
+    words = [sys.executable, "-m", "lightning_faulttolerant.supervision.watch", str(directory)]
+    with subprocess.Popen(words, cwd=Path(__file__).parents[2]) as watcher:
+        time.sleep(1.5)
+        assert watcher.poll() is None
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+        assert watcher.wait(20) == 0
+    assert not directory.exists()
