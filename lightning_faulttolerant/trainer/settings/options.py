@@ -43,6 +43,7 @@ class Options:
     ledger: str | None = None
     trust_autosaves: bool | None = None
     ignore_hyperparameters: tuple[str, ...] = ()
+    keep_every: int | None = None
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -56,6 +57,8 @@ class Options:
             raise ValueError(
                 f"keep_last must be at least 1, got {self.keep_last}: nothing resumes without an autosave."
             )
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1, got {self.keep_every}.")
         if self.every_n_train_steps is not None and self.train_time_interval is not None:
             raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
         if self.every_n_train_steps is not None and self.every_n_train_steps < 1:
@@ -73,8 +76,8 @@ class Options:
         object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
 
     def _check_types(self) -> None:
-        for name in ("keep_last", "every_n_train_steps"):
-            if name == "keep_last" or self.every_n_train_steps is not None:
+        for name in ("keep_last", "every_n_train_steps", "keep_every"):
+            if name == "keep_last" or getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         for name in ("overhead_budget", "grace_seconds"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
