@@ -28,6 +28,7 @@ _COMMANDS = {
     "prune": ("pruning", "delete old autosaves"),
     "report": ("report.command", "show the history of a run, and where its time went"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
+    "replay": ("replay.command", "run a step of a run again, exactly as it was"),
 }
 
 
