@@ -13,6 +13,7 @@
     │   └── FingerprintMismatchError    the run that resumes is not the run that saved
     ├── UnsupportedTrainerError     this package can't serve the Trainer
     ├── LedgerError                 the ledger can't be written
+    ├── ReplayError                 a replay can't be done
     ├── DrillFault                  a drill raises this exception on purpose
     ├── StreamingError              a streaming data set can't be read, or can't deliver the planned epoch
     │   ├── IndexFileError              an index is not available, or lists no samples
@@ -82,6 +83,10 @@ class UnsupportedTrainerError(FaultToleranceError):
 
 class LedgerError(FaultToleranceError):
     """The ledger of a run can't be written, so nothing could be compared."""
+
+
+class ReplayError(FaultToleranceError):
+    """A replay can't be done, because the run tells nothing of what was asked for."""
 
 
 class DrillFault(FaultToleranceError):

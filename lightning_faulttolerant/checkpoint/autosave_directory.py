@@ -25,9 +25,12 @@ from lightning_faulttolerant.storage.atomic_file import (
 )
 
 AUTOSAVE_NAME = re.compile(
-    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)\.ckpt(?P<damaged>\.damaged)?"
+    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)(?P<kept>-kept)?\.ckpt(?P<damaged>\.damaged)?"
 )
-"""The name of an autosave, also of one that was set aside because it is damaged."""
+"""The name of an autosave, also of one that is kept for good, or was set aside because it is damaged."""
+
+KEPT_FOLDER = "kept"
+"""The directory, in that of a fit, of the autosaves that are kept for good and are no longer among the newest."""
 
 SUPERSEDED_NAME = re.compile(r"superseded-(?P<number>\d{4,})-.+")
 """The name of a directory with the autosaves that a run left for another checkpoint."""
@@ -39,6 +42,18 @@ PREDICTIONS_NAME = re.compile(r"predictions-rank=(?P<rank>\d+)-(?P<number>\d{8,}
 
 METADATA_NAME = "meta.pt"
 """In an autosave that is a directory of shards, the file with everything outside the shards. Lightning's name."""
+
+
+def sequence_of(name: str) -> int:
+    """Return the number of an autosave in its series, or 0 for any other name."""
+    match = AUTOSAVE_NAME.fullmatch(name)
+    return int(match["sequence"]) if match else 0
+
+
+def superseded_number(name: str) -> int:
+    """Return the number of a directory of superseded autosaves, or 0 for any other name."""
+    match = SUPERSEDED_NAME.fullmatch(name)
+    return int(match["number"]) if match else 0
 
 
 def fit_number(name: str) -> int:

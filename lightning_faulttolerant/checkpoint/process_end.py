@@ -9,8 +9,10 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 
 def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
@@ -36,4 +38,15 @@ def end_process(exit_code: int, why: str) -> None:
     with contextlib.suppress(OSError):
         # Not sys.stderr: the main thread may hold its lock.
         os.write(2, f"\n[rank {rank}] FaultTolerance: {why}\n".encode())
+    os._exit(exit_code)
+
+
+def leave_process(exit_code: int) -> NoReturn:
+    """End this process from its main thread: no hook, ``finally`` block, or exit handler runs, but all output is kept.
+
+    Args:
+        exit_code: The exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(exit_code)

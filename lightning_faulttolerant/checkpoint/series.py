@@ -18,10 +18,14 @@ from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.autosave_directory import (
     AUTOSAVE_NAME,
+    KEPT_FOLDER,
     METADATA_NAME,
     PREDICTIONS_NAME,
     SUPERSEDED_NAME,
+    sequence_of,
+    superseded_number,
 )
+from lightning_faulttolerant.checkpoint.kept_autosaves import kept_names, leave
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
@@ -83,7 +87,7 @@ class AutosaveSeries:
             raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
 
-    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> str:
+    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
         A local one is read back. A remote one is compared with the size and the checksum that its store reports.
@@ -93,6 +97,7 @@ class AutosaveSeries:
             epoch: The epoch that the run is in, from 0.
             batch: The number of finished batches in the epoch.
             global_step: The number of finished optimizer steps; for messages.
+            keep: Whether it is never removed, except by `set_aside`.
 
         Returns:
             The path or URL of the new file.
@@ -103,7 +108,7 @@ class AutosaveSeries:
             RunInUseError: If another process has taken over the directory; nothing was changed.
         """
         listing = self.store.listing()
-        name = self._next_name(listing, epoch=epoch, batch=batch)
+        name = self._next_name(listing, epoch=epoch, batch=batch, keep=keep)
         path = self.store.path(name)
         with self.store.writer(name) as file:
             save_to_file(checkpoint, file)
@@ -121,12 +126,13 @@ class AutosaveSeries:
         self._prune([*_autosaves(self.store, listing), name])
         return path
 
-    def begin_directory(self, *, epoch: int, batch: int) -> str:
+    def begin_directory(self, *, epoch: int, batch: int, keep: bool = False) -> str:
         """Create an empty directory for the shards of an autosave; it becomes an autosave with `commit_directory`.
 
         Args:
             epoch: As in `save`.
             batch: As in `save`.
+            keep: As in `save`.
 
         Returns:
             Its path. End it with `commit_directory` or `drop_directory`.
@@ -142,7 +148,7 @@ class AutosaveSeries:
                 "see as FaultTolerance(dirpath=...), or let the strategy save one file."
             )
         return autosave_directory.begin(
-            self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch))
+            self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch, keep=keep))
         )
 
     def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
@@ -178,10 +184,14 @@ class AutosaveSeries:
         with contextlib.suppress(FileNotFoundError):
             self.store.delete(os.path.basename(directory))
 
-    def _next_name(self, listing: Listing, *, epoch: int, batch: int) -> str:
+    def _next_name(self, listing: Listing, *, epoch: int, batch: int, keep: bool) -> str:
         self._remove_leftovers(listing)
-        sequence = 1 + max((_sequence(name) for _, name in self._all_names(listing)), default=0)
-        return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
+        kept = kept_names(self.store, listing)
+        known = [*kept, *(name for _, name in self._all_names(listing))]
+        sequence = 1 + max(map(sequence_of, known), default=0)
+        if kept and not _autosaves(self.store, listing):  # they are from a run that began before this one
+            self._move_aside([f"{KEPT_FOLDER}/{name}" for name in kept], listing, "earlier-run")
+        return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}{'-kept' if keep else ''}.ckpt"
 
     def newest(self) -> str | None:
         """Return the newest autosave that verifies; damaged ones that are newer are set aside under another name.
@@ -238,15 +248,22 @@ class AutosaveSeries:
         names = _in_order_of_leaving(self.store, listing)
         if not names:
             return None
+        kept = [f"{KEPT_FOLDER}/{name}" for name in kept_names(self.store, listing)]
+        return self._move_aside([*kept, *names], listing, label)
+
+    def _move_aside(self, names: list[str], listing: Listing, label: str) -> str:
         self.check()
-        number = 1 + max((_superseded_number(name) for name in listing.folders), default=0)
+        number = 1 + max((superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
         for name in names:
-            self.store.rename(name, f"{folder}/{name}")
+            self.store.rename(name, f"{folder}/{name.removeprefix(f'{KEPT_FOLDER}/')}")
+        self.store.folder(KEPT_FOLDER).remove_if_empty()
         return self.store.path(folder)
 
     def remove_all(self) -> None:
         """Delete every file that this series wrote, set aside or left over, and the directory if nothing else is in it.
+
+        Autosaves that were saved with ``keep`` stay, but they are no longer in the series.
 
         Raises:
             OSError: If a file can't be deleted.
@@ -254,7 +271,7 @@ class AutosaveSeries:
         listing = self.store.listing()
         self._remove_leftovers(listing, other_hosts=True)
         for store, name in self._all_names(listing):
-            store.delete(name)
+            leave(store, name) if store is self.store else store.delete(name)
         for name in filter(PREDICTIONS_NAME.fullmatch, listing.files):
             self.store.delete(name)
         for store in (*self._superseded(listing), self.store):
@@ -276,7 +293,7 @@ class AutosaveSeries:
             else:
                 self._sound.discard(name)
                 with contextlib.suppress(FileNotFoundError):  # another process deleted it
-                    self.store.delete(name)
+                    leave(self.store, name)
 
     def _is_sound(self, name: str) -> bool:
         # Each was verified when it was written. Those of earlier processes may have gone bad or been cut since.
@@ -366,7 +383,7 @@ def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list
         )
     names = [*listing.files, *(name for name in folders if not _is_empty(store.path(name)))]
     found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in names)
-    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
+    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=sequence_of)
 
 
 def _is_empty(folder: str) -> bool:
@@ -380,13 +397,3 @@ def _is_empty(folder: str) -> bool:
 def _in_order_of_leaving(store: Store, listing: Listing) -> list[str]:
     # If interrupted, it must leave the newest in place, and never only damaged ones: the next start would refuse.
     return _autosaves(store, listing, damaged=True) + _autosaves(store, listing)
-
-
-def _sequence(name: str) -> int:
-    match = AUTOSAVE_NAME.fullmatch(name)
-    return int(match["sequence"]) if match else 0
-
-
-def _superseded_number(name: str) -> int:
-    match = SUPERSEDED_NAME.fullmatch(name)
-    return int(match["number"]) if match else 0

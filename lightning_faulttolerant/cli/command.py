@@ -29,6 +29,7 @@ _COMMANDS = {
     "report": ("report.command", "show the history of a run, and where its time went"),
     "run": ("supervise.command", "run a script, and start it again after each failure, until it ends"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
+    "replay": ("replay.command", "run a step of a run again, exactly as it was"),
 }
 
 

@@ -14,7 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.autosave_directory import (
+    AUTOSAVE_NAME,
+    KEPT_FOLDER,
+    METADATA_NAME,
+    SUPERSEDED_NAME,
+    sequence_of,
+)
+from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.errors import CheckpointError
@@ -24,6 +31,7 @@ from lightning_faulttolerant.storage.store import is_url, local_path, open_file,
 AUTOSAVE = "autosave"
 SET_ASIDE = "set aside"
 SUPERSEDED = "superseded"
+KEPT = "kept"
 CHECKPOINT = "checkpoint"
 DIRECTORY = "directory"
 
@@ -67,7 +75,9 @@ class FoundFile:
             return CHECKPOINT
         if match["damaged"]:
             return SET_ASIDE
-        return SUPERSEDED if is_superseded(self.folder) else AUTOSAVE
+        if is_superseded(self.folder):
+            return SUPERSEDED
+        return KEPT if is_kept(self.name) and _name_of(self.folder) == KEPT_FOLDER else AUTOSAVE
 
     @property
     def is_autosave(self) -> bool:
@@ -77,8 +87,7 @@ class FoundFile:
     @property
     def sequence(self) -> int:
         """The number of an autosave in its series; 0 for any other file."""
-        match = AUTOSAVE_NAME.fullmatch(self.name)
-        return int(match["sequence"]) if match else 0
+        return sequence_of(self.name)
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -139,7 +148,11 @@ def is_superseded(folder: str) -> bool:
     Args:
         folder: Path or URL.
     """
-    return SUPERSEDED_NAME.fullmatch(folder.rstrip("/").rpartition("/")[2]) is not None
+    return SUPERSEDED_NAME.fullmatch(_name_of(folder)) is not None
+
+
+def _name_of(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[2]
 
 
 def find_checkpoints(directory: str) -> Found:
@@ -304,7 +317,8 @@ def unfinished_runs(registry: Registry) -> Iterator[UnfinishedRun]:
     """
     for entry in registry.entries():
         try:
-            files = [file for file in find_checkpoints(entry.directory).files if file.is_autosave]
+            found = find_checkpoints(entry.directory).files
+            files = [file for file in found if file.is_autosave and file.kind != KEPT]
         except (OSError, CheckpointError):
             continue
         if files:

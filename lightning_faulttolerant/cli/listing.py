@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli import found, part, verdict
 from lightning_faulttolerant.cli.errors import reason_of, remote_errors
@@ -30,8 +31,9 @@ EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": the file has none, so nothing was
 compared; "damaged, set aside": a resume found it damaged; "unreadable": it exists, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
-that was started again from another checkpoint. EPOCH counts from 0, BATCH counts the consumed batches of that epoch,
-STEP counts optimizer steps, and RANKS is the number of processes of the run ("-": the file does not say).
+that was started again from another checkpoint; "kept": one of keep_every, which is never pruned. EPOCH counts from 0,
+BATCH counts the consumed batches of that epoch, STEP counts optimizer steps, and RANKS is the number of processes of
+the run ("-": the file does not say).
 
 Exit status: 0 runs or checkpoints were found (even damaged ones), 1 none were found, 2 something could not be read.
 """
@@ -53,7 +55,9 @@ class _Row:
     def state(self) -> str:
         if self.file.kind == found.SET_ASIDE:
             return "damaged, set aside"
-        return f"superseded, {self.verdict.word}" if self.file.kind == found.SUPERSEDED else self.verdict.word
+        is_kept_here = self.file.kind == found.AUTOSAVE and is_kept(self.file.name)
+        kind = found.KEPT if is_kept_here else self.file.kind
+        return f"{kind}, {self.verdict.word}" if kind in (found.SUPERSEDED, found.KEPT) else self.verdict.word
 
     def cells(self) -> list[str]:
         numbers = [_cell(number) for number in (self.step, self.epoch, self.batch)]

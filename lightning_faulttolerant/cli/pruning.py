@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
+from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
@@ -22,9 +23,9 @@ DESCRIPTION = """\
 Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. Only files with the names of
 autosaves are deleted: no file of ModelCheckpoint, no file that you have put there, no link.
 
-If no autosave of a fit verifies, none is deleted. Newer ones that don't verify, and those that were set aside as
-damaged, stay unless you pass --damaged. Those of superseded runs stay unless you pass --superseded. A run in training
-is left alone.
+Autosaves of keep_every are never deleted. If no autosave of a fit verifies, none is deleted. Newer ones that don't
+verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of superseded runs stay unless
+you pass --superseded. A run in training is left alone.
 """
 EPILOG = """\
 Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.
@@ -130,7 +131,7 @@ def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
     plan = _Plan()
     for file in reversed([file for file in files if file.kind == found.AUTOSAVE]):
         if len(plan.kept) == arguments.keep_last:
-            plan.deleted.append(file)
+            plan.deleted += [] if is_kept(file.name) else [file]
             continue
         word = verdict_of(file.path).word
         place = {verdict.VERIFIED: plan.kept, verdict.DAMAGED: plan.damaged}.get(word, plan.unreadable)
@@ -148,7 +149,8 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
     """Return the autosaves of each series, including its superseded ones."""
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
-        if file.is_autosave and not file.is_link and not (file.is_directory and is_url(file.folder)):
+        is_candidate = file.is_autosave and file.kind != found.KEPT
+        if is_candidate and not file.is_link and not (file.is_directory and is_url(file.folder)):
             folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
             series.setdefault(folder, []).append(file)
     return series

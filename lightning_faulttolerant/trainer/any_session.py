@@ -19,6 +19,8 @@ from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.ranks.rendezvous import apart_from_earlier_ranks
+from lightning_faulttolerant.trainer.replay.protection import without_saves
+from lightning_faulttolerant.trainer.replay.replayed_steps import replay_of
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
@@ -42,6 +44,10 @@ class AnySession(ABC):
     ) -> None:
         self._registered = registered
         self.trainer = self._trainer = trainer
+        self._replay = replay_of(trainer, options.script)
+        given = options  # by these, a replay finds the run
+        if self._replay is not None:
+            options = without_saves(options)
         self._options = options
         seeds = options.worker_rng == "per_sample"
         exactness = Exactness(strict=strict)
@@ -51,7 +57,7 @@ class AnySession(ABC):
         self.stopping = self._stopping = Stopping(trainer, options)
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
-        self._beginning = Beginning(trainer, options, self._files, function=function_of(trainer))
+        self._beginning = Beginning(trainer, given, self._files, function=function_of(trainer))
         self._notes_fetches = False
         """Whether the fetches of the evaluation in progress are noted."""
         self.is_open = False
@@ -67,7 +73,11 @@ class AnySession(ABC):
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
         self._supervision.begin()
+        if self._replay is not None:
+            self._replay.protect()
         self.choose()
+        if self._replay is not None:
+            self._replay.redirect()
         if self._beginning.is_connected:
             self._supervise()
         else:

@@ -42,6 +42,8 @@ class FaultTolerance(AnyCallback):
         run_id: The name of the run in `dirpath`. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and
             arguments.
         keep_last: How many verified autosaves to keep, at least 1.
+        keep_every: Save at each multiple of this many optimizer steps, too, and never remove these autosaves, not even
+            when the run has finished. ``lightning-faulttolerant replay`` starts from them.
         every_n_train_steps: Autosave after this many optimizer steps. In manual optimization, also after this many
             batches without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
@@ -98,6 +100,7 @@ class FaultTolerance(AnyCallback):
         *,
         run_id: str | None = None,
         keep_last: int = 2,
+        keep_every: int | None = None,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         overhead_budget: float = 0.01,
@@ -120,6 +123,7 @@ class FaultTolerance(AnyCallback):
             dirpath=checked_dirpath(dirpath),
             run_id=run_id,
             keep_last=keep_last,
+            keep_every=keep_every,
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             overhead_budget=overhead_budget,

@@ -168,6 +168,8 @@ class Session(AnySession):
         )
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
+        if self._replay is not None:
+            self._replay.begin(self._loaders, self._beginning.ranks)
 
     def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
@@ -191,6 +193,8 @@ class Session(AnySession):
         autosaver.on_saved = self.on_saved
         autosaver.before_save = partial(self._supervision.in_section, SAVE)
         autosaver.is_saved_before = self._restoring.is_saved
+        if self._replay is not None:
+            autosaver.is_saved_before = lambda position: True
         return autosaver
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:

@@ -40,6 +40,17 @@ def test_a_run_is_listed_with_what_each_autosave_holds(tmp_path: Path, capsys: C
     assert places == sorted(places), name
 
 
+def test_kept_autosaves_are_listed_as_such(tmp_path: Path, capsys: Capture) -> None:
+    """One that is kept for good says so, among the newest and after a run has moved it; the others don't."""
+    series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=2)
+    for step in (1, 2, 3):
+        series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step, keep=step != 2)
+    lines = call(capsys, "list", tmp_path).lines
+    states = {step: row(lines, Path(path).name)[-1].strip() for step, path in enumerate(series.paths(), 2)}
+    assert states == {2: "verified", 3: "kept, verified"}
+    assert row(lines, "autosave-00000001-epoch=0-batch=1-kept.ckpt")[-1].strip() == "kept, verified"
+
+
 @pytest.mark.parametrize("below", ["", "run", "run/fit-1"])
 def test_a_dirpath_a_run_or_a_fit_can_be_given(tmp_path: Path, capsys: Capture, below: str) -> None:
     """Each of the three directories leads to the same autosaves."""

@@ -39,6 +39,22 @@ def test_the_newest_of_each_fit_are_kept(tmp_path: Path, capsys: Capture) -> Non
     assert found.lines[-1] == f"2 autosaves deleted, {freed / 1000:.3g} kB"
 
 
+def test_autosaves_of_keep_every_are_never_deleted(tmp_path: Path, capsys: Capture) -> None:
+    """Neither those among the newest nor those that a run has moved away are deleted, and the others are."""
+    series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=2)
+    for step in (1, 2, 3, 4):
+        series.save({}, epoch=0, batch=step, global_step=step, keep=step in (1, 3))
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert found.status == 0
+    assert names(tmp_path) == [
+        "run/fit-1/autosave-00000003-epoch=0-batch=3-kept.ckpt",
+        "run/fit-1/autosave-00000004-epoch=0-batch=4.ckpt",
+        "run/fit-1/kept/autosave-00000001-epoch=0-batch=1-kept.ckpt",
+    ]
+    assert call(capsys, "prune", tmp_path / "run" / "fit-1" / "kept", "--keep-last", 1).status == 0
+    assert len(names(tmp_path)) == 3
+
+
 def test_damaged_autosaves_do_not_count_as_kept(tmp_path: Path, capsys: Capture) -> None:
     """The newest N that verify are kept, however many newer ones don't; those stay, and are reported."""
     paths = save_series(tmp_path / "run" / "fit-1", 5)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
@@ -131,6 +132,38 @@ class Finder:
                 f" {discard_line(run.directory)}"
             )
         return FoundFit(run=run, series=series, number=match.number, start=start)
+
+    def look(self) -> str | None:
+        """Return the directory of the run that would continue; ``None`` if there is none. Nothing is opened."""
+        is_one_of_many = (self._start.is_one_of_many or self._is_sweep) and not self._has_name
+        stem = f"{self._run_id}-{self._fingerprint.name}" if is_one_of_many and not self._is_sweep else self._run_id
+        default = directory_of(self._dirpath, stem)
+        if fit_folders(open_store(default).listing().folders):
+            return default
+        return self._elsewhere(default)
+
+    def number_in(self, directory: str | None, begun: list[int]) -> int:
+        """Return the number that the fit has in a run, without opening it.
+
+        Args:
+            directory: The directory of the run; ``None`` if there is none.
+            begun: The numbers of the fits that the script has begun.
+        """
+        names = [] if directory is None else fit_folders(open_store(directory).listing().folders)
+        record = (None if directory is None else read_record(directory)) or RunRecord()
+        fits = {fit_number(name): record.fits.get(fit_number(name)) for name in names}
+        return match_fit(fits, begun, self._fingerprint, runs_several=lambda: len(fits) > 1).number
+
+    def begun_in(self, run: RunDirectory, *, number: int, keep_last: int) -> FoundFit:
+        """Begin the fit in a run, under a number.
+
+        Args:
+            run: The run.
+            number: The number of the fit.
+            keep_last: The maximum number of its autosaves.
+        """
+        series = run.begin_fit(keep_last=keep_last, number=number, function=self._function)
+        return FoundFit(run=run, series=series, number=number, start=self._fingerprint.state_dict())
 
     def _open(self) -> RunDirectory:
         is_one_of_many = self._start.is_one_of_many or self._is_sweep

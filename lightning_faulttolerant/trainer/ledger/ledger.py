@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
@@ -23,7 +23,6 @@ from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
-from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import is_predicting, num_evaluated
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of, stage_of
@@ -49,6 +48,9 @@ from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+
+if TYPE_CHECKING:  # it needs the indices of batches from here
+    from lightning_faulttolerant.trainer.any_session import AnySession
 
 
 def is_evaluating(trainer: Trainer) -> bool:
@@ -389,6 +391,11 @@ class LastBatchIndices:
 
     def of_batch(self) -> str | None:
         """Return the digest of the indices of the current batch; ``None`` if they are not known."""
+        indices = self.indices_of_batch()
+        return None if indices is None else digest(indices)
+
+    def indices_of_batch(self) -> dict[str, Any] | None:
+        """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
             before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
         else:
@@ -401,7 +408,7 @@ class LastBatchIndices:
             if found is None:
                 return None
             indices[place] = found[0]
-        return digest(indices) if indices else None
+        return indices or None
 
 
 def _marked(mark: PrefetchState | None) -> Places:

@@ -28,28 +28,17 @@ from lightning_faulttolerant.records.ledger import (
     places_in,
 )
 from lightning_faulttolerant.records.lines import LineFile
-from lightning_faulttolerant.trainer import compat, process
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.ledger.compat import logger_connector
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger, around_steps, is_evaluating, training_place
+from lightning_faulttolerant.trainer.ledger.requested import next_number, path_of
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
-from lightning_faulttolerant.trainer.run.launched import Script
-from lightning_faulttolerant.trainer.settings.options import Options, checked_ledger
-
-_num_fits = process.num_fits
-
-
-def path_of(options: Options) -> str | None:
-    """Return the path of the requested ledger: the callback's argument, else the environment's; ``None`` if neither.
-
-    Raises:
-        ValueError: If it is a URL.
-    """
-    return options.ledger or checked_ledger(os.environ.get(LEDGER_VARIABLE) or None)
+from lightning_faulttolerant.trainer.settings.options import Options
 
 
 class OpenLedger:
@@ -67,7 +56,7 @@ class OpenLedger:
 
     def __init__(self, trainer: Trainer, options: Options, session: AnySession | None) -> None:
         self._trainer = trainer
-        number = _next_number(options.script)
+        number = next_number(options.script)
         fault = read_fault()
         self._patches = Patches()
         self._begin: list[Callable[[], None]] = []
@@ -120,12 +109,6 @@ class OpenLedger:
 def begins_while_off(trainer: Trainer) -> bool:
     """Return whether a ledger is to be written although the environment switches fault tolerance off."""
     return not (compat.is_nobodys_training(trainer) or under_way.is_inside_another(trainer))
-
-
-def _next_number(script: Script) -> int:
-    """Return the number of a fit or an evaluation. A process that Lightning creates for it uses its script's count."""
-    number = _num_fits[os.getpid()] = _num_fits.get(os.getpid(), 0) + 1
-    return max(number, script.num_begun()) if script.is_elsewhere else number
 
 
 def _opened(path: str) -> LineFile:

@@ -147,6 +147,7 @@ class ShardWriter:
         *,
         flush: Callable[[], object] = lambda: None,
         raises: bool = True,
+        keep: bool = False,
     ) -> tuple[str, str]:
         """Write an autosave; parts that are written as shards are taken out of `checkpoint`.
 
@@ -155,6 +156,7 @@ class ShardWriter:
             position: Where it was taken.
             flush: Called first, on each rank.
             raises: Whether it is an error if a disk or store can't be written to.
+            keep: Whether the autosave is never removed.
 
         Returns:
             The path, and why the write failed: one of the two is empty, and both are the same on every rank.
@@ -164,17 +166,19 @@ class ShardWriter:
         """
         self._failure = ""
         try:
-            return self._save(checkpoint, position, flush), ""
+            return self._save(checkpoint, position, flush, keep=keep), ""
         except (Exception, _torchs_exception()):
             if raises or not self._failure:
                 raise
             return "", self._failure
 
-    def _save(self, checkpoint: dict[str, object], position: TrainerPosition, flush: Callable[[], object]) -> str:
+    def _save(
+        self, checkpoint: dict[str, object], position: TrainerPosition, flush: Callable[[], object], *, keep: bool
+    ) -> str:
         series = self._series
         self._together("flush", flush)
         directory = self._first(
-            "begin", series, lambda own: own.begin_directory(epoch=position.epoch, batch=position.batch)
+            "begin", series, lambda own: own.begin_directory(epoch=position.epoch, batch=position.batch, keep=keep)
         )
         try:
             self._together("see", lambda: _wait_for(directory))

@@ -21,6 +21,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
+from lightning_faulttolerant.records.replay import replay_requested
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -31,6 +32,7 @@ from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.group import connect
+from lightning_faulttolerant.trainer.replay.replayed_run import ReplayedRun
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
@@ -126,6 +128,8 @@ class Beginning:
         self._function = function
         self._options = options
         self._files = files
+        request = replay_requested()
+        self._replayed = None if request is None else ReplayedRun(options, request)
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
         self.number = 0
@@ -158,13 +162,19 @@ class Beginning:
                     self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
-                self.choice = choose(self._trainer, found.series, given[0], self._options)
-                self._files.experiments.tell_unknown()
-                go_on_in_files(self._files, found.run, self.choice)
+                self.choice = self._chosen(found.series, given[0])
+                if self._replayed is None:  # otherwise the files stay as they are
+                    self._files.experiments.tell_unknown()
+                    go_on_in_files(self._files, found.run, self.choice)
         except Exception as error:
             if self._trainer.world_size == 1:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
+
+    def _chosen(self, series: AutosaveSeries, path: object) -> Choice:
+        if self._replayed is not None:
+            return self._replayed.choose(path)
+        return choose(self._trainer, series, path, self._options)
 
     def _open(self, checkpoint: object) -> FoundFit:
         options, function = self._options, self._function
@@ -174,7 +184,8 @@ class Beginning:
             function=function,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
-        found = self._found = Finder(options, self._trainer.default_root_dir, fingerprint, function=function).find()
+        finder = Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
+        found = self._found = finder.find() if self._replayed is None else self._replayed.find(finder)
         self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
             self._set_other_aside(found, fingerprint)
@@ -218,7 +229,7 @@ class Beginning:
         choice, error = None, None
         if self.ranks.rank == 0 and self._found is not None:
             try:
-                choice = choose(self._trainer, self._found.series, checkpoint_path, self._options)
+                choice = self._chosen(self._found.series, checkpoint_path)
             except Exception as failure:
                 if self.ranks.num_ranks == 1:
                     raise

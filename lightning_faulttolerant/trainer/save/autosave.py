@@ -110,7 +110,8 @@ class Autosaver:
             Exception: The error of the background write since the last boundary, unless it is only an ``OSError``.
         """
         self._take_failure()
-        return self.pace.is_due() and (self.counts_steps or not self._writer.is_busy)
+        waits = self.counts_steps or self.pace.kept_steps.is_due()
+        return self.pace.is_due() and (waits or not self._writer.is_busy)
 
     def _take_failure(self) -> None:
         """Note why the background write failed, if it did. Raise the error if the store did not cause it."""
@@ -314,7 +315,9 @@ class Autosaver:
         if is_first and self._options.async_save:
             tell("async_save=True: training waits for the autosaves of a strategy that shards.")
         by_first(self._ranks, "check", self._series, lambda series: self._check(series, without_shards(checkpoint)))
-        path, failure = shards.save(checkpoint, position, flush=self._run_state.files.flush, raises=is_first)
+        keep = self.pace.kept_steps.keeps(position)
+        flush = self._run_state.files.flush
+        path, failure = shards.save(checkpoint, position, flush=flush, raises=is_first, keep=keep)
         if failure:
             self.pace.note_failure(position, failure, began)
             return
@@ -349,7 +352,8 @@ class Autosaver:
     ) -> str:
         self._check(series, checkpoint)
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
-        path = series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
+        keep = self.pace.kept_steps.keeps(position)
+        path = series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step, keep=keep)
         self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=is_first)
         return path
 

@@ -30,6 +30,7 @@ from lightning_faulttolerant.trainer.compat import num_begun_in_all
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, seconds_of_process
+from lightning_faulttolerant.trainer.save.kept_steps import KeptSteps
 from lightning_faulttolerant.trainer.settings.options import Options
 
 _log = logging.getLogger(__name__)
@@ -265,6 +266,8 @@ class Pace:
         """Decides when the next save and the next capture may come."""
         every = options.every_n_train_steps
         self._step_count = None if every is None else StepCount(trainer, every)
+        self.kept_steps = KeptSteps(trainer, options.keep_every)
+        """Knows when an autosave is due that is kept for good."""
         self._last: TrainerPosition | None = None
         """Where the last save was taken. It may be done, in progress, or failed."""
         self._due_at = float("-inf")
@@ -298,7 +301,7 @@ class Pace:
 
     def is_due(self) -> bool:
         """Return whether a save is due at this boundary, if none is in progress. The first boundary's always is."""
-        if self._last is None:
+        if self._last is None or self.kept_steps.is_due():
             return True
         if self._step_count is not None:
             return self._step_count.is_due()
@@ -323,6 +326,7 @@ class Pace:
             taken_at: When it was taken, if it is a capture. Default: now.
         """
         self.taken_at = self.now() if taken_at is None else taken_at
+        self.kept_steps.note_taken(position)
         self._num_begun = {self.saved: self._num_begun.get(self.saved, 0), position: num_begun_in_all(self._trainer)}
 
     def note_waited(self, position: TrainerPosition, began: float) -> float:
@@ -367,6 +371,7 @@ class Pace:
     def _set_due(self, position: TrainerPosition) -> None:
         interval = self._options.train_time_interval
         self._last = position
+        self.kept_steps.note_save()
         if self._step_count is not None:
             self._step_count.note_save()
         if interval is not None:

@@ -47,6 +47,7 @@ class Options:
     ignore_hyperparameters: tuple[str, ...] = ()
     hang: str | None = None
     hang_timeout: float | None = None
+    keep_every: int | None = None
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -60,6 +61,8 @@ class Options:
             raise ValueError(
                 f"keep_last must be at least 1, got {self.keep_last}: nothing resumes without an autosave."
             )
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1, got {self.keep_every}.")
         if self.every_n_train_steps is not None and self.train_time_interval is not None:
             raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
         if self.every_n_train_steps is not None and self.every_n_train_steps < 1:
@@ -81,8 +84,8 @@ class Options:
         object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
 
     def _check_types(self) -> None:
-        for name in ("keep_last", "every_n_train_steps"):
-            if name == "keep_last" or self.every_n_train_steps is not None:
+        for name in ("keep_last", "every_n_train_steps", "keep_every"):
+            if name == "keep_last" or getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         numbers = ("overhead_budget", "grace_seconds", *(() if self.hang_timeout is None else ("hang_timeout",)))
         for name in numbers:

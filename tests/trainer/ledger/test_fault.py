@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace, read_ledger
-from lightning_faulttolerant.trainer.ledger import opened
+from lightning_faulttolerant.trainer.ledger import requested
 from lightning_faulttolerant.trainer.ledger.opened import read_fault
 from tests.runs import Net, fit_net
 
@@ -21,7 +21,7 @@ from tests.runs import Net, fit_net
 @pytest.fixture(autouse=True)
 def _first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the next fit the first one of this process."""
-    monkeypatch.setattr(opened, "_num_fits", {})
+    monkeypatch.setattr(requested, "_num_fits", {})
 
 
 class Noting(Callback):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank, read_ledger
-from lightning_faulttolerant.trainer.ledger import opened
+from lightning_faulttolerant.trainer.ledger import requested
 from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
@@ -272,7 +272,7 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
     """The trial steps of a LearningRateFinder are not batches of the fit, and trigger no fault."""
     monkeypatch.setenv(VARIABLE, switch)
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:3:start")
-    monkeypatch.setattr(opened, "_num_fits", {})
+    monkeypatch.setattr(requested, "_num_fits", {})
 
     class Tuned(Net):
         lr = 0.01
@@ -288,7 +288,7 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
 def test_the_argument_travels_to_other_processes(tmp_path: Path) -> None:
     """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
     callback = pickle.loads(pickle.dumps(FaultTolerance(ledger=tmp_path / "ledger.jsonl")))
-    assert opened.path_of(callback._options) == str(tmp_path / "ledger.jsonl")
+    assert requested.path_of(callback._options) == str(tmp_path / "ledger.jsonl")
 
 
 # With fault tolerance switched off.

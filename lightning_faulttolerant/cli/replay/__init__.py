@@ -1,0 +1,1 @@
+"""The command ``replay``: it runs any step of a run again."""

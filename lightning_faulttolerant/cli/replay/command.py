@@ -1,0 +1,206 @@
+"""``replay``: run a step of a run again, exactly as it was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from lightning_faulttolerant.cli.drill.command import ended_by_signals
+from lightning_faulttolerant.cli.replay.comparison import compare, steps_of
+from lightning_faulttolerant.cli.replay.printing import lines_of
+from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.records.ledger import path_of_rank
+from lightning_faulttolerant.records.replay import (
+    LEFT,
+    RAISED,
+    REACHED,
+    REPLAY_VARIABLE,
+    ReplayOutcome,
+    ReplayRequest,
+    ReplayStart,
+    StepPlace,
+    read_outcomes,
+    read_start,
+)
+
+DESCRIPTION = """\
+Run a step of a run again, exactly as it was. COMMAND is the command of the run. The script starts from the newest
+autosave that is not after the step, runs up to the step, and ends there.
+
+  lightning-faulttolerant replay --until 1200 -- python train.py
+  lightning-faulttolerant replay --until 3:17 --pdb -- python train.py
+  lightning-faulttolerant replay --from 1190 --until 1200 --dump steps -- python train.py
+  lightning-faulttolerant replay --at-exception --anomaly -- torchrun --nproc_per_node 2 train.py
+
+A STEP is a training batch of the fit, counted from 0 over all epochs, or EPOCH:BATCH, both from 0. The step of
+--until is done; --pdb, --anomaly, and --dump begin at that of --from. Without one of the two, both are the same.
+
+Nothing of the run is touched: neither its autosaves, ledger, and history, nor its checkpoints, and what its loggers
+have written. What the script itself writes, it writes again.
+"""
+EPILOG = """\
+Exit status: 0 the step was reached (with --at-exception: the exception was raised), and all that the run's ledger has a
+line for is equal; 1 it differs; 2 the step was not reached, or wrong usage.
+"""
+_SWITCH_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
+_DIFFERS, _FAILED = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``replay``.
+
+    Args:
+        parser: The parser of this command.
+    """
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
+        help="what starts your script, with its arguments; after --",
+    )
+    parser.add_argument("--from", dest="since", metavar="STEP", type=_step, help="the first step of interest")
+    parser.add_argument("--until", metavar="STEP", type=_step, help="the last step")
+    parser.add_argument(
+        "--at-exception", action="store_true", help="up to the exception that ended the run, instead of --until"
+    )
+    parser.add_argument("--fit", metavar="N", type=_number, default=1, help="which fit of the script (default: 1)")
+    parser.add_argument("--pdb", action="store_true", help="open the debugger in the training_step of the first step")
+    parser.add_argument(
+        "--anomaly", action="store_true", help="let autograd name the operation whose gradient is the first NaN"
+    )
+    parser.add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write batch, samples, worker, checksums, loss, gradient norms, and generators of these steps",
+    )
+    parser.add_argument("--output", metavar="DIR", help="keep the replay's ledger and logs here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script, and print what came of it.
+
+    Args:
+        arguments: The parsed arguments.
+
+    Returns:
+        The exit status.
+    """
+    # Before 3.12.5, Python leaves the ``--`` in front of it.
+    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
+    problem = _problem(arguments, words)
+    if problem is not None:
+        print(f"replay: {safe(problem)}", file=sys.stderr)
+        return _FAILED
+    output = arguments.output
+    directory = tempfile.mkdtemp(prefix="replay-") if output is None else os.path.abspath(output)
+    os.makedirs(directory, exist_ok=True)
+    try:
+        request = _request(arguments, directory)
+        code = _run(words, request)
+        return _result(request, code)
+    finally:
+        if output is None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _request(arguments: argparse.Namespace, directory: str) -> ReplayRequest:
+    since, until = arguments.since, arguments.until
+    if not arguments.at_exception:
+        since, until = since or until, until or since
+    return ReplayRequest(
+        directory=directory,
+        fit=arguments.fit,
+        since=since,
+        until=until,
+        opens_debugger=arguments.pdb,
+        detects_anomalies=arguments.anomaly,
+        dumps=None if arguments.dump is None else os.path.abspath(arguments.dump),
+    )
+
+
+def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
+    """Return what is wrong with the arguments."""
+    since, until = arguments.since, arguments.until
+    if shutil.which(words[0]) is None:
+        return f"{words[0]}: no such command"
+    if arguments.at_exception and until is not None:
+        return "--at-exception and --until exclude each other"
+    if not arguments.at_exception and since is None and until is None:
+        return "which step? Give --from, --until, or --at-exception"
+    if since is not None and until is not None and _is_after(since, until):
+        return f"--from {since} is after --until {until}"
+    for name in ("dump", "output"):
+        path = getattr(arguments, name)
+        if path is not None and os.path.isdir(path) and os.listdir(path):
+            return f"{path} is not empty: another replay would be mixed with this one"
+    return None
+
+
+def _is_after(since: StepPlace, until: StepPlace) -> bool:
+    same_kind = (since.number is None) == (until.number is None)
+    return same_kind and since.is_after(until)
+
+
+def _run(words: Sequence[str], request: ReplayRequest, environment: Mapping[str, str] = os.environ) -> int:
+    """Run the command in the foreground: the debugger needs the terminal. Return its exit code."""
+    variables = {**environment, REPLAY_VARIABLE: request.to_json()}
+    if not variables.get(_SWITCH_VARIABLE):  # the variable adds nothing if the script has the callback
+        variables[_SWITCH_VARIABLE] = "1"
+    with ended_by_signals():
+        if request.opens_debugger:  # Ctrl-C is for the debugger; were it ignored, the script would ignore it, too
+            signal.signal(signal.SIGINT, lambda *_: None)
+        process = subprocess.Popen(words, env=variables)
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+
+
+def _result(request: ReplayRequest, code: int) -> int:
+    """Print what came of it, and return the exit status."""
+    start, outcomes = read_start(request), read_outcomes(request)
+    if start is None or not outcomes:
+        why = f"the script ended with exit code {code}" if start is not None or code else "the script has no such fit"
+        print(f"replay: fit {request.fit} was not replayed: {why}.", file=sys.stderr)
+        return _FAILED
+    raised = [rank for rank, one in outcomes.items() if one.word == RAISED]
+    outcome = outcomes[raised[0] if raised else min(outcomes)]
+    can_be_compared = start.ledger is not None and os.path.exists(start.ledger)
+    ranks = [rank for rank in outcomes if os.path.exists(path_of_rank(request.ledger, rank))]
+    compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks) if can_be_compared else None
+    for line in lines_of(request, start, outcome, steps_of(request.ledger, fit=request.fit), compared):
+        print(safe(line))
+    if compared is not None and compared.difference is not None:
+        return _DIFFERS
+    if request.is_of_exception:
+        return _of_exception(start, outcome)
+    return 0 if outcome.word in (REACHED, LEFT) else _FAILED
+
+
+def _of_exception(start: ReplayStart, outcome: ReplayOutcome) -> int:
+    if outcome.word == RAISED and outcome.text.split(":")[0] != str(start.exception).split(":")[0]:
+        print(safe(f"  the run was ended by {start.exception}"))
+        return _DIFFERS
+    return {RAISED: 0, LEFT: 0}.get(outcome.word, _DIFFERS)
+
+
+def _step(text: str) -> StepPlace:
+    try:
+        return StepPlace.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _number(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return number

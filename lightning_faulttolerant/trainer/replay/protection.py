@@ -1,0 +1,98 @@
+"""Nothing of the run is touched: what a replay writes goes below its own directory, or nowhere.
+
+These replacements stay until the process ends, since hooks for exceptions may save, too.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.records.replay import ReplayRequest
+from lightning_faulttolerant.storage.store import is_url
+from lightning_faulttolerant.trainer.compat import callbacks
+from lightning_faulttolerant.trainer.files.compat import set_default_root_dir
+from lightning_faulttolerant.trainer.files.run_files import config_callbacks
+from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.replay import compat
+from lightning_faulttolerant.trainer.replay.silence import silence
+from lightning_faulttolerant.trainer.settings.options import Options
+
+_NEVER = timedelta(days=36_500)
+_MARK = "is_protected_by_replay"
+
+
+def protect(trainer: Trainer, request: ReplayRequest) -> None:
+    """Keep a trainer from writing to the files of the run. Call it on each rank, before loggers begin their files.
+
+    Args:
+        trainer: The trainer that begins a fit or an evaluation.
+        request: The request for the replay.
+    """
+    if hasattr(trainer.strategy, _MARK):  # it has run another fit
+        return
+    setattr(trainer.strategy, _MARK, True)
+    patches = Patches()
+    silence(trainer, request.directory)
+    patches.around(trainer.strategy, "save_checkpoint", partial(_save_below, request.directory))
+    patches.around(trainer.strategy, "remove_checkpoint", partial(_remove_below, request.directory))
+    for callback in filter(compat.can_link, callbacks(trainer)):
+        patches.around(callback, compat.LINK_CHECKPOINT, partial(_link_below, request.directory))
+    for saves_config in config_callbacks(trainer):
+        vars(saves_config)["already_saved"] = True
+
+
+def redirect(trainer: Trainer, request: ReplayRequest) -> None:
+    """Give a trainer the directory of the replay as its ``default_root_dir``, once the run is found.
+
+    Args:
+        trainer: The trainer.
+        request: The request for the replay.
+    """
+    root = request.path("root")
+    os.makedirs(root, exist_ok=True)
+    set_default_root_dir(trainer, root)
+
+
+def without_saves(options: Options) -> Options:
+    """Return the options of a callback for a replay: it saves nothing, and is not told to stop.
+
+    Args:
+        options: The options that the script passed.
+    """
+    return replace(
+        options,
+        every_n_train_steps=None,
+        train_time_interval=_NEVER,
+        keep_every=None,
+        async_save=False,
+        save_on_exception=False,
+        auto_resume=True,
+        deadline=None,
+        stop_signals=(),
+    )
+
+
+def _is_below(path: Any, directory: str) -> bool:
+    text = str(path)
+    return not is_url(text) and os.path.realpath(text).startswith(f"{os.path.realpath(directory)}/")
+
+
+def _save_below(directory: str, save: Method, checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    if _is_below(filepath, directory):
+        save(checkpoint, filepath, *args, **kwargs)
+
+
+def _remove_below(directory: str, remove: Method, filepath: Any) -> None:
+    if _is_below(filepath, directory):
+        remove(filepath)
+
+
+def _link_below(directory: str, link: Method, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+    if _is_below(os.path.dirname(linkpath), directory):
+        link(trainer, filepath, linkpath)

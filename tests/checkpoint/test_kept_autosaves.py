@@ -1,0 +1,70 @@
+"""Autosaves saved with ``keep`` outlive pruning and the end of the run, and no resume chooses one of an old run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.kept_autosaves import kept_paths
+
+
+def _save(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
+    return series.save({"number": number}, epoch=0, batch=number, global_step=number, keep=keep)
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def test_kept_autosaves_are_not_pruned(tmp_path: Path) -> None:
+    """Those that leave the newest are moved, all others are deleted, and the newest can be resumed from as ever."""
+    series = AutosaveSeries(tmp_path / "fit-1", keep_last=2)
+    for number in range(1, 8):
+        newest = _save(series, number, keep=number in (2, 4, 6))
+    assert [Path(path).name for path in series.paths()] == [
+        "autosave-00000006-epoch=0-batch=6-kept.ckpt",
+        "autosave-00000007-epoch=0-batch=7.ckpt",
+    ]
+    assert [Path(path).name for path in kept_paths(series.store)] == [
+        "autosave-00000002-epoch=0-batch=2-kept.ckpt",
+        "autosave-00000004-epoch=0-batch=4-kept.ckpt",
+    ]
+    assert series.newest() == newest
+
+
+def test_kept_autosaves_stay_when_the_run_ends_and_are_not_resumed(tmp_path: Path) -> None:
+    """A finished run leaves nothing to resume from; its numbers are not used again."""
+    series = AutosaveSeries(tmp_path / "fit-1", keep_last=1)
+    for number in (1, 2, 3):
+        _save(series, number, keep=number >= 2)
+    series.remove_all()
+    kept = ["kept/autosave-00000002-epoch=0-batch=2-kept.ckpt", "kept/autosave-00000003-epoch=0-batch=3-kept.ckpt"]
+    assert _names(tmp_path / "fit-1") == kept
+    assert series.newest() is None
+    assert Path(_save(series, 1)).name.startswith("autosave-00000004")
+
+
+def test_kept_autosaves_of_an_earlier_run_are_set_aside_and_then_removed(tmp_path: Path) -> None:
+    """A run that begins again keeps its own apart from the earlier ones, which its end removes."""
+    series = AutosaveSeries(tmp_path / "fit-1", keep_last=1)
+    _save(series, 5, keep=True)
+    series.remove_all()
+    _save(series, 0)
+    _save(series, 5, keep=True)
+    assert _names(tmp_path / "fit-1") == [
+        "autosave-00000003-epoch=0-batch=5-kept.ckpt",
+        "superseded-0001-earlier-run/autosave-00000001-epoch=0-batch=5-kept.ckpt",
+    ]
+    series.remove_all()
+    assert _names(tmp_path / "fit-1") == ["kept/autosave-00000003-epoch=0-batch=5-kept.ckpt"]
+
+
+def test_kept_autosaves_are_set_aside_with_the_others(tmp_path: Path) -> None:
+    """A run that leaves its autosaves for another checkpoint leaves the kept ones, too."""
+    series = AutosaveSeries(tmp_path / "fit-1", keep_last=1)
+    for number in (1, 2):
+        _save(series, number, keep=number == 1)
+    aside = series.set_aside("discarded")
+    assert aside is not None
+    assert len(_names(Path(aside))) == 2
+    assert kept_paths(series.store) == []

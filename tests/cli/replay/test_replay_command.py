@@ -1,0 +1,58 @@
+"""Wrong usage of ``replay`` is reported before any script is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.checkpoints import call
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "which step? Give --from, --until, or --at-exception"),
+        (("--until", "3", "--at-exception"), "--at-exception and --until exclude each other"),
+        (("--from", "1:3", "--until", "1:2"), "--from batch 3 of epoch 1 is after --until batch 2 of epoch 1"),
+        (("--until", "x"), "x is neither the number of a step, from 0, nor EPOCH:BATCH, such as 2:7"),
+        (("--until", "1", "--fit", "0"), "0 is not a number from 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: tuple[str, ...], problem: str, tmp_path: Path, capsys: Capture
+) -> None:
+    """The message says what is wrong, and the script is not started."""
+    started = tmp_path / "started"
+    found = call(capsys, "replay", *options, "--", sys.executable, "-c", f"open({str(started)!r}, 'w')")
+    assert found.status == 2
+    assert problem in found.err
+    assert not started.exists()
+
+
+@pytest.mark.parametrize("option", ["--dump", "--output"])
+def test_a_directory_with_something_in_it_is_refused(option: str, tmp_path: Path, capsys: Capture) -> None:
+    """Nothing is mixed with what another replay has written."""
+    (tmp_path / "file").touch()
+    found = call(capsys, "replay", "--until", "1", option, tmp_path, "--", sys.executable, "-c", "1")
+    assert found.status == 2
+    assert f"{tmp_path} is not empty" in found.err
+
+
+def test_a_command_that_does_not_exist_is_refused(capsys: Capture) -> None:
+    """The message names it."""
+    found = call(capsys, "replay", "--until", "1", "--", "no-such-command")
+    assert (found.status, found.err) == (2, "replay: no-such-command: no such command\n")
+
+
+def test_a_script_that_trains_nothing_is_no_replay(tmp_path: Path, capsys: Capture) -> None:
+    """A script without a fit is reported as such, with its exit code if it fails, and nothing is left behind."""
+    found = call(capsys, "replay", "--until", "1", "--output", tmp_path, "--", sys.executable, "-c", "1")
+    assert found.status == 2
+    assert "fit 1 was not replayed: the script has no such fit." in found.err
+    failed = call(capsys, "replay", "--until", "1", "--", sys.executable, "-c", "exit(3)")
+    assert "fit 1 was not replayed: the script ended with exit code 3." in failed.err
+    assert list(tmp_path.iterdir()) == []

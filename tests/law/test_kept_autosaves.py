@@ -1,0 +1,63 @@
+"""`keep_every`: an autosave at each multiple of so many steps stays, whatever else is saved, pruned, or killed."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.processes import run
+from tests.runs import fit_net
+from tests.scripts import protected
+
+
+def places(directory: Path) -> list[tuple[int, int]]:
+    """Return epoch and batch of each kept autosave."""
+    found = (re.search(r"epoch=(\d+)-batch=(\d+)-kept", path.name) for path in directory.rglob("autosave-*"))
+    return sorted((int(match[1]), int(match[2])) for match in found if match is not None)
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 2}, {}, {"async_save": True}], ids=str)
+def test_each_multiple_is_kept_after_the_end(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Two epochs of 5 steps leave the states of steps 3, 6, and 9, and nothing that a rerun would continue from."""
+    ended = run(lambda: fit_net([FaultTolerance(keep_every=3, **options)], tmp_path, max_epochs=2))
+    assert ended.exit_code == 0, ended.output
+    assert places(tmp_path) == [(0, 3), (1, 1), (1, 4)]
+    again = run(lambda: fit_net([FaultTolerance(keep_every=3, **options)], tmp_path, max_epochs=2))
+    assert "Resumed" not in again.output
+    assert again.exit_code == 0, again.output
+
+
+def test_the_multiples_go_on_after_a_kill(tmp_path: Path) -> None:
+    """They are counted from the beginning of the run, not from the start of a process."""
+
+    def main(*faults: Callback) -> None:
+        fit_net([protected(keep_every=4), *faults], tmp_path, max_epochs=2)
+
+    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    assert places(tmp_path) == [(0, 4)]
+    assert run(main, seed=99).exit_code == 0
+    assert places(tmp_path) == [(0, 4), (1, 3)]
+
+
+def test_a_resume_from_the_newest_is_exact_with_kept_ones() -> None:
+    """A run that keeps autosaves resumes from its newest one, kept or not."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, max_epochs=2)
+
+    assert_resumes_exactly(fit, [KillAt(2), KillAt(6)], options={"every_n_train_steps": 1, "keep_every": 2})
+
+
+@pytest.mark.parametrize(("keep_every", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_no_number_of_steps_is_refused(keep_every: Any, error: type[Exception]) -> None:
+    """A number that can't be one of steps is refused when the callback is made."""
+    with pytest.raises(error, match="keep_every"):
+        FaultTolerance(keep_every=keep_every)
