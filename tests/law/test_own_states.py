@@ -349,7 +349,7 @@ def test_own_loader_at_the_first_batches(batch: int) -> None:
 def test_own_loader_in_two_places(tmp_path: Path) -> None:
     """One object for training and validation has one state for both: it is refused, and keeps its class."""
     loader = Prefetching()
-    with pytest.raises(NotExactError, match=r"the same object is (validation|train)/0 too"):
+    with pytest.raises(NotExactError, match=r"the same object is also (validation|train)/0"):
         fit_net([FaultTolerance()], tmp_path, train=loader, validation=loader)
     assert type(loader) is Prefetching
 
