@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.loader.worker_side import WorkerSide
+from lightning_faulttolerant.loader import worker_side
 from lightning_faulttolerant.trainer import boundary as boundaries
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 
@@ -113,7 +113,7 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
         workers = f", {num_workers} workers" if num_workers else ""
         found[f"boundary at which nothing is due{workers}"] = lower_median(boundary.seconds[_WARM_UP:])
         found[f"capture{workers}"] = lower_median(capture.seconds)
-    with Clocked(WorkerSide, "_leave_state") as worker:
+    with Clocked(worker_side, "_pack") as worker:
         loader = DataLoader(BareRandomDataset(32, steps), num_workers=1)
         fit(TimedModel(), loader, [FaultTolerance(directory / "worker")], directory)
     found["recording the state of a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])

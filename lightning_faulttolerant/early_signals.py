@@ -8,6 +8,7 @@ other signal is handled here: before a fit there is nothing to save, and SIGTERM
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,6 +23,9 @@ _WAIT_SECONDS = 25.0
 """How long after the notice a fit may begin, if the end of the job is not known."""
 _RESERVE_SECONDS = 10.0
 """How long before the end of the job the process ends if no fit has begun."""
+_STUCK_WAIT_SECONDS = 60.0
+"""The same if the main thread is in C when the notice comes: the ranks may still be connecting."""
+_END = b"\0"  # no signal has this number
 _STUCK_SECONDS = 5.0
 """How long the main thread may take to handle a signal."""
 _ENDS = "SIGUSR1 ends this process, and the job is not queued again."
@@ -42,6 +46,7 @@ class EarlySignals:
         """Whether a forked child leaves the pipe to its parent."""
         self._is_pending = False
         """Whether the thread has noted a notice that the main thread has not handled yet."""
+        self._lock = threading.RLock()  # a handler may run while the main thread holds it
 
     def begin(self, environment: Mapping[str, str], *, fit_follows: bool = False) -> None:
         """Handle the notice from now on, in a task of a SLURM job where no other handler is set.
@@ -62,9 +67,12 @@ class EarlySignals:
 
     def take(self) -> float | None:
         """Give the signal back to a fit that handles it; return when the notice came, or ``None``."""
-        noted_at, self.noted_at = self.noted_at, None
-        if self._timer is not None:
-            self._timer.cancel()
+        with self._lock:
+            noted_at, self.noted_at = self.noted_at, None
+            timer, self._timer = self._timer, None
+            self._is_pending = False
+        if timer is not None:
+            timer.cancel()
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and NOTICE is not None and signal.getsignal(NOTICE) == self._handle:
             signal.signal(NOTICE, signal.SIG_DFL)
@@ -91,26 +99,33 @@ class EarlySignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process_id:  # forked before the fit: a child ends as it would have without us
             end_by_notice()
-        elif self._is_pending:  # the thread was faster
-            self._is_pending = False
-        elif self.noted_at is not None:
-            end_by_notice("No fit has begun since the first notice.")
-        else:
-            self._note(time.monotonic())
+        with self._lock:
+            if self._is_pending:  # the thread was faster
+                self._is_pending = False
+            elif self.noted_at is not None:
+                end_by_notice("No fit has begun since the first notice.")
+            else:
+                self._note(time.monotonic(), _WAIT_SECONDS)
 
-    def _note(self, at: float) -> None:
+    def _is_ours(self) -> bool:
+        """Return whether our handler is set, and not one that the script has set since."""
+        return NOTICE is not None and signal.getsignal(NOTICE) == self._handle
+
+    def _note(self, at: float, unknown_seconds: float) -> None:
         self.noted_at = at
-        self._timer = threading.Timer(_seconds_to_wait(os.environ), self._end)
-        self._timer.daemon = True
-        self._timer.start()
+        self._timer = timer = threading.Timer(_seconds_to_wait(os.environ, unknown_seconds), lambda: self._end(timer))
+        timer.daemon = True
+        timer.start()
         _say("SIGUSR1 arrived before fit. The next fit stops at its first boundary, and the job is queued again.")
 
-    def _end(self) -> None:
+    def _end(self, timer: threading.Timer) -> None:
         """End the process from the timer's thread: by its signal, or hard if the main thread does not handle it."""
         assert NOTICE is not None
+        if self._timer is not timer or not self._is_ours():
+            return
         os.kill(os.getpid(), NOTICE)
         time.sleep(_STUCK_SECONDS)
-        if self.noted_at is not None:
+        if self._timer is timer and self._is_ours():
             _say(f"{_ENDS} The main thread has handled no signal for {_STUCK_SECONDS:g} seconds.")
             os._exit(128 + NOTICE)
 
@@ -128,26 +143,32 @@ class EarlySignals:
         if not self._is_careful:
             os.register_at_fork(after_in_child=self._end_to_look)
             self._is_careful = True
-        threading.Thread(target=self._look, args=(reading,), daemon=True).start()
+        threading.Thread(target=self._look, args=(reading, writing), daemon=True).start()
 
     def _end_to_look(self) -> None:
         writing, self._pipe = self._pipe, None
         if writing is not None:
             other = signal.set_wakeup_fd(-1)
-            if other != writing:
+            if other == writing:
+                os.close(writing)  # the thread ends
+                return
+            with contextlib.suppress(ValueError, OSError):  # the other one may be closed
                 signal.set_wakeup_fd(other)
-            os.close(writing)  # the thread ends
+            # An event loop has it, and sets it again at its end. It must not be another file by then.
+            with contextlib.suppress(OSError):
+                os.write(writing, _END)
 
-    def _look(self, reading: int) -> None:
+    def _look(self, reading: int, writing: int) -> None:
         with open(reading, "rb", buffering=0) as pipe:
-            while signums := pipe.read(64):
+            while (signums := pipe.read(64)) and _END not in signums:
                 came_at = time.monotonic()
                 if NOTICE not in signums:
                     continue
                 time.sleep(_STUCK_SECONDS)
-                if self.noted_at is None and self._pipe is not None:
-                    self._is_pending = True
-                    self._note(came_at)
+                with self._lock:
+                    if self.noted_at is None and self._pipe == writing and self._is_ours():
+                        self._is_pending = True
+                        self._note(came_at, _STUCK_WAIT_SECONDS)
 
 
 def end_by_notice(reason: str = "") -> None:
@@ -176,12 +197,12 @@ def _is_child_of_multiprocessing() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _seconds_to_wait(environment: Mapping[str, str]) -> float:
+def _seconds_to_wait(environment: Mapping[str, str], unknown_seconds: float) -> float:
     try:
         left = int(environment.get("SLURM_JOB_END_TIME", "")) - time.time() - _RESERVE_SECONDS
     except ValueError:
-        return _WAIT_SECONDS
-    return left if left > 0 else _WAIT_SECONDS
+        return unknown_seconds
+    return left if left > 0 else unknown_seconds
 
 
 def _say(text: str) -> None:

@@ -139,7 +139,8 @@ def part_in(checkpoint: Mapping[str, Any] | None, path: object) -> CheckpointPar
     Raises:
         DamagedCheckpointError: If a key is missing, or a value has the wrong type.
     """
-    return None if checkpoint is None or KEY not in checkpoint else checked_part(checkpoint[KEY], path)
+    part = None if checkpoint is None else checkpoint.get(KEY)
+    return None if part is None else checked_part(part, path)
 
 
 def checked_part(part: object, path: object) -> CheckpointPart:

@@ -306,7 +306,7 @@ def test_several_processes_without_a_group_are_refused(tmp_path, monkeypatch):
     """Under torchrun without a group, ranks would overwrite each other's files; async and mono need no group."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but no process group exists"):
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but no process group exists"):
         AtomicDirectory(tmp_path)
     assert AtomicDirectory(tmp_path, strategy="async").name == "AtomicDirectory_rank_1"
     assert AtomicDirectory(tmp_path, strategy="mono").name == "AtomicDirectory"
@@ -517,7 +517,7 @@ def test_reader_takes_what_a_writer_commits_while_it_verifies(tmp_path, monkeypa
     monkeypatch.setattr(directory_series, "verify_directory", verify_and_go_on)
     assert content_of(reader.latest()) == "1"
     assert recipe(str(tmp_path), reader) == "1"
-    assert len(looks) == 2
+    assert len(set(looks)) == 2  # the directory that is gone, and the newer one
 
 
 def test_output_directory_is_made_with_the_saver(tmp_path):

@@ -94,7 +94,7 @@ def test_hook_that_saves_what_steps_make(tmp_path: Path, caplog: pytest.LogCaptu
     assert (cost.epoch, cost.batch) == (0, 1)
     with caplog.at_level("INFO"):
         fit_net([FaultTolerance()], tmp_path, module=SavesWhatStepsMake(), max_steps=1)
-    assert caplog.text.count("on_save_checkpoint can't be called before the first batch yet") == 1
+    assert caplog.text.count("on_save_checkpoint can't be called before the first batch") == 1
 
 
 class NeverSaves(Net):

@@ -267,7 +267,7 @@ def test_copied_directory_is_written_to(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "first").rglob("*") if path.is_file()}
     ended = run(lambda: fit(tmp_path / "copy"), seed=99)
     assert "Resumed exactly" in ended.output
-    assert f"logs to {tmp_path}/copy/lightning_logs now" in ended.output
+    assert f"now logs to {tmp_path}/copy/lightning_logs" in ended.output
     assert {path: path.read_bytes() for path in (tmp_path / "first").rglob("*") if path.is_file()} == before
 
 

@@ -280,6 +280,7 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "dirpath": [("/here", "/here"), ("s3://bucket/folder", "s3://bucket/folder"), ("null", None)],
     "run_id": [("mine", "mine"), ("null", None)],
     "keep_last": [("3", 3)],
+    "keep_every": [("100", 100), ("null", None)],
     "every_n_train_steps": [("50", 50)],
     "train_time_interval": [("'0:30:00'", timedelta(minutes=30)), ("'1 day, 0:00:00'", timedelta(days=1))],
     "overhead_budget": [("0.05", 0.05), ("1", 1.0)],
@@ -299,6 +300,8 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "ignore_hyperparameters": [("[run_name, optimizer.start_time]", ("run_name", "optimizer.start_time"))],
     "trust_autosaves": [("true", True), ("false", False), ("null", None)],
     "ledger": [("/here/ledger", "/here/ledger"), ("null", None)],
+    "hang": [("stop", "stop"), ("null", None)],
+    "hang_timeout": [("600", 600.0), ("null", None)],
 }
 
 

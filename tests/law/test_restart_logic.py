@@ -150,7 +150,7 @@ def test_damaged_file_of_the_run_leads_to_the_autosave(whole: Any, tmp_path: Pat
     killed(tmp_path, None, 3, every_n_train_steps=100)
     change_a_weight(at_step(tmp_path, 2))
     ended = restarted(tmp_path, newest(tmp_path))
-    assert "step=2.ckpt can't be taken" in ended.output
+    assert "step=2.ckpt can't be used" in ended.output
     assert ONCE in ended.output
     assert told(tmp_path, "weights") == whole
 

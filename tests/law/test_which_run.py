@@ -248,7 +248,7 @@ def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly before batch 0 of epoch 0" in ended.output
-    [line] = [line for line in ended.output.splitlines() if "last.ckpt can't be taken" in line]
+    [line] = [line for line in ended.output.splitlines() if "last.ckpt can't be used" in line]
     assert reason in line
 
 
@@ -264,7 +264,7 @@ def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly before batch 3 of epoch 0" in ended.output
-    assert "can't be taken" not in ended.output
+    assert "can't be used" not in ended.output
 
 
 # Changed runs.

@@ -195,7 +195,7 @@ def test_the_originals_state_goes_on_here() -> None:
     state = {"epoch_reports": [{"loss": 1.0}], "agg": {"loss": 2.0}}
     metrics = MetricsTracker().load_state_dict(state).update({"loss": 1}).reduce()
     assert metrics.end_epoch().epoch_reports == [{"loss": 1.0}, {"loss": 3.0}]
-    with pytest.raises(NotExactError, match="reduced by 'sum', this tracker has reduce_op='mean'"):
+    with pytest.raises(NotExactError, match="reduced by 'sum', but this tracker has reduce_op='mean'"):
         MetricsTracker("mean").load_state_dict(state)
     for bad in ({}, {"agg": {}}, {**state, "version": 9}):
         with pytest.raises(ValueError, match="not a state"):

@@ -123,11 +123,11 @@ def test_fault_the_position_is_applied_to_another_epoch_than_it_was_saved_in() -
 @pytest.mark.parametrize(
     ("other", "shown"),
     [
-        ({"length": 11}, "dataset_len was 10 and is 11"),
-        ({"seed": 1}, "seed was 0 and is 1"),
-        ({"shuffle": False}, "shuffle was True and is False"),
-        ({"drop_last": True}, "drop_last was False and is True"),
-        ({"order": "feistel"}, "order was 'torch' and is 'feistel'"),
+        ({"length": 11}, "dataset_len was 10 and is now 11"),
+        ({"seed": 1}, "seed was 0 and is now 1"),
+        ({"shuffle": False}, "shuffle was True and is now False"),
+        ({"drop_last": True}, "drop_last was False and is now True"),
+        ({"order": "feistel"}, "order was 'torch' and is now 'feistel'"),
     ],
 )
 def test_fault_a_state_of_other_data_is_taken(

@@ -49,7 +49,7 @@ def test_the_rank_is_what_the_launcher_says(case: str) -> None:
 )
 def test_a_rank_that_cannot_be_told_is_refused(environment: dict[str, str]) -> None:
     """Several ranks, with this one unknown, raise: by a guess, two ranks would read the same samples."""
-    with pytest.raises(StreamingError, match="can't be told"):
+    with pytest.raises(StreamingError, match="can't know its rank"):
         current_world(environment)
 
 

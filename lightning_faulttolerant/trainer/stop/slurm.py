@@ -100,6 +100,7 @@ def _scontrol(*arguments: str) -> tuple[str, str]:
             [program, *arguments],
             capture_output=True,
             text=True,
+            errors="replace",  # a name of a job or directory may hold any bytes
             timeout=_SCONTROL_SECONDS,
             check=False,
             env={**os.environ, "SLURM_TIME_FORMAT": "%s"},

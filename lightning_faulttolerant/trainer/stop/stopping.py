@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -174,9 +173,12 @@ class Stopping:
                 "It is ignored."
             )
             job_end = None
-        elif job_end is None:
-            job_end = slurm.asked_end_time(os.environ) if self._ranks.rank == 0 else None
-        job_end = self._ranks.from_first("the end of the job", job_end)
+        if job_end is None and self._ranks.rank == 0:
+            job_end = slurm.asked_end_time(os.environ)
+        ends = self._ranks.to_first("the end of the job", job_end)
+        if ends is not None:
+            job_end = min((end for end in ends if end is not None), default=None)
+        job_end = self._ranks.from_first("the earliest end", job_end)
         return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)
 
     def _progress(self) -> object:
@@ -315,7 +317,8 @@ class Stopping:
         return on_run_end()
 
     def _around_register(self, register_signal_handlers: Method) -> None:
-        _ignore_late_notice()
+        # Before the autosaves of this fit are removed, which may be remote: the last call comes first.
+        call_at_end(EARLY.ignore, is_remote=True)
         self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
         register_signal_handlers()
 
@@ -323,11 +326,6 @@ class Stopping:
         teardown()
         if self._is_interrupted:
             self._end()
-
-
-@functools.cache
-def _ignore_late_notice() -> None:
-    call_at_end(EARLY.ignore, is_remote=True)  # before the autosaves are removed, which may be remote
 
 
 def _shout(failure: str) -> None:

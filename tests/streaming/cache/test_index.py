@@ -93,7 +93,7 @@ def test_an_index_that_can_not_be_had_is_an_error(tmp_path: Path) -> None:
 
 def test_an_index_without_a_remote_is_only_read(tmp_path: Path) -> None:
     """Without a remote, or with the directory itself as the remote, the index is read where it is."""
-    with pytest.raises(IndexFileError, match=f"There is no {tmp_path}/index.json"):
+    with pytest.raises(IndexFileError, match=f"{tmp_path}/index.json does not exist"):
         fetch_index(local=str(tmp_path), remote=None)
     write(tmp_path, make_data().files)
     before = sorted(tmp_path.iterdir())

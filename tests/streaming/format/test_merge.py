@@ -89,7 +89,7 @@ def test_what_can_not_be_merged_is_refused(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     with pytest.raises(ValueError, match="is not below"):
         merge_index([str(tmp_path / "elsewhere" / "index.json")], root)
-    with pytest.raises(FileNotFoundError, match=r"no b/index\.json"):
+    with pytest.raises(FileNotFoundError, match=r"No b/index\.json exists"):
         merge_index([str(tmp_path / "root" / "b" / "index.json")], root)
     index = tmp_path / "root" / "a" / "index.json"
     index.write_text(json.dumps(json.loads(index.read_text())).replace("shard.00000.mds", "../x"))

@@ -270,7 +270,7 @@ def test_first_start_says_what_has_no_seed(
     assert len(lines) == (told is not None)
     if told is not None:
         assert told in lines[0]
-        assert "Call seed_everything before" in lines[0]
+        assert "call seed_everything first" in lines[0]
 
 
 class LoaderNet(Net):
