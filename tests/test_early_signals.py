@@ -27,7 +27,10 @@ def run(*lines: str, environment: Mapping[str, str] = SLURM) -> subprocess.Compl
 
 
 IMPORT = "import lightning_faulttolerant"
-SOON = "from lightning_faulttolerant import early_signals; early_signals._WAIT_SECONDS = early_signals._STUCK_WAIT_SECONDS = 0.2"
+SOON = (
+    "from lightning_faulttolerant import early_signals; "
+    "early_signals._WAIT_SECONDS = early_signals._STUCK_WAIT_SECONDS = 0.2"
+)
 
 
 def test_notice_is_noted_and_ends_the_process_if_no_fit_follows() -> None:
