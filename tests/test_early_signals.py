@@ -59,6 +59,22 @@ def test_notice_ends_a_process_that_waits_in_c() -> None:
     assert "The main thread has handled no signal" in ended.stderr
 
 
+def test_handler_that_the_script_sets_later_has_the_signal_alone() -> None:
+    """A script may set its own handler after the callback. It is called once, and nothing of ours ends the process."""
+    own = "signal.signal(signal.SIGUSR1, lambda *_: print('own', flush=True))"
+    ended = run(IMPORT, SOON, SHORT, CALLBACK, own, NOTICE, "time.sleep(2)")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "own\n", "")
+
+
+def test_pipe_that_an_event_loop_sets_again_is_no_other_file() -> None:
+    """An event loop that began after us puts our pipe back at its end, when a fit may have taken the signal."""
+    loop = "import socket; mine = socket.socket(); mine.setblocking(False); ours = signal.set_wakeup_fd(mine.fileno())"
+    end = "early_signals.EARLY.take(); other = socket.socket(); print(signal.set_wakeup_fd(ours) == mine.fileno())"
+    show = "print(other.fileno() != ours, time.sleep(0.3), threading.active_count())"
+    ended = run(IMPORT, SOON, CALLBACK, loop, end, show)
+    assert (ended.returncode, ended.stdout) == (0, "True\nTrue None 1\n"), ended.stderr
+
+
 def test_main_thread_that_comes_back_from_c_begins_its_fit() -> None:
     """A handler that runs late, after the thread has noted the notice, does not end the process."""
     lock = STUCK[0] + "; unlock = ctypes.CDLL(None).pthread_mutex_unlock"

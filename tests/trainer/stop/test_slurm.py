@@ -82,6 +82,13 @@ def test_end_that_slurm_is_asked_for(environment: dict[str, str], number: str, c
     assert called.read_text() == f"--oneliner show job {number}\n"
 
 
+def test_a_name_of_any_bytes_hides_no_end(called: Path) -> None:
+    """The name of a job or a directory need not be UTF-8."""
+    end = int(time.time()) + 100
+    answer(called, rf"printf 'JobName=caf\351 EndTime={end}\n'")
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) == end
+
+
 @pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])
 def test_end_that_slurm_does_not_know(end: str, called: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A job without a limit has no end, and one that may exceed its limit has an end that has passed."""
