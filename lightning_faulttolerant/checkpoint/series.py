@@ -25,7 +25,7 @@ from lightning_faulttolerant.checkpoint.autosave_directory import (
     sequence_of,
     superseded_number,
 )
-from lightning_faulttolerant.checkpoint.kept_autosaves import kept_names, leave
+from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_names, leave
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
@@ -97,7 +97,7 @@ class AutosaveSeries:
             epoch: The epoch that the run is in, from 0.
             batch: The number of finished batches in the epoch.
             global_step: The number of finished optimizer steps; for messages.
-            keep: Whether it is never removed, except by `set_aside`.
+            keep: Whether it is never removed.
 
         Returns:
             The path or URL of the new file.
@@ -271,7 +271,8 @@ class AutosaveSeries:
         listing = self.store.listing()
         self._remove_leftovers(listing, other_hosts=True)
         for store, name in self._all_names(listing):
-            leave(store, name) if store is self.store else store.delete(name)
+            if store is self.store or not is_kept(name):  # kept ones of earlier runs stay where they are
+                leave(store, name)
         for name in filter(PREDICTIONS_NAME.fullmatch, listing.files):
             self.store.delete(name)
         for store in (*self._superseded(listing), self.store):

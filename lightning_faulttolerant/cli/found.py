@@ -75,9 +75,9 @@ class FoundFile:
             return CHECKPOINT
         if match["damaged"]:
             return SET_ASIDE
-        if is_superseded(self.folder):
-            return SUPERSEDED
-        return KEPT if is_kept(self.name) and _name_of(self.folder) == KEPT_FOLDER else AUTOSAVE
+        if is_kept(self.name) and (_name_of(self.folder) == KEPT_FOLDER or is_superseded(self.folder)):
+            return KEPT
+        return SUPERSEDED if is_superseded(self.folder) else AUTOSAVE
 
     @property
     def is_autosave(self) -> bool:

@@ -44,19 +44,31 @@ def test_kept_autosaves_stay_when_the_run_ends_and_are_not_resumed(tmp_path: Pat
     assert Path(_save(series, 1)).name.startswith("autosave-00000004")
 
 
-def test_kept_autosaves_of_an_earlier_run_are_set_aside_and_then_removed(tmp_path: Path) -> None:
-    """A run that begins again keeps its own apart from the earlier ones, which its end removes."""
+def test_kept_autosaves_of_an_earlier_run_are_set_aside_and_stay(tmp_path: Path) -> None:
+    """A run that begins again keeps its own apart from the earlier ones, and its end removes none of them."""
     series = AutosaveSeries(tmp_path / "fit-1", keep_last=1)
     _save(series, 5, keep=True)
     series.remove_all()
     _save(series, 0)
     _save(series, 5, keep=True)
+    earlier = "superseded-0001-earlier-run/autosave-00000001-epoch=0-batch=5-kept.ckpt"
     assert _names(tmp_path / "fit-1") == [
         "autosave-00000003-epoch=0-batch=5-kept.ckpt",
-        "superseded-0001-earlier-run/autosave-00000001-epoch=0-batch=5-kept.ckpt",
+        earlier,
     ]
     series.remove_all()
-    assert _names(tmp_path / "fit-1") == ["kept/autosave-00000003-epoch=0-batch=5-kept.ckpt"]
+    assert _names(tmp_path / "fit-1") == ["kept/autosave-00000003-epoch=0-batch=5-kept.ckpt", earlier]
+
+
+def test_of_superseded_autosaves_only_the_kept_ones_stay_when_the_run_ends(tmp_path: Path) -> None:
+    """The end of a run removes what it has left for another checkpoint, except what was saved to be kept."""
+    series = AutosaveSeries(tmp_path / "fit-1", keep_last=2)
+    for number in (1, 2):
+        _save(series, number, keep=number == 1)
+    series.set_aside("discarded")
+    _save(series, 3)
+    series.remove_all()
+    assert _names(tmp_path / "fit-1") == ["superseded-0001-discarded/autosave-00000001-epoch=0-batch=1-kept.ckpt"]
 
 
 def test_kept_autosaves_are_set_aside_with_the_others(tmp_path: Path) -> None:

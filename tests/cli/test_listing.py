@@ -41,7 +41,7 @@ def test_a_run_is_listed_with_what_each_autosave_holds(tmp_path: Path, capsys: C
 
 
 def test_kept_autosaves_are_listed_as_such(tmp_path: Path, capsys: Capture) -> None:
-    """One that is kept for good says so, among the newest and after a run has moved it; the others don't."""
+    """One that is kept for good says so, among the newest, after a run has moved it, and when it is superseded."""
     series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=2)
     for step in (1, 2, 3):
         series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step, keep=step != 2)
@@ -49,6 +49,13 @@ def test_kept_autosaves_are_listed_as_such(tmp_path: Path, capsys: Capture) -> N
     states = {step: row(lines, Path(path).name)[-1].strip() for step, path in enumerate(series.paths(), 2)}
     assert states == {2: "verified", 3: "kept, verified"}
     assert row(lines, "autosave-00000001-epoch=0-batch=1-kept.ckpt")[-1].strip() == "kept, verified"
+    series.set_aside("discarded")
+    lines = call(capsys, "list", tmp_path).lines
+    found = [
+        row(lines, f"autosave-0000000{step}-epoch=0-batch={step}{kept}.ckpt")[-1].strip()
+        for step, kept in ((1, "-kept"), (2, ""), (3, "-kept"))
+    ]
+    assert found == ["kept, verified", "superseded, verified", "kept, verified"]
 
 
 @pytest.mark.parametrize("below", ["", "run", "run/fit-1"])

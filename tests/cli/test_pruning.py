@@ -100,6 +100,21 @@ def test_superseded_ones_are_deleted_on_demand(tmp_path: Path, capsys: Capture) 
     assert f"deleted superseded-0001-another-ckpt_path{os.sep}autosave-00000001" in found.out
 
 
+def test_autosaves_of_keep_every_in_a_superseded_run_are_never_deleted(tmp_path: Path, capsys: Capture) -> None:
+    """--superseded deletes the others, and leaves the folder with the kept ones."""
+    series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=2)
+    for step in (1, 2):
+        series.save({}, epoch=0, batch=step, global_step=step, keep=step == 1)
+    series.set_aside("discarded")
+    save_series(tmp_path / "run" / "fit-1", 1)
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1, "--superseded")
+    assert (found.status, found.lines[-1][:19]) == (0, "1 autosave deleted,")
+    assert names(tmp_path) == [
+        "run/fit-1/autosave-00000003-epoch=0-batch=1.ckpt",
+        "run/fit-1/superseded-0001-discarded/autosave-00000001-epoch=0-batch=1-kept.ckpt",
+    ]
+
+
 def test_files_of_others_are_never_deleted(tmp_path: Path, capsys: Capture) -> None:
     """Files that only look like autosaves, those of ModelCheckpoint, links, and notes stay."""
     folder = tmp_path / "run" / "fit-1"
