@@ -60,7 +60,7 @@ def redirect(trainer: Trainer, request: ReplayRequest) -> None:
 
 
 def without_saves(options: Options) -> Options:
-    """Return the options of a callback for a replay: it saves nothing, and is not told to stop.
+    """Return the options of a callback for a replay: it saves nothing, and nothing stops it, not even a long step.
 
     Args:
         options: The options that the script passed.
@@ -75,6 +75,8 @@ def without_saves(options: Options) -> Options:
         auto_resume=True,
         deadline=None,
         stop_signals=(),
+        hang="off",  # a user in the debugger takes any time
+        hang_timeout=None,
     )
 
 
