@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_faulttolerant.cli.drill.command import ended_by_signals
 from lightning_faulttolerant.cli.replay.comparison import compare, steps_of
 from lightning_faulttolerant.cli.replay.printing import lines_of
 from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.records.ledger import path_of_rank
 from lightning_faulttolerant.records.replay import (
     LEFT,
@@ -39,7 +40,8 @@ autosave that is not after the step, runs up to the step, and ends there.
   lightning-faulttolerant replay --at-exception --anomaly -- torchrun --nproc_per_node 2 train.py
 
 A STEP is a training batch of the fit, counted from 0 over all epochs, or EPOCH:BATCH, both from 0. The step of
---until is done; --pdb, --anomaly, and --dump begin at that of --from. Without one of the two, both are the same.
+--until is done; --pdb, --anomaly, and --dump begin at that of --from. If only one is given, it stands for
+both.
 
 Nothing of the run is touched: neither its autosaves, ledger, and history, nor its checkpoints, and what its loggers
 have written. What the script itself writes, it writes again.
@@ -171,8 +173,7 @@ def _result(request: ReplayRequest, code: int) -> int:
         why = f"the script ended with exit code {code}" if start is not None or code else "the script has no such fit"
         print(f"replay: fit {request.fit} was not replayed: {why}.", file=sys.stderr)
         return _FAILED
-    raised = [rank for rank, one in outcomes.items() if one.word == RAISED]
-    outcome = outcomes[raised[0] if raised else min(outcomes)]
+    outcome = _decisive(start, outcomes)
     can_be_compared = start.ledger is not None and os.path.exists(start.ledger)
     ranks = [rank for rank in outcomes if os.path.exists(path_of_rank(request.ledger, rank))]
     compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks) if can_be_compared else None
@@ -181,12 +182,33 @@ def _result(request: ReplayRequest, code: int) -> int:
     if compared is not None and compared.difference is not None:
         return _DIFFERS
     if request.is_of_exception:
-        return _of_exception(start, outcome)
+        return _of_exception(start, outcome, outcomes.values())
     return 0 if outcome.word in (REACHED, LEFT) else _FAILED
 
 
-def _of_exception(start: ReplayStart, outcome: ReplayOutcome) -> int:
-    if outcome.word == RAISED and outcome.text.split(":")[0] != str(start.exception).split(":")[0]:
+def _decisive(start: ReplayStart, outcomes: Mapping[int, ReplayOutcome]) -> ReplayOutcome:
+    """Return the outcome of the rank that ended the replay. When one rank ends, the others lose it, and raise, too."""
+
+    def order(rank: int) -> tuple[bool, bool, bool, bool, int]:
+        outcome, raised = outcomes[rank], outcomes[rank].word == RAISED
+        is_cause = raised and _type_of(outcome.text) != RanksLostError.__name__
+        return outcome.word != LEFT, not is_cause, not raised, not _is_of_run(start, outcome), rank
+
+    return outcomes[min(outcomes, key=order)]
+
+
+def _type_of(exception: str) -> str:
+    return exception.split(":")[0]
+
+
+def _is_of_run(start: ReplayStart, outcome: ReplayOutcome) -> bool:
+    """Return whether a rank raised an exception of the type that ended the run."""
+    return outcome.word == RAISED and _type_of(outcome.text) == _type_of(str(start.exception))
+
+
+def _of_exception(start: ReplayStart, outcome: ReplayOutcome, outcomes: Iterable[ReplayOutcome]) -> int:
+    # The history of a run has the exception of one rank, which may be that it has lost another one.
+    if outcome.word == RAISED and not any(_is_of_run(start, one) for one in outcomes):
         print(safe(f"  the run was ended by {start.exception}"))
         return _DIFFERS
     return {RAISED: 0, LEFT: 0}.get(outcome.word, _DIFFERS)

@@ -1,4 +1,4 @@
-"""Wrong usage of ``replay`` is reported before any script is started."""
+"""Wrong usage of ``replay`` is reported before any script is started; of several ends, the decisive one is told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.cli.replay import command
+from lightning_faulttolerant.records.replay import (
+    LEFT,
+    RAISED,
+    REACHED,
+    ReplayOutcome,
+    ReplayRequest,
+    ReplayStart,
+    StepPlace,
+    write_outcome,
+    write_start,
+)
 from tests.cli.checkpoints import call
 
 Capture = pytest.CaptureFixture[str]
@@ -56,3 +68,33 @@ def test_a_script_that_trains_nothing_is_no_replay(tmp_path: Path, capsys: Captu
     failed = call(capsys, "replay", "--until", "1", "--", sys.executable, "-c", "exit(3)")
     assert "fit 1 was not replayed: the script ended with exit code 3." in failed.err
     assert list(tmp_path.iterdir()) == []
+
+
+LOST = "RanksLostError: rank 1 is lost"
+ERROR = "ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("ends", "exception", "end", "status"),
+    [
+        ([(RAISED, LOST), (RAISED, ERROR)], ERROR, "raised in batch 2 of epoch 0: ValueError: no", 0),
+        ([(RAISED, LOST), (RAISED, ERROR)], LOST, "raised in batch 2 of epoch 0: ValueError: no", 0),
+        ([(RAISED, "RuntimeError: closed"), (RAISED, ERROR)], ERROR, "raised in batch 2 of epoch 0: ValueError: no", 0),
+        ([(RAISED, LOST), (RAISED, ERROR)], "TypeError: no", "raised in batch 2 of epoch 0: ValueError: no", 1),
+        ([(RAISED, LOST), (REACHED, "")], ERROR, "raised in batch 1 of epoch 0: RanksLostError: rank 1 is lost", 1),
+        ([(LEFT, ""), (RAISED, LOST)], ERROR, "left in batch 1 of epoch 0, by the debugger", 0),
+        ([(LEFT, ""), (RAISED, LOST)], None, "left in batch 1 of epoch 0, by the debugger", 0),
+        ([(REACHED, ""), (RAISED, ERROR)], None, "raised in batch 2 of epoch 0: ValueError: no", 2),
+    ],
+)
+def test_the_rank_that_ended_the_replay_decides(
+    ends: list[tuple[str, str]], exception: str | None, end: str, status: int, tmp_path: Path, capsys: Capture
+) -> None:
+    """A rank that only lost another one hides neither the exception of that rank nor that the user left."""
+    until = None if exception else StepPlace(number=9)
+    request = ReplayRequest(directory=str(tmp_path), until=until)
+    write_start(request, ReplayStart(exception=exception))
+    for rank, (word, text) in enumerate(ends):
+        write_outcome(request, rank, ReplayOutcome(word=word, place=StepPlace(epoch=0, batch=rank + 1), text=text))
+    assert command._result(request, 0) == status
+    assert end in capsys.readouterr().out
