@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.full_disks import FullDisk
 from tests.processes import run
 from tests.runs import fit_net
 from tests.scripts import protected
@@ -45,6 +46,15 @@ def test_the_multiples_go_on_after_a_kill(tmp_path: Path) -> None:
     assert places(tmp_path) == [(0, 4)]
     assert run(main, seed=99).exit_code == 0
     assert places(tmp_path) == [(0, 4), (1, 3)]
+
+
+def test_a_multiple_that_finds_no_room_is_kept_a_step_later(tmp_path: Path) -> None:
+    """The disk is full at the save of step 3: the state of step 4 is kept, and then that of step 6 as always."""
+    own = protected(keep_every=3, every_n_train_steps=1)
+    ended = run(lambda: fit_net([own, FullDisk(2, 3)], tmp_path, max_epochs=2))
+    assert ended.exit_code == 0, ended.output
+    assert "could not be saved" in ended.output
+    assert places(tmp_path) == [(0, 4), (1, 1), (1, 4)]
 
 
 def test_a_resume_from_the_newest_is_exact_with_kept_ones() -> None:

@@ -328,6 +328,7 @@ class Autosaver:
 
     def _has_saved(self, position: TrainerPosition, path: str) -> None:
         self._is_proven, self.pace.saved = True, position
+        self.pace.kept_steps.note_written(position)
         for hear in self.on_saved:
             hear(position, path)
 

@@ -1,4 +1,7 @@
-"""When an autosave is due that is kept for good: at each multiple of `keep_every` steps, in whichever process."""
+"""When an autosave is due that is kept for good: at each multiple of `keep_every` steps, in whichever process.
+
+If the save of a multiple fails, the next one that succeeds is kept instead.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,59 @@ class KeptSteps:
     def __init__(self, trainer: Trainer, every: int | None) -> None:
         self._trainer = trainer
         self._every = every
-        self._last: int | None = None
-        self._kept: TrainerPosition | None = None
+        self._num_begun: int | None = None
+        """How many multiples had been reached by the last state whose save was begun. All ranks have the same."""
+        self._num_saved = 0
+        """How many multiples had been reached by the last state that is saved."""
+        self._taken: tuple[TrainerPosition, int] | None = None
+        """Where the last state was taken, and how many multiples had been reached there."""
 
     def is_due(self) -> bool:
-        """Return whether a multiple was reached since the last save. All ranks return the same."""
+        """Return whether a multiple was reached since the last save was begun. All ranks return the same."""
         if self._every is None:
             return False
-        if self._last is None:  # the fit begins, or continues: earlier multiples are done
-            self._last = self._num_multiples()
-        return self._num_multiples() > self._last
+        num_reached = self._num_reached()
+        return num_reached > self._num_begun_or(num_reached)
 
     def note_taken(self, position: TrainerPosition) -> None:
-        """Note that a state is taken, for a save."""
-        self._kept = position if position.where != FINISHED and self.is_due() else None
+        """Note that a state is taken, for a save.
 
-    def note_save(self) -> None:
-        """Note that the state is saved, or can't be."""
+        Args:
+            position: Its position. The state may be a capture from before the current step.
+        """
         if self._every is not None:
-            self._last = self._num_multiples()
+            self._num_begun_or(self._num_reached())
+            self._taken = position, self._num_reached(position)
+
+    def note_save(self, position: TrainerPosition) -> None:
+        """Note that the save of the state that was taken last, at `position`, has begun, or can't be done."""
+        if self._num_begun is not None:
+            self._num_begun = max(self._num_begun, self._num_taken(position))
+
+    def note_written(self, position: TrainerPosition) -> None:
+        """Note that this save is written. The thread that writes in the background calls this, too."""
+        self._num_saved = max(self._num_saved, self._num_taken(position))
 
     def keeps(self, position: TrainerPosition) -> bool:
         """Return whether the autosave of the state that was taken last, at `position`, is kept for good."""
-        return self._kept is not None and self._kept == position
+        return position.where != FINISHED and self._num_taken(position) > self._num_saved
 
-    def _num_multiples(self) -> int:
+    def _num_begun_or(self, num_reached: int) -> int:
+        if self._num_begun is None:  # the fit begins, or continues: earlier multiples are done
+            self._num_begun = self._num_saved = num_reached
+        return self._num_begun
+
+    def _num_taken(self, position: TrainerPosition) -> int:
+        return self._taken[1] if self._taken is not None and self._taken[0] == position else 0
+
+    def _num_reached(self, position: TrainerPosition | None = None) -> int:
+        """Return how many multiples were reached at a position, by default now."""
         assert self._every is not None
-        steps, batches = self._trainer.global_step, self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
-        counts_steps = steps > 0 or self._trainer.lightning_module.automatic_optimization
-        return (steps if counts_steps else batches) // self._every
+        trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.global_step > 0 or trainer.lightning_module.automatic_optimization:
+            return (trainer.global_step if position is None else position.global_step) // self._every
+        if position is None:
+            return progress.total.completed // self._every
+        if position.epoch != trainer.current_epoch:  # a capture of an earlier epoch: how long that was is not known
+            return 0
+        return (progress.total.completed - progress.current.completed + position.batch) // self._every

@@ -371,7 +371,7 @@ class Pace:
     def _set_due(self, position: TrainerPosition) -> None:
         interval = self._options.train_time_interval
         self._last = position
-        self.kept_steps.note_save()
+        self.kept_steps.note_save(position)
         if self._step_count is not None:
             self._step_count.note_save()
         if interval is not None:

@@ -1,0 +1,121 @@
+"""A multiple of `keep_every` is kept once it is saved, and no earlier state is taken for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, TrainerPosition
+from lightning_faulttolerant.trainer.save.kept_steps import KeptSteps
+
+EVERY = 3
+
+
+class Run:
+    """A fit with epochs of 5 batches, of which each is a step, counted by Lightning or not."""
+
+    def __init__(self, *, counts_steps: bool) -> None:
+        self.counts_steps = counts_steps
+        current, total = SimpleNamespace(completed=0), SimpleNamespace(completed=0)
+        self.trainer: Any = SimpleNamespace(
+            global_step=0,
+            current_epoch=0,
+            lightning_module=SimpleNamespace(automatic_optimization=counts_steps),
+            fit_loop=SimpleNamespace(
+                epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current, total=total))
+            ),
+        )
+        self.kept = KeptSteps(self.trainer, EVERY)
+        assert not self.kept.is_due()
+
+    def go_to(self, step: int, where: str = BOUNDARY) -> TrainerPosition:
+        """Do the steps up to this one. Return the position."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        self.trainer.current_epoch, progress.current.completed = divmod(step, 5)
+        progress.total.completed = step
+        self.trainer.global_step = step if self.counts_steps else 0
+        return TrainerPosition(
+            where=where,
+            epoch=self.trainer.current_epoch,
+            batch=progress.current.completed,
+            global_step=self.trainer.global_step,
+        )
+
+    def save(self, position: TrainerPosition, *, succeeds: bool = True) -> bool:
+        """Save a state. Return whether its autosave is to be kept."""
+        self.kept.note_taken(position)
+        keeps = self.kept.keeps(position)
+        if succeeds:
+            self.kept.note_written(position)
+        self.kept.note_save(position)
+        return keeps
+
+
+@pytest.fixture(params=[True, False], ids=["steps", "batches"])
+def fit(request: pytest.FixtureRequest) -> Run:
+    """A fit whose steps Lightning counts, or that counts batches."""
+    return Run(counts_steps=request.param)
+
+
+def test_each_multiple_is_due_and_kept_once(fit: Run) -> None:
+    """The first state at or after a multiple is kept, over epochs, and no other one."""
+    kept = []
+    for step in range(12):
+        position = fit.go_to(step)
+        if fit.kept.is_due() or step % 2:
+            kept += [step] if fit.save(position) else []
+            assert not fit.kept.is_due()
+    assert kept == [3, 6, 9]
+
+
+def test_a_multiple_that_could_not_be_saved_is_kept_by_the_next_save(fit: Run) -> None:
+    """A full disk costs a few steps, not the multiple, and it does not make each step save."""
+    assert fit.save(fit.go_to(3), succeeds=False)
+    position = fit.go_to(4)
+    assert not fit.kept.is_due()
+    assert fit.save(position, succeeds=False)
+    assert fit.save(fit.go_to(5))
+    assert not fit.save(fit.go_to(5))
+
+
+def test_a_capture_from_before_a_multiple_is_not_kept_for_it(fit: Run) -> None:
+    """What counts is the step of the state, not the current one; the multiple itself is still due."""
+    capture = fit.go_to(2)
+    fit.go_to(3)
+    assert not fit.save(capture)
+    assert fit.kept.is_due()
+    assert fit.save(fit.go_to(3))
+
+
+def test_a_capture_of_an_earlier_epoch_is_not_kept_for_a_multiple_of_this_one(fit: Run) -> None:
+    """Where no number of the state is known, the multiple waits for the next save."""
+    assert fit.save(fit.go_to(3))
+    capture = fit.go_to(4)
+    fit.go_to(6)
+    assert not fit.save(capture)
+    assert fit.kept.is_due()
+
+
+def test_the_end_of_a_fit_is_not_kept(fit: Run) -> None:
+    """Nothing can be replayed from there."""
+    assert not fit.save(fit.go_to(6, FINISHED))
+
+
+def test_a_fit_that_continues_does_not_keep_the_multiples_before_it() -> None:
+    """They are counted from the beginning of the run, and the state of the start is saved already."""
+    fit = Run(counts_steps=True)
+    position = fit.go_to(7)
+    fit.kept = KeptSteps(fit.trainer, EVERY)
+    assert not fit.save(position)
+    assert fit.save(fit.go_to(9))
+
+
+def test_without_keep_every_nothing_is_kept() -> None:
+    """No step is due, and no save is kept."""
+    fit = Run(counts_steps=True)
+    fit.kept = KeptSteps(fit.trainer, None)
+    position = fit.go_to(6)
+    assert not fit.kept.is_due()
+    assert not fit.save(position)
