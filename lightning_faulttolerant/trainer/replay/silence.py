@@ -1,4 +1,7 @@
-"""Loggers in a replay: those of Lightning that write files write below its directory, all others receive nothing."""
+"""Loggers in a replay: those of Lightning that write files write below its directory, all others receive nothing.
+
+A logger that opens a run in its constructor, such as Comet's, has done so before.
+"""
 
 from __future__ import annotations
 
