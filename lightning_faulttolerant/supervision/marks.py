@@ -81,6 +81,7 @@ class Marks:
             os.close(descriptor)
         self._numbers = memoryview(self._map)[:_TEXT_AT].cast("q")
         self._count = self._num_saved = 0
+        self._set(evaluated=-1)
         self.process_id = os.getpid()
 
     def begin(self, section: int) -> None:

@@ -111,10 +111,12 @@ class HangWatcher:
     def _judge(self, marks: ProcessMarks, seconds: float) -> Hang | None:
         if marks.section == OUTSIDE or (marks.hang or self._default) == OFF:
             return None
-        limit, why = self.times.limit(marks.section)
+        limit, why = self.times.limit(marks)
         if marks.hang_timeout_seconds:
             limit, why = marks.hang_timeout_seconds, "hang_timeout"
         if seconds <= limit or (marks.process_id, marks.count) in self._told:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
+        self.times.note_hang(marks)
+        self._since_write = _WRITE_EVERY_SECONDS  # the next start needs to know it
         return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))

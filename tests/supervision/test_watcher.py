@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,19 @@ import pytest
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
 from lightning_faulttolerant.supervision.hang_report import behind
 from lightning_faulttolerant.supervision.marks import (
+    END_OF_EPOCH,
+    EVALUATION_BATCH,
     FIRST_BATCH,
     OFF,
     OUTSIDE,
     REPORT,
     SAVE,
+    SETUP,
+    TEARDOWN,
     TRAINING_BATCH,
     Marks,
     ProcessMarks,
+    read_marks,
 )
 from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes
 from lightning_faulttolerant.supervision.stacks import SIGNAL, StackHandler, stacks_of, stacks_path, waits_for_others
@@ -53,24 +59,54 @@ def watched(directory: Path, *, hang: int = 0, timeout: float = 0, run: str = ""
     return marks, HangWatcher(directory, clock=clock), clock
 
 
-def test_limits_are_learned(tmp_path: Path) -> None:
-    """Half an hour at first; then ten times the slowest of its kind, and never less than a minute."""
+def test_the_limits_of_batches_are_learned(tmp_path: Path) -> None:
+    """Ten times the slowest of their kind, and never less than five minutes."""
     marks, watcher, clock = watched(tmp_path)
-    marks.begin(FIRST_BATCH)
-    assert looks(watcher, clock, 1799) is None
-    marks.begin_batch(TRAINING_BATCH, 0, 1)
-    looks(watcher, clock, 20)
-    marks.begin_batch(TRAINING_BATCH, 0, 2)
-    assert looks(watcher, clock, 195) is None
-    hang = looks(watcher, clock, 10)
+    marks.begin_batch(TRAINING_BATCH, 0, 0)
+    assert looks(watcher, clock, 100) is None
+    marks.begin_batch(EVALUATION_BATCH, 0, 1, 0)
+    looks(watcher, clock, 1)
+    marks.begin_batch(EVALUATION_BATCH, 0, 1, 1)
+    assert looks(watcher, clock, 299) is None
+    hang = looks(watcher, clock, 5)
     assert hang is not None
-    assert "the section training batch (epoch 0, batch 2) for 19" in hang.text
-    assert "the slowest of its kind took" in hang.text
+    assert "the section evaluation batch (epoch 0, batch 1, evaluation batch 1) for 30" in hang.text
+    assert "300 s is the limit (the slowest of its kind took 0.5 s)" in hang.text
+    marks.begin_batch(TRAINING_BATCH, 0, 1)
+    assert looks(watcher, clock, 990) is None
+    assert looks(watcher, clock, 20) is not None
+
+
+@pytest.mark.parametrize("section", [SETUP, FIRST_BATCH, SAVE, END_OF_EPOCH, TEARDOWN])
+def test_sections_other_than_batches_may_always_take_half_an_hour(tmp_path: Path, section: int) -> None:
+    """One that had nothing to do says nothing about the next one; one that took long may take longer."""
+    marks, watcher, clock = watched(tmp_path)
     for _ in range(3):
-        marks.begin(SAVE)
+        marks.begin(section)
         looks(watcher, clock, 1)
-    assert looks(watcher, clock, 58) is None
-    assert looks(watcher, clock, 5) is not None
+    assert looks(watcher, clock, 1797) is None
+    marks.begin(section)
+    assert looks(watcher, clock, 2000) is None
+
+
+def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -> None:
+    """So a limit that is wrong can't end a run. The next start knows it, and other places keep their limit."""
+    (tmp_path / "run").mkdir()
+    limits = []
+    for start in range(3):
+        (tmp_path / str(start)).mkdir()
+        marks, watcher, clock = watched(tmp_path / str(start), run=str(tmp_path / "run"))
+        marks.begin_batch(TRAINING_BATCH, 0, 4)
+        looks(watcher, clock, 1)
+        marks.begin_batch(TRAINING_BATCH, 0, 5)
+        hang = looks(watcher, clock, 1300)
+        assert hang is not None
+        limits.append(hang.limit_seconds)
+        other = replace(hang.marks, batch=6)
+        assert watcher.times.limit(other)[0] == 300
+        watcher.times.write()
+    assert limits == [300, 600, 1200]
+    assert "doubled after each hang here, 2 so far" in hang.text
 
 
 def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
@@ -79,9 +115,10 @@ def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
     marks.begin(SAVE)
     assert looks(watcher, clock, 7) is not None
     assert looks(watcher, clock, 100) is None
+    before = next(read_marks(tmp_path))
     marks.begin(TRAINING_BATCH)
     looks(watcher, clock, 1)
-    assert watcher.times.limit(SAVE)[0] == 1800
+    assert watcher.times.limit(replace(before, batch=9)) == (1800, "none of its kind has ended yet")
 
 
 def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
@@ -114,18 +151,18 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     """The slowest sections are beside the history, and damaged files are no reason to stop."""
     (tmp_path / "run").mkdir()
     marks, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
-    marks.begin(SAVE)
-    looks(watcher, clock, 30)
     marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 60)
+    marks.begin(SAVE)
     looks(watcher, clock, 1)
     watcher.times.write()
     times = SectionTimes()
     times.follow(str(tmp_path / "run"))
-    assert times.limit(SAVE)[0] == pytest.approx(300, abs=10)
+    assert times.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
     (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
     damaged = SectionTimes()
     damaged.follow(str(tmp_path / "run"))
-    assert damaged.limit(SAVE)[0] == 1800
+    assert damaged.limit(marks_at(0, 1))[0] == 1800
 
 
 def marks_at(rank: int, batch: int) -> ProcessMarks:

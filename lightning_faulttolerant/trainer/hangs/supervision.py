@@ -94,13 +94,15 @@ class Supervision:
 
     def _open(self, name: str, directory: str) -> None:
         self._directory = name
+        is_new = self.marks is None
         self.marks = kinds.marks_in(name)
         timeout = int(1000 * (self._options.hang_timeout or 0))
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
         self.marks.describe(
             rank=rank, num_ranks=num_ranks, hang=self._hang, hang_timeout_ms=timeout, directory=directory
         )
-        self.marks.begin(kinds.SETUP)
+        if is_new:
+            self.in_batch(kinds.SETUP)
         if self._stacks is None and self._hang != kinds.OFF:
             self._stacks = StackHandler(name)
 
