@@ -54,7 +54,7 @@ def end_hung(process_ids: Iterable[int]) -> None:
     for process_id in hung:
         _send(process_id, HANG_EXIT_CODE)
         _send(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
-    for process_id in family - hung:
+    for process_id in family - hung - {os.getpid()}:  # a watcher is a child of the process that it watches
         _send(process_id, signal.SIGKILL)
     deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
     while time.monotonic() < deadline and any(_runs(process_id) for process_id in hung):

@@ -41,11 +41,11 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
     parents, states = parents_and_states()
     stacks: dict[int, str] = {}
     workers: list[str] = []
+    no_workers = {os.getpid(), *(marks.process_id for marks, _ in hang.ranks)}  # a watcher may be a child, too
     for marks, _ in hang.ranks:
         path = stacks_path(directory, marks.process_id)
         stacks[marks.rank] = stacks_of(marks.process_id, path, states.get(marks.process_id, "Z"))
-        own = {other.process_id for other, _ in hang.ranks if other is not marks}
-        for process_id in sorted(with_children({marks.process_id}, parents) - own - {marks.process_id}):
+        for process_id in sorted(with_children({marks.process_id}, parents) - no_workers):
             found = stacks_of(process_id, path, states.get(process_id, "Z"))
             workers.append(f"Process {process_id}, started by rank {marks.rank}\n{found}\n")
     rows = [

@@ -75,7 +75,7 @@ class Marks:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         descriptor = os.open(_path(directory), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)
+            _allocate(descriptor)
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -125,6 +125,14 @@ class Marks:
     def _set(self, **numbers: int) -> None:
         for name, number in numbers.items():
             self._numbers[_PLACES[name]] = number
+
+
+def _allocate(descriptor: int) -> None:
+    """Reserve the memory: a file with a hole would end the process by SIGBUS once the memory is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, _SIZE)
+    elif os.fstat(descriptor).st_size < _SIZE:  # macOS
+        os.write(descriptor, bytes(_SIZE))
 
 
 _of_this_process: dict[str, Marks] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
-from lightning_faulttolerant.supervision.hang_report import behind
+from lightning_faulttolerant.supervision.hang_report import behind, hang_report
 from lightning_faulttolerant.supervision.marks import (
     END_OF_EPOCH,
     EVALUATION_BATCH,
@@ -239,6 +239,27 @@ def test_a_process_ends_with_the_documented_code(closed: bool) -> None:
     end_hung([process_id])
     code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
     assert code == (-HANG_EXIT_CODE if closed else HANG_EXIT_CODE)
+
+
+def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> None:
+    """It starts as a child of the training process, and is neither ended with it nor in its report."""
+    survived, done = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        parent = os.getpid()
+        if not os.fork():
+            hung = replace(marks_at(0, 1), process_id=parent)
+            hang = Hang(marks=hung, seconds=1.0, limit_seconds=1.0, why="", ranks=((hung, 1.0),))
+            report = hang_report(hang, tmp_path)
+            end_hung([parent])
+            os.write(done, b"in the report" if f"Process {os.getpid()}" in report else b"survived")
+            os._exit(0)
+        time.sleep(60)
+        os._exit(1)
+    os.close(done)
+    os.waitpid(process_id, 0)
+    assert os.read(survived, 100) == b"survived"
+    os.close(survived)
 
 
 def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -311,6 +312,43 @@ def test_an_exception_before_the_first_batch_has_none(tmp_path: Path, supervisor
     """No batch is accused."""
     found = failure_of(supervisor, lambda: fit_net([*protected(tmp_path), RaisesAtStart()], tmp_path))
     assert (found.batch, found.samples, found.place) == (None, {}, "before the first batch of fit")
+
+
+def test_an_exception_that_the_script_has_caught_is_forgotten(tmp_path: Path, supervisor: Path) -> None:
+    """Otherwise it would be the reason for whatever ends the process later."""
+    failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3)))
+    fit_net(protected(tmp_path), tmp_path)
+    assert read_failures(supervisor) == []
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_a_fit_without_room_for_its_marks_runs_unwatched(
+    tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, is_in_run: bool
+) -> None:
+    """A full memory is told, and nothing is left that a watcher could take for a hang."""
+    directory = request.getfixturevalue("supervisor") if is_in_run else tmp_path
+    monkeypatch = request.getfixturevalue("monkeypatch")
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "its marks can't be written: [Errno 28] No space left on device" in caplog.text
+    assert list(read_marks(directory)) == []
+
+
+def test_a_system_without_sessions_runs_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There, `os.posix_spawn` has no such argument."""
+
+    def spawn(*_: Any, **__: Any) -> int:
+        raise NotImplementedError("setsid")
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "The watcher for hangs could not be started" in caplog.text
 
 
 class LooksAround(Callback):
