@@ -36,7 +36,8 @@ class SectionTimes:
         self._hung: tuple[_Place, int] | None = None
         """Where the last hang was, and how many there were in a row."""
         self._has_new_hang = False
-        self._directory = ""
+        self.directory = ""
+        """The directory of the run, or its URL; empty if it is not known yet."""
 
     def follow(self, directory: str) -> None:
         """Read what earlier starts have learned, once the directory of the run is known.
@@ -44,9 +45,9 @@ class SectionTimes:
         Args:
             directory: The directory, or its URL.
         """
-        if not directory or directory == self._directory:
+        if not directory or directory == self.directory:
             return
-        self._directory = directory
+        self.directory = directory
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FaultToleranceError):
             with open_file(f"{directory}/{FILE_NAME}") as file:
                 content = json.load(file)
@@ -81,14 +82,10 @@ class SectionTimes:
             why += f"; doubled after each hang here, {self._hung[1]} so far"
         return seconds, why
 
-    def write(self) -> None:
-        """Write what was learned for the next start, if there is something new."""
-        self.writing()()
-
     def writing(self) -> Callable[[], None]:
         """Return what writes that which was learned until now. A failure is no reason to stop."""
-        written, path = self._written, os.path.join(self._directory, FILE_NAME)
-        if not self._directory or not (
+        written, path = self._written, os.path.join(self.directory, FILE_NAME)
+        if not self.directory or not (
             self._has_new_hang
             or any(seconds > _WORTH_WRITING * written.get(name, 0.0) for name, seconds in self._slowest.items())
         ):

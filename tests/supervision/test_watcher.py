@@ -5,14 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.processes import is_running, started_at
+from lightning_faulttolerant.supervision import exit_signal, section_times
+from lightning_faulttolerant.supervision import hang_report as hang_report_module
+from lightning_faulttolerant.supervision import watcher as watcher_module
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
-from lightning_faulttolerant.supervision.hang_report import behind, hang_report
+from lightning_faulttolerant.supervision.hang_report import behind, hang_report, write_hang_report
 from lightning_faulttolerant.supervision.marks import (
     END_OF_EPOCH,
     EVALUATION_BATCH,
@@ -104,7 +110,7 @@ def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -
         limits.append(hang.limit_seconds)
         other = replace(hang.marks, batch=6)
         assert watcher.times.limit(other)[0] == 300
-        watcher.times.write()
+        watcher.close()
     assert limits == [300, 600, 1200]
     assert "doubled after each hang here, 2 so far" in hang.text
 
@@ -128,6 +134,67 @@ def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
     looks(watcher, clock, 2)
     clock.now += 3600
     assert looks(watcher, clock, 2) is None
+
+
+def test_a_watcher_that_looks_rarely_counts_its_own_pace(tmp_path: Path) -> None:
+    """``--monitor-interval 30`` must not make a minute of thirty."""
+    marks, _, clock = watched(tmp_path, timeout=100)
+    watcher = HangWatcher(tmp_path, clock=clock, look_every_seconds=30)
+    marks.begin(SAVE)
+    found = []
+    for _ in range(6):
+        clock.now += 30
+        found.append(watcher.look() is not None)
+    assert found == [False] * 4 + [True, False]
+
+
+def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path) -> None:
+    """The marks say when their process has started. A zombie has ended, too."""
+    marks, watcher, clock = watched(tmp_path, timeout=5)
+    marks.begin(SAVE)
+    marks._set(started=started_at(os.getpid()) - 1)
+    assert looks(watcher, clock, 10) is None
+    assert watcher.is_empty
+    assert is_running(os.getpid(), started_at(os.getpid()))
+    process_id = os.fork()
+    if not process_id:
+        os._exit(0)
+    os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    assert not is_running(process_id)
+    os.waitpid(process_id, 0)
+
+
+@pytest.mark.parametrize("name", ["open_file", "open_writer"])
+def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What a hung file system keeps waiting is a thread, not the process that has to end the run."""
+    release = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        release.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(section_times, name, hang)
+    monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(hang_report_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
+    original = hang_report_module.open_writer
+    monkeypatch.setattr(
+        hang_report_module,
+        "open_writer",
+        lambda path: hang() if path.startswith(f"{tmp_path}/run/") else original(path),
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    began = time.monotonic()
+    marks, watcher, clock = watched(tmp_path, run=f"{tmp_path}/run")
+    marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 60)
+    marks.begin(SAVE)
+    looks(watcher, clock, 60)
+    watcher.close()
+    path = write_hang_report("the report", f"{tmp_path}/run")
+    assert time.monotonic() - began < 30
+    assert Path(path).parent == tmp_path
+    assert Path(path).read_text() == "the report"
+    release.set()
 
 
 @pytest.mark.parametrize(("hang", "section"), [(OFF, SAVE), (0, OUTSIDE)])
@@ -155,7 +222,7 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     looks(watcher, clock, 60)
     marks.begin(SAVE)
     looks(watcher, clock, 1)
-    watcher.times.write()
+    watcher.close()
     times = SectionTimes()
     times.follow(str(tmp_path / "run"))
     assert times.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
@@ -260,6 +327,18 @@ def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> 
     os.waitpid(process_id, 0)
     assert os.read(survived, 100) == b"survived"
     os.close(survived)
+
+
+def test_a_process_ends_without_proc_and_signals_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS there is only SIGKILL."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(exit_signal, "parents_and_states", lambda: ({}, {}))
+    process_id = os.fork()
+    if not process_id:
+        time.sleep(60)
+        os._exit(1)
+    end_hung([process_id])
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == -signal.SIGKILL
 
 
 def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:

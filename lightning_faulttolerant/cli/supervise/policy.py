@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -22,6 +23,7 @@ STOP_CODES = {
     143: "stopped by SIGTERM",
 }
 """The exit codes of processes that were asked to stop. The run ends with the same code."""
+_FIRST_STOP_CODES = (74, 76, 75)
 NUM_SAME = 3
 """How many starts in a row may end by the same exception at the same batch, without a new autosave in between."""
 _WAITS_SECONDS = (1.0, 10.0, 60.0, 180.0, 300.0)
@@ -109,6 +111,17 @@ class RestartPolicy:
         is_same = identity is not None and identity == self._last and not has_progress
         self._num_same = self._num_same + 1 if is_same else 1
         self._last = identity
+
+
+def stop_code(exit_codes: Iterable[int | None], *, signum: int) -> int:
+    """Return the exit code of a run that a signal has stopped: what its processes say of their state comes first.
+
+    Args:
+        exit_codes: The exit codes of the processes.
+        signum: The number of the signal.
+    """
+    found = set(exit_codes)
+    return next((code for code in _FIRST_STOP_CODES if code in found), 128 + signum)
 
 
 def _same_failure(failure: TrainingFailure) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy, Verdict
+from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy, Verdict, stop_code
 from lightning_faulttolerant.supervision.failures import TrainingFailure
 
 FAILURE = TrainingFailure(
@@ -70,6 +70,14 @@ def test_addresses_in_a_message_make_no_other_exception() -> None:
     """The address of an object differs from start to start."""
     texts = [f"<Net object at 0x7f{number:010x}> is wrong" for number in range(3)]
     assert [verdict.exit_code for verdict in verdicts(*(raised(text=text) for text in texts))] == [None, None, 3]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((143, 143), 143), ((143, 74, 76), 74), ((75, 76), 76), ((75, None), 75), ((), 143)]
+)
+def test_a_stopped_run_says_what_its_processes_say(codes: tuple[int | None, ...], expected: int) -> None:
+    """A state that could not be saved, and a job that is queued again, are more than the signal."""
+    assert stop_code(codes, signum=15) == expected
 
 
 @pytest.mark.parametrize("changes", [{"batch": None}, {"is_lost": True}])
