@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+_STARTED_AT = 19
+"""The place of a process's start among the fields of its ``stat`` from its state on."""
+
 
 def is_alive(process_id: int) -> bool:
     """Return whether a process on this machine is alive, or may be."""
@@ -20,6 +23,36 @@ def is_alive(process_id: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def started_at(process_id: int) -> int:
+    """Return when a process started, in the clock ticks of ``/proc``; 0 if unknown."""
+    fields = _stat_fields(process_id)
+    return int(fields[_STARTED_AT]) if len(fields) > _STARTED_AT else 0
+
+
+def is_running(process_id: int, started: int = 0) -> bool:
+    """Return whether a process is alive and has not ended, as a zombie has.
+
+    Args:
+        process_id: The process.
+        started: When it started, as `started_at` returns it: another process may have the same id by now. 0 if unknown.
+    """
+    if not is_alive(process_id):
+        return False
+    fields = _stat_fields(process_id)
+    if not fields:  # it has gone in between, or this is not Linux
+        return not _stat_fields(os.getpid())
+    return fields[0] not in "ZX" and started in (0, int(fields[_STARTED_AT]))
+
+
+def _stat_fields(process_id: int) -> list[str]:
+    """Return the fields of a process's ``stat`` from its state on; nothing without ``/proc``."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name is in brackets and may contain anything
 
 
 def this_machine() -> str:

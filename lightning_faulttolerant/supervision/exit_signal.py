@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import final
 
-from lightning_faulttolerant.processes import is_alive, parents_and_states, with_children
+from lightning_faulttolerant.processes import is_running, parents_and_states, with_children
 
 HANG_EXIT_CODE = 60
 """The exit code of a process that a watcher has ended because it hung, and the number of the signal for that."""
@@ -52,21 +52,17 @@ def end_hung(process_ids: Iterable[int]) -> None:
     parents, _ = parents_and_states()
     family = with_children(hung, parents)
     for process_id in hung:
-        _send(process_id, HANG_EXIT_CODE)
+        _send(process_id, HANG_EXIT_CODE if sys.platform == "linux" else signal.SIGKILL)
         _send(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
-    for process_id in family - hung:
+    for process_id in family - hung - {os.getpid()}:  # a watcher is a child of the process that it watches
         _send(process_id, signal.SIGKILL)
     deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
-    while time.monotonic() < deadline and any(_runs(process_id) for process_id in hung):
+    while time.monotonic() < deadline and any(map(is_running, hung)):
         time.sleep(0.02)
-    for process_id in filter(_runs, hung):
+    for process_id in filter(is_running, hung):
         _send(process_id, signal.SIGKILL)
-
-
-def _runs(process_id: int) -> bool:
-    return is_alive(process_id) and parents_and_states()[1].get(process_id, "Z") not in "ZX"
 
 
 def _send(process_id: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(OSError):
         os.kill(process_id, signum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -45,8 +46,10 @@ class TrainingFailure:
     is_lost: bool = False
 
     @property
-    def identity(self) -> tuple[object, ...]:
-        """What two failures share if they are the same exception at the same batch."""
+    def identity(self) -> tuple[object, ...] | None:
+        """What two failures share if they are the same exception at the same batch; ``None`` without a batch."""
+        if self.batch is None or self.is_lost:
+            return None
         text = _ADDRESS.sub("0x", self.text)
         return self.kind, text, self.function, self.epoch, self.batch, self.evaluated
 
@@ -79,6 +82,12 @@ def write_failure(directory: str | os.PathLike[str], failure: TrainingFailure) -
     temporary = path.with_suffix(".temporary")
     temporary.write_text(json.dumps(content, default=str), encoding="utf-8")
     os.replace(temporary, path)
+
+
+def forget_failure(directory: str | os.PathLike[str]) -> None:
+    """Remove what this process has written: the script has caught that exception, and continues."""
+    with contextlib.suppress(OSError):
+        os.unlink(Path(directory) / f"{_PREFIX}{os.getpid()}.json")
 
 
 def read_failures(directory: str | os.PathLike[str]) -> list[TrainingFailure]:

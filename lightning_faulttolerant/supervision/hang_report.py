@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
+from functools import partial
 
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.storage.store import open_writer
 from lightning_faulttolerant.supervision.marks import ProcessMarks
+from lightning_faulttolerant.supervision.slow_storage import STORAGE_ANSWERS_WITHIN_SECONDS, done_within
 from lightning_faulttolerant.supervision.stacks import stacks_of, stacks_path, waits_for_others
 from lightning_faulttolerant.supervision.watcher import Hang
 
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped", "t": "traced", "Z": "ended"}
 
 
-def write_hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
-    """Write the report beside the autosaves; return its path.
+def write_hang_report(text: str, directory: str) -> str:
+    """Write a report beside the autosaves, or else for temporary files; return its path.
 
     Args:
-        hang: The hang.
-        directory: The directory of the marks.
+        text: The report.
+        directory: The directory of the run, or its URL; empty if it is not known. It may be what hangs.
     """
-    text = hang_report(hang, directory)
     name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.uname().nodename}.txt"
-    for folder in filter(None, (hang.directory, tempfile.gettempdir())):
+    for folder in filter(None, (directory, tempfile.gettempdir())):
         path = f"{folder.rstrip('/')}/{name}"
-        try:
-            with open_writer(path) as file:
-                file.write(text.encode())
-        except (OSError, FaultToleranceError):
-            continue
-        return path
+        written: list[str] = []
+        if done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(_write, path, text, written)) and written:
+            return path
     return ""
+
+
+def _write(path: str, text: str, written: list[str]) -> None:
+    with contextlib.suppress(OSError, FaultToleranceError):
+        with open_writer(path) as file:
+            file.write(text.encode())
+        written.append(path)
 
 
 def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
@@ -41,11 +47,11 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
     parents, states = parents_and_states()
     stacks: dict[int, str] = {}
     workers: list[str] = []
+    no_workers = {os.getpid(), *(marks.process_id for marks, _ in hang.ranks)}  # a watcher may be a child, too
     for marks, _ in hang.ranks:
         path = stacks_path(directory, marks.process_id)
         stacks[marks.rank] = stacks_of(marks.process_id, path, states.get(marks.process_id, "Z"))
-        own = {other.process_id for other, _ in hang.ranks if other is not marks}
-        for process_id in sorted(with_children({marks.process_id}, parents) - own - {marks.process_id}):
+        for process_id in sorted(with_children({marks.process_id}, parents) - no_workers):
             found = stacks_of(process_id, path, states.get(process_id, "Z"))
             workers.append(f"Process {process_id}, started by rank {marks.rank}\n{found}\n")
     rows = [

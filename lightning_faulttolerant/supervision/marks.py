@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from lightning_faulttolerant.processes import started_at
+
 DIRECTORY_VARIABLE = "PL_FAULT_TOLERANT_SUPERVISOR"
 """The directory for marks and failures, set by ``lightning-faulttolerant run`` for the processes that it starts."""
 
@@ -46,12 +48,14 @@ _NUMBERS = (
     "saved_epoch",
     "saved_batch",
     "saved_evaluated",
+    "started",
     "rank",
     "num_ranks",
     "hang",
     "hang_timeout_ms",
     "text_bytes",
 )
+_SAME_NAMES = ("started", "count", "section", "epoch", "batch", "evaluated", "rank", "num_ranks", "hang")
 _PLACES = {name: place for place, name in enumerate(_NUMBERS)}
 # One call is faster than single numbers. They are the first ones.
 _pack_section = struct.Struct("=2q").pack_into
@@ -75,12 +79,13 @@ class Marks:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         descriptor = os.open(_path(directory), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)
+            _allocate(descriptor)
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
         self._numbers = memoryview(self._map)[:_TEXT_AT].cast("q")
         self._count = self._num_saved = 0
+        self._set(evaluated=-1, started=started_at(os.getpid()))
         self.process_id = os.getpid()
 
     def begin(self, section: int) -> None:
@@ -126,6 +131,14 @@ class Marks:
             self._numbers[_PLACES[name]] = number
 
 
+def _allocate(descriptor: int) -> None:
+    """Reserve the memory: a file with a hole would end the process by SIGBUS once the memory is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, _SIZE)
+    elif os.fstat(descriptor).st_size < _SIZE:  # macOS
+        os.write(descriptor, bytes(_SIZE))
+
+
 _of_this_process: dict[str, Marks] = {}
 """The marks by directory. A forked process begins its own."""
 
@@ -156,6 +169,7 @@ class ProcessMarks:
     """The marks of a process, as its watcher reads them. See `Marks` for the meaning of each."""
 
     process_id: int
+    started: int = 0
     count: int
     section: int
     epoch: int
@@ -195,6 +209,5 @@ def _read(path: Path) -> ProcessMarks | None:
         saved=saved if numbers["num_saved"] else None,
         hang_timeout_seconds=numbers["hang_timeout_ms"] / 1000,
         directory=text.decode(errors="replace"),
-        **{name: numbers[name] for name in ("count", "section", "epoch", "batch", "evaluated", "rank", "num_ranks")},
-        hang=numbers["hang"],
+        **{name: numbers[name] for name in _SAME_NAMES},
     )

@@ -13,7 +13,7 @@ import sys
 import time
 
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, end_hung
-from lightning_faulttolerant.supervision.hang_report import write_hang_report
+from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
 from lightning_faulttolerant.supervision.watcher import HangWatcher
 
 _LOOK_EVERY_SECONDS = 0.2
@@ -39,7 +39,7 @@ def start_watcher(directory: str) -> None:
 
 def watch(directory: str) -> None:
     """Watch until no process with marks is left."""
-    watcher = HangWatcher(directory)
+    watcher = HangWatcher(directory, look_every_seconds=_LOOK_EVERY_SECONDS)
     began = time.monotonic()
     has_seen = False
     while os.path.isdir(directory):
@@ -48,13 +48,13 @@ def watch(directory: str) -> None:
         if watcher.is_empty and (has_seen or time.monotonic() - began > _BEGINS_WITHIN_SECONDS):
             break
         if hang is not None:
-            path = write_hang_report(hang, directory)
-            _say(f"{hang.text}. See {path}.")
+            report = hang_report(hang, directory)
             if not hang.is_only_reported:
                 _say(f"The processes are ended, with exit code {HANG_EXIT_CODE}; the last autosave stays.")
                 end_hung(marks.process_id for marks, _ in hang.ranks)
+            _say(f"{hang.text}. See {write_hang_report(report, hang.directory)}.")
         time.sleep(_LOOK_EVERY_SECONDS)
-    watcher.times.write()
+    watcher.close()
     shutil.rmtree(directory, ignore_errors=True)
 
 

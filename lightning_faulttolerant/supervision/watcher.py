@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
-from lightning_faulttolerant.processes import is_alive
+from lightning_faulttolerant.processes import is_running
 from lightning_faulttolerant.supervision.marks import OFF, OUTSIDE, REPORT, STOP, ProcessMarks, read_marks
 from lightning_faulttolerant.supervision.section_times import SectionTimes
+from lightning_faulttolerant.supervision.slow_storage import STORAGE_ANSWERS_WITHIN_SECONDS, begin, done_within
 
 _LONGEST_LOOK_SECONDS = 1.0
+_LONGEST_LOOK_FACTOR = 3.0
 _WRITE_EVERY_SECONDS = 30.0
 
 
@@ -60,18 +64,26 @@ class HangWatcher:
     Args:
         directory: The directory of the marks.
         default: What to do for processes that say nothing about it: `OFF`, `REPORT`, or `STOP`.
+        look_every_seconds: How often `look` is called.
         clock: A monotonic clock, in seconds.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, default: int = STOP, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        default: int = STOP,
+        look_every_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.times = SectionTimes()
         self._directory = directory
         self._default = default
+        self._longest_look_seconds = max(_LONGEST_LOOK_SECONDS, _LONGEST_LOOK_FACTOR * look_every_seconds)
         self._clock = clock
         self._last = clock()
         self._since_write = 0.0
+        self._writing: threading.Thread | None = None
         self._seen: dict[int, tuple[ProcessMarks, float]] = {}
         self._told: set[tuple[int, int]] = set()
 
@@ -84,18 +96,31 @@ class HangWatcher:
         """Return the section that is over its limit, if there is one; each is returned once."""
         now = self._clock()
         # A longer time between two looks is time in which the machine, or this process, stood still.
-        step, self._last = min(now - self._last, _LONGEST_LOOK_SECONDS), now
+        step, self._last = min(now - self._last, self._longest_look_seconds), now
         seen: dict[int, tuple[ProcessMarks, float]] = {}
         for marks in read_marks(self._directory):
-            if is_alive(marks.process_id):
+            if is_running(marks.process_id, marks.started):
                 seen[marks.process_id] = (marks, self._seconds(marks, step))
-                self.times.follow(marks.directory)
+                self._follow(marks.directory)
         self._seen = seen
         self._since_write += step
         if self._since_write > _WRITE_EVERY_SECONDS:
             self._since_write = 0.0
-            self.times.write()
+            if self._writing is None or not self._writing.is_alive():
+                self._writing = begin(self.times.writing())
         return next(filter(None, (self._judge(marks, seconds) for marks, seconds in seen.values())), None)
+
+    def close(self) -> None:
+        """Write what was learned, after the write in progress."""
+        if self._writing is not None:
+            self._writing.join(STORAGE_ANSWERS_WITHIN_SECONDS)
+            if self._writing.is_alive():
+                return
+        done_within(STORAGE_ANSWERS_WITHIN_SECONDS, self.times.writing())
+
+    def _follow(self, directory: str) -> None:
+        if directory and directory != self.times.directory:
+            done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(self.times.follow, directory))
 
     def _seconds(self, marks: ProcessMarks, step: float) -> float:
         """Return for how long the marks have been the same, and learn from those that have changed."""
@@ -111,10 +136,12 @@ class HangWatcher:
     def _judge(self, marks: ProcessMarks, seconds: float) -> Hang | None:
         if marks.section == OUTSIDE or (marks.hang or self._default) == OFF:
             return None
-        limit, why = self.times.limit(marks.section)
+        limit, why = self.times.limit(marks)
         if marks.hang_timeout_seconds:
             limit, why = marks.hang_timeout_seconds, "hang_timeout"
         if seconds <= limit or (marks.process_id, marks.count) in self._told:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
+        self.times.note_hang(marks)
+        self._since_write = _WRITE_EVERY_SECONDS  # the next start needs to know it
         return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
+from lightning_faulttolerant.supervision.marks import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.functions import function_of
@@ -140,14 +140,16 @@ class AnySession(ABC):
 
     def close(self) -> None:
         """Give everything back. A second call does nothing more."""
-        self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
-        self._stopping.close()
-        self._loaders.release_workers()
-        self._loaders.put_back()
-        self._files.put_back()
-        self._close_own()
-        self._beginning.close()
-        self._supervision.close()
+        try:
+            self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
+            self._stopping.close()
+            self._loaders.release_workers()
+            self._loaders.put_back()
+            self._files.put_back()
+            self._close_own()
+            self._beginning.close()
+        finally:
+            self._supervision.close()  # or what the script does next would count as a hang
 
     def _begin_fetch(self) -> None:
         """Note that the evaluation in progress fetches a batch."""
@@ -164,8 +166,13 @@ class AnySession(ABC):
         return after_fetch
 
     def _around_evaluation_end(self, original: Method) -> object:
-        self._supervision.in_section(END_OF_EPOCH)
+        self._supervision.in_section(self._around_evaluation)
         return original()
+
+    @property
+    def _around_evaluation(self) -> int:
+        """The section before the first and after the last batch of an evaluation."""
+        return SETUP if self._trainer.sanity_checking else END_OF_EPOCH
 
     @abstractmethod
     def _close_own(self) -> None:

@@ -77,11 +77,12 @@ class FaultTolerance(AnyCallback):
             else yes if only this user and root can write to the autosave.
         ledger: A file that receives a line for each batch, each value that loggers receive, and each autosave, as it
             happens. Two runs can be compared by it. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
-        hang: What to do if the run hangs: ``stop``: another process writes what each rank was doing beside the
-            autosaves, and ends the ranks with exit code 60; ``report``: it only writes; ``off``. Default: ``stop``
+        hang: What to do if the run hangs: ``stop``: another process ends the ranks with exit code 60, and writes
+            what each of them was doing beside the autosaves; ``report``: it only writes; ``off``. Default: ``stop``
             under ``lightning-faulttolerant run``, which starts the run again, else ``off``.
         hang_timeout: How many seconds a section of the run may take: its setup, a batch, a save, the end of an epoch,
-            its teardown. Default: ten times the slowest of its kind so far, at least 60; 30 minutes for the first one.
+            its teardown. Default: for batches, ten times the slowest of their kind so far, and at least 300; for all
+            other sections, and until the first batch has ended, at least 30 minutes.
 
     Raises:
         TypeError: If an argument has the wrong type.

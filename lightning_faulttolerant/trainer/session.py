@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.errors import TrainingStopped
-from lightning_faulttolerant.supervision.marks import EVALUATION_BATCH, FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
+from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
@@ -129,6 +129,7 @@ class Session(AnySession):
     def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
         if self._training is not None:
+            self._supervision.in_section(SAVE)  # until the next section: the write is still to come
             self._training.put_part(checkpoint)
 
     # What the seams do.
@@ -211,7 +212,8 @@ class Session(AnySession):
     def _around_fit(self, original: Method) -> None:
         with self._ended_here():
             self._once_begun(Training.run)(original)
-        self._supervision.in_section(TEARDOWN)
+        if self._training is not None:
+            self._supervision.in_section(TEARDOWN)
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
@@ -269,7 +271,7 @@ class Session(AnySession):
         return after_fetch
 
     def _around_validation(self, original: Method) -> object:
-        self._supervision.in_section(EVALUATION_BATCH)
+        self._supervision.in_section(self._around_evaluation)
         if self._trainer.sanity_checking:
             with self._ended_here():
                 return original()

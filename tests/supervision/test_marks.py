@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures, write_failure
-from lightning_faulttolerant.supervision.marks import SAVE, STOP, TRAINING_BATCH, Marks, marks_in, read_marks
+from lightning_faulttolerant.supervision.marks import SAVE, SETUP, STOP, TRAINING_BATCH, Marks, marks_in, read_marks
 
 
 def test_a_watcher_reads_what_was_marked(tmp_path: Path) -> None:
@@ -21,6 +21,18 @@ def test_a_watcher_reads_what_was_marked(tmp_path: Path) -> None:
     [second] = read_marks(tmp_path)
     assert (second.section, second.saved, second.epoch) == (SAVE, (1, 2, 3, 4), 3)
     assert second.count > first.count
+
+
+def test_marks_have_their_memory_from_the_start(tmp_path: Path) -> None:
+    """In a file with a hole, a mark would end the process by SIGBUS once the memory is full."""
+    Marks(tmp_path)
+    assert (tmp_path / f"marks-{os.getpid()}").stat().st_blocks > 0
+
+
+def test_a_mark_before_the_first_evaluation_names_none(tmp_path: Path) -> None:
+    """A setup is in no batch of an evaluation."""
+    Marks(tmp_path).begin(SETUP)
+    assert [str(marks) for marks in read_marks(tmp_path)] == ["setup (epoch 0, batch 0)"]
 
 
 def test_a_forked_process_has_its_own_marks(tmp_path: Path) -> None:

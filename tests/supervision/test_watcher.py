@@ -5,22 +5,34 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.processes import is_running, started_at
+from lightning_faulttolerant.supervision import exit_signal, section_times
+from lightning_faulttolerant.supervision import hang_report as hang_report_module
+from lightning_faulttolerant.supervision import watcher as watcher_module
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
-from lightning_faulttolerant.supervision.hang_report import behind
+from lightning_faulttolerant.supervision.hang_report import behind, hang_report, write_hang_report
 from lightning_faulttolerant.supervision.marks import (
+    END_OF_EPOCH,
+    EVALUATION_BATCH,
     FIRST_BATCH,
     OFF,
     OUTSIDE,
     REPORT,
     SAVE,
+    SETUP,
+    TEARDOWN,
     TRAINING_BATCH,
     Marks,
     ProcessMarks,
+    read_marks,
 )
 from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes
 from lightning_faulttolerant.supervision.stacks import SIGNAL, StackHandler, stacks_of, stacks_path, waits_for_others
@@ -53,24 +65,54 @@ def watched(directory: Path, *, hang: int = 0, timeout: float = 0, run: str = ""
     return marks, HangWatcher(directory, clock=clock), clock
 
 
-def test_limits_are_learned(tmp_path: Path) -> None:
-    """Half an hour at first; then ten times the slowest of its kind, and never less than a minute."""
+def test_the_limits_of_batches_are_learned(tmp_path: Path) -> None:
+    """Ten times the slowest of their kind, and never less than five minutes."""
     marks, watcher, clock = watched(tmp_path)
-    marks.begin(FIRST_BATCH)
-    assert looks(watcher, clock, 1799) is None
-    marks.begin_batch(TRAINING_BATCH, 0, 1)
-    looks(watcher, clock, 20)
-    marks.begin_batch(TRAINING_BATCH, 0, 2)
-    assert looks(watcher, clock, 195) is None
-    hang = looks(watcher, clock, 10)
+    marks.begin_batch(TRAINING_BATCH, 0, 0)
+    assert looks(watcher, clock, 100) is None
+    marks.begin_batch(EVALUATION_BATCH, 0, 1, 0)
+    looks(watcher, clock, 1)
+    marks.begin_batch(EVALUATION_BATCH, 0, 1, 1)
+    assert looks(watcher, clock, 299) is None
+    hang = looks(watcher, clock, 5)
     assert hang is not None
-    assert "the section training batch (epoch 0, batch 2) for 19" in hang.text
-    assert "the slowest of its kind took" in hang.text
+    assert "the section evaluation batch (epoch 0, batch 1, evaluation batch 1) for 30" in hang.text
+    assert "300 s is the limit (the slowest of its kind took 0.5 s)" in hang.text
+    marks.begin_batch(TRAINING_BATCH, 0, 1)
+    assert looks(watcher, clock, 990) is None
+    assert looks(watcher, clock, 20) is not None
+
+
+@pytest.mark.parametrize("section", [SETUP, FIRST_BATCH, SAVE, END_OF_EPOCH, TEARDOWN])
+def test_sections_other_than_batches_may_always_take_half_an_hour(tmp_path: Path, section: int) -> None:
+    """One that had nothing to do says nothing about the next one; one that took long may take longer."""
+    marks, watcher, clock = watched(tmp_path)
     for _ in range(3):
-        marks.begin(SAVE)
+        marks.begin(section)
         looks(watcher, clock, 1)
-    assert looks(watcher, clock, 58) is None
-    assert looks(watcher, clock, 5) is not None
+    assert looks(watcher, clock, 1797) is None
+    marks.begin(section)
+    assert looks(watcher, clock, 2000) is None
+
+
+def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -> None:
+    """So a limit that is wrong can't end a run. The next start knows it, and other places keep their limit."""
+    (tmp_path / "run").mkdir()
+    limits = []
+    for start in range(3):
+        (tmp_path / str(start)).mkdir()
+        marks, watcher, clock = watched(tmp_path / str(start), run=str(tmp_path / "run"))
+        marks.begin_batch(TRAINING_BATCH, 0, 4)
+        looks(watcher, clock, 1)
+        marks.begin_batch(TRAINING_BATCH, 0, 5)
+        hang = looks(watcher, clock, 1300)
+        assert hang is not None
+        limits.append(hang.limit_seconds)
+        other = replace(hang.marks, batch=6)
+        assert watcher.times.limit(other)[0] == 300
+        watcher.close()
+    assert limits == [300, 600, 1200]
+    assert "doubled after each hang here, 2 so far" in hang.text
 
 
 def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
@@ -79,9 +121,10 @@ def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
     marks.begin(SAVE)
     assert looks(watcher, clock, 7) is not None
     assert looks(watcher, clock, 100) is None
+    before = next(read_marks(tmp_path))
     marks.begin(TRAINING_BATCH)
     looks(watcher, clock, 1)
-    assert watcher.times.limit(SAVE)[0] == 1800
+    assert watcher.times.limit(replace(before, batch=9)) == (1800, "none of its kind has ended yet")
 
 
 def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
@@ -91,6 +134,67 @@ def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
     looks(watcher, clock, 2)
     clock.now += 3600
     assert looks(watcher, clock, 2) is None
+
+
+def test_a_watcher_that_looks_rarely_counts_its_own_pace(tmp_path: Path) -> None:
+    """``--monitor-interval 30`` must not make a minute of thirty."""
+    marks, _, clock = watched(tmp_path, timeout=100)
+    watcher = HangWatcher(tmp_path, clock=clock, look_every_seconds=30)
+    marks.begin(SAVE)
+    found = []
+    for _ in range(6):
+        clock.now += 30
+        found.append(watcher.look() is not None)
+    assert found == [False] * 4 + [True, False]
+
+
+def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path) -> None:
+    """The marks say when their process has started. A zombie has ended, too."""
+    marks, watcher, clock = watched(tmp_path, timeout=5)
+    marks.begin(SAVE)
+    marks._set(started=started_at(os.getpid()) - 1)
+    assert looks(watcher, clock, 10) is None
+    assert watcher.is_empty
+    assert is_running(os.getpid(), started_at(os.getpid()))
+    process_id = os.fork()
+    if not process_id:
+        os._exit(0)
+    os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
+    assert not is_running(process_id)
+    os.waitpid(process_id, 0)
+
+
+@pytest.mark.parametrize("name", ["open_file", "open_writer"])
+def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What a hung file system keeps waiting is a thread, not the process that has to end the run."""
+    release = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        release.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(section_times, name, hang)
+    monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
+    monkeypatch.setattr(hang_report_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
+    original = hang_report_module.open_writer
+    monkeypatch.setattr(
+        hang_report_module,
+        "open_writer",
+        lambda path: hang() if path.startswith(f"{tmp_path}/run/") else original(path),
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    began = time.monotonic()
+    marks, watcher, clock = watched(tmp_path, run=f"{tmp_path}/run")
+    marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 60)
+    marks.begin(SAVE)
+    looks(watcher, clock, 60)
+    watcher.close()
+    path = write_hang_report("the report", f"{tmp_path}/run")
+    assert time.monotonic() - began < 30
+    assert Path(path).parent == tmp_path
+    assert Path(path).read_text() == "the report"
+    release.set()
 
 
 @pytest.mark.parametrize(("hang", "section"), [(OFF, SAVE), (0, OUTSIDE)])
@@ -114,18 +218,18 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     """The slowest sections are beside the history, and damaged files are no reason to stop."""
     (tmp_path / "run").mkdir()
     marks, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
-    marks.begin(SAVE)
-    looks(watcher, clock, 30)
     marks.begin(TRAINING_BATCH)
+    looks(watcher, clock, 60)
+    marks.begin(SAVE)
     looks(watcher, clock, 1)
-    watcher.times.write()
+    watcher.close()
     times = SectionTimes()
     times.follow(str(tmp_path / "run"))
-    assert times.limit(SAVE)[0] == pytest.approx(300, abs=10)
+    assert times.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
     (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
     damaged = SectionTimes()
     damaged.follow(str(tmp_path / "run"))
-    assert damaged.limit(SAVE)[0] == 1800
+    assert damaged.limit(marks_at(0, 1))[0] == 1800
 
 
 def marks_at(rank: int, batch: int) -> ProcessMarks:
@@ -202,6 +306,39 @@ def test_a_process_ends_with_the_documented_code(closed: bool) -> None:
     end_hung([process_id])
     code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
     assert code == (-HANG_EXIT_CODE if closed else HANG_EXIT_CODE)
+
+
+def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> None:
+    """It starts as a child of the training process, and is neither ended with it nor in its report."""
+    survived, done = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        parent = os.getpid()
+        if not os.fork():
+            hung = replace(marks_at(0, 1), process_id=parent)
+            hang = Hang(marks=hung, seconds=1.0, limit_seconds=1.0, why="", ranks=((hung, 1.0),))
+            report = hang_report(hang, tmp_path)
+            end_hung([parent])
+            os.write(done, b"in the report" if f"Process {os.getpid()}" in report else b"survived")
+            os._exit(0)
+        time.sleep(60)
+        os._exit(1)
+    os.close(done)
+    os.waitpid(process_id, 0)
+    assert os.read(survived, 100) == b"survived"
+    os.close(survived)
+
+
+def test_a_process_ends_without_proc_and_signals_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On macOS there is only SIGKILL."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(exit_signal, "parents_and_states", lambda: ({}, {}))
+    process_id = os.fork()
+    if not process_id:
+        time.sleep(60)
+        os._exit(1)
+    end_hung([process_id])
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == -signal.SIGKILL
 
 
 def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:

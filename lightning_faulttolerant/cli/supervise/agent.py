@@ -21,7 +21,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
 from lightning_faulttolerant.cli.supervise.environment import SupervisedLogs
-from lightning_faulttolerant.cli.supervise.policy import FINISHED, WRONG_USAGE
+from lightning_faulttolerant.cli.supervise.policy import FINISHED, WRONG_USAGE, stop_code
 from lightning_faulttolerant.cli.supervise.supervisor import SupervisionEnded, Supervisor, say
 
 _STATIC = "static"
@@ -49,6 +49,11 @@ class SupervisedAgent(LocalElasticAgent):
         elif result.state == WorkerState.HEALTHY:
             self._supervisor.look()
         return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        super()._shutdown(*args, **kwargs)
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        self._supervisor.exit_codes = tuple(handler.proc.returncode for handler in handlers.values())
 
 
 def run_supervised(arguments: Namespace, supervisor: Supervisor) -> int:
@@ -81,7 +86,7 @@ def run_supervised(arguments: Namespace, supervisor: Supervisor) -> int:
     except SupervisionEnded as end:
         return end.exit_code
     except SignalException as stop:
-        return 128 + int(stop.sigval)
+        return stop_code(supervisor.exit_codes, signum=int(stop.sigval))
     return FINISHED
 
 

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return WRONG_USAGE
     arguments.training_script, *arguments.training_script_args = words
     arguments.no_python, arguments.module, arguments.run_path = True, False, False
-    supervisor = Supervisor(RestartPolicy(arguments.max_restarts))
+    supervisor = Supervisor(RestartPolicy(arguments.max_restarts), look_every_seconds=arguments.monitor_interval)
     try:
         return run_supervised(arguments, supervisor)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -22,9 +23,11 @@ STOP_CODES = {
     143: "stopped by SIGTERM",
 }
 """The exit codes of processes that were asked to stop. The run ends with the same code."""
+_FIRST_STOP_CODES = (74, 76, 75)
 NUM_SAME = 3
-"""How many starts in a row may end by the same exception at the same batch."""
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 300.0
+"""How many starts in a row may end by the same exception at the same batch, without a new autosave in between."""
+_WAITS_SECONDS = (1.0, 10.0, 60.0, 180.0, 300.0)
+"""The waits after the first start without a new autosave, the second, and so on; the last one stays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +100,7 @@ class RestartPolicy:
             starts = f"{self._num_without_progress} starts in a row" if self._num_without_progress > 1 else "A start"
             text = f"{starts} ended without a new autosave; the last one by {ended.text}. The run is given up."
             return Verdict(text=text, exit_code=GAVE_UP)
-        doublings = max(self._num_without_progress - 1, 0)
-        seconds = min(_FIRST_WAIT_SECONDS * 2.0 ** min(doublings, 20), _LONGEST_WAIT_SECONDS)
+        seconds = _WAITS_SECONDS[min(max(self._num_without_progress, 1), len(_WAITS_SECONDS)) - 1]
         return Verdict(text=f"Ended by {ended.text}. Started again in {seconds:g} s.", wait_seconds=seconds)
 
     def _count(self, ended: EndedStart) -> None:
@@ -106,8 +108,20 @@ class RestartPolicy:
         self._saved = ended.saved if has_progress else self._saved
         self._num_without_progress = 0 if has_progress else self._num_without_progress + 1
         identity = None if ended.failure is None or ended.hang else ended.failure.identity
-        self._num_same = self._num_same + 1 if identity is not None and identity == self._last else 1
+        is_same = identity is not None and identity == self._last and not has_progress
+        self._num_same = self._num_same + 1 if is_same else 1
         self._last = identity
+
+
+def stop_code(exit_codes: Iterable[int | None], *, signum: int) -> int:
+    """Return the exit code of a run that a signal has stopped: what its processes say of their state comes first.
+
+    Args:
+        exit_codes: The exit codes of the processes.
+        signum: The number of the signal.
+    """
+    found = set(exit_codes)
+    return next((code for code in _FIRST_STOP_CODES if code in found), 128 + signum)
 
 
 def _same_failure(failure: TrainingFailure) -> str:

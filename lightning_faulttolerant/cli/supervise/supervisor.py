@@ -17,7 +17,7 @@ from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPoli
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.supervision.failures import read_failures
-from lightning_faulttolerant.supervision.hang_report import write_hang_report
+from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
 from lightning_faulttolerant.supervision.marks import read_marks
 from lightning_faulttolerant.supervision.watcher import HangWatcher
 
@@ -43,32 +43,35 @@ class Supervisor:
 
     Args:
         policy: Decides what follows a start that has failed.
+        look_every_seconds: How often `look` is called.
     """
 
-    def __init__(self, policy: RestartPolicy) -> None:
+    def __init__(self, policy: RestartPolicy, *, look_every_seconds: float = 0.0) -> None:
         self._policy = policy
         self._num_starts = 1
         self._hang = ""
         memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="lightning-faulttolerant-", dir=memory))
         """Where the processes leave marks and failures: in memory, if the system has a directory there."""
-        self._watcher = HangWatcher(self.directory)
+        self._watcher = HangWatcher(self.directory, look_every_seconds=look_every_seconds)
+        self.exit_codes: tuple[int | None, ...] = ()
+        """How the processes have ended that torch has shut down."""
 
     def close(self) -> None:
         """Write what was learned, and remove the directory."""
-        self._watcher.times.write()
+        self._watcher.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def look(self) -> None:
-        """Look whether a process hangs. If so, report it, and kill all."""
+        """Look whether a process hangs. If so, kill all, and report it: its directory may be what hangs."""
         hang = self._watcher.look()
         if hang is None or self._hang:  # those that are killed may still be there
             return
-        path = write_hang_report(hang, self.directory)
-        say(f"start {self._num_starts}: {hang.text}. See {path}.")
+        report = hang_report(hang, self.directory)
         if not hang.is_only_reported:
             self._hang = hang.text
             kill({marks.process_id for marks, _ in hang.ranks})
+        say(f"start {self._num_starts}: {hang.text}. See {write_hang_report(report, hang.directory)}.")
 
     def after_failure(self, exit_codes: Iterable[int]) -> None:
         """Wait until the next start is due.
@@ -101,7 +104,7 @@ class Supervisor:
     def _forget(self) -> None:
         """Forget what the processes of a start have told."""
         for path in self.directory.iterdir():
-            path.unlink()
+            path.unlink(missing_ok=True)
         self._hang = ""
 
 
@@ -109,8 +112,8 @@ def kill(process_ids: set[int]) -> None:
     """Kill processes and all their descendants."""
     parents, states = parents_and_states()
     for process_id in with_children(process_ids, parents):
-        if states.get(process_id, "Z") not in "ZX":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        if states.get(process_id, "R") not in "ZX":
+            with contextlib.suppress(OSError):
                 os.kill(process_id, signal.SIGKILL)
 
 

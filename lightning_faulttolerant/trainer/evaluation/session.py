@@ -112,6 +112,7 @@ class EvaluationSession(AnySession):
             self.connect()
         self.is_open = True
         if self._is_off:
+            self._supervision.close()  # nothing marks its batches
             return
         pass_over_idle_hooks(callback, self._patches)
         self._stopping.open()

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.supervision import marks as kinds
 from lightning_faulttolerant.supervision.exit_signal import ExitSignal
-from lightning_faulttolerant.supervision.failures import write_failure
+from lightning_faulttolerant.supervision.failures import forget_failure, write_failure
 from lightning_faulttolerant.supervision.marks import Marks, Saved
 from lightning_faulttolerant.supervision.stacks import StackHandler
 from lightning_faulttolerant.supervision.watch import start_watcher
@@ -65,6 +65,7 @@ class Supervision:
     def begin(self) -> None:
         """Note that the fit or evaluation begins, if the supervisor is known already."""
         if self.is_in_run:
+            forget_failure(self._directory)
             self._open(self._directory, "")
 
     @property
@@ -85,22 +86,33 @@ class Supervision:
             self._open(self._directory, directory)
         elif self.wants_watcher and token:
             name = str(_memory() / f"lightning-faulttolerant-{token}")
-            os.makedirs(name, mode=0o700, exist_ok=True)
             self._open(name, directory)
-            if self._hang == kinds.STOP:
+            if self.marks is not None and self._hang == kinds.STOP:
                 self._exit_signal = ExitSignal()
-            if self._trainer.local_rank == 0:
+            if self._trainer.local_rank == 0 and os.path.isdir(name):
                 _start(name)
 
     def _open(self, name: str, directory: str) -> None:
+        """Open the marks. Without them this process is not watched, on which no collective depends."""
         self._directory = name
-        self.marks = kinds.marks_in(name)
+        try:
+            self._mark(name, directory)
+        except OSError as error:
+            _log.warning("A hang of this process is not noticed, because its marks can't be written: %s", error)
+            kinds.close_marks(name)
+            self.marks = None
+
+    def _mark(self, name: str, directory: str) -> None:
+        if not self.is_in_run:
+            os.makedirs(name, mode=0o700, exist_ok=True)
+        before, self.marks = self.marks, kinds.marks_in(name)
         timeout = int(1000 * (self._options.hang_timeout or 0))
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
         self.marks.describe(
             rank=rank, num_ranks=num_ranks, hang=self._hang, hang_timeout_ms=timeout, directory=directory
         )
-        self.marks.begin(kinds.SETUP)
+        if self.marks is not before:
+            self.in_batch(kinds.SETUP)
         if self._stacks is None and self._hang != kinds.OFF:
             self._stacks = StackHandler(name)
 
@@ -171,7 +183,7 @@ def _start(name: str) -> None:
     """Start the watcher. Without one, the run is not worse off than without the argument."""
     try:
         start_watcher(name)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # not each system can start a process in a session of its own
         _log.warning("The watcher for hangs could not be started, so a hang is not noticed: %s", error)
         shutil.rmtree(name, ignore_errors=True)
 

@@ -99,7 +99,7 @@ class Autosaver:
         """Returns at the first boundary whether its state is the one that the fit resumed from."""
         self.is_dumping = False
         self.before_save: Callable[[], None] = lambda: None
-        """Called when a save begins."""
+        """Called when a save begins, before it waits for the one in the background."""
         self.on_saved: Sequence[Callable[[TrainerPosition, str], None]] = ()
         """Called with the position and path of each autosave, also from the background thread."""
 
@@ -124,6 +124,7 @@ class Autosaver:
 
     def save_due(self, position: TrainerPosition) -> None:
         """Save the state of this boundary: in the background with ``async_save``, except for the first autosave."""
+        self.before_save()
         if self.pace.is_first and self._is_saved_before(position):
             return
         if self.pace.is_first:
@@ -180,11 +181,13 @@ class Autosaver:
             Exception: Any error before the write begins; at the first save of the fit, any error at all.
         """
         began = self.pace.now()
+        self.before_save()
         self.settle()
         self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
 
     def save_unless_saved(self, position: TrainerPosition) -> None:
         """Save the state of this instant, unless it was just saved."""
+        self.before_save()
         self.settle()
         if self.pace.is_first and self._is_saved_before(position):
             return
@@ -194,6 +197,7 @@ class Autosaver:
     def save_capture(self, capture: Capture) -> None:
         """Save the state of `capture`. Parameters and optimizer states are taken from the trainer now."""
         began = self.pace.now()
+        self.before_save()
         self.settle()
         module = self._trainer.lightning_module
         now = buffers_state(module)
@@ -258,7 +262,6 @@ class Autosaver:
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, Any]:
         """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part."""
-        self.before_save()
         self._replicas.check()
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         self.is_dumping = True

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy, Verdict
+from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy, Verdict, stop_code
 from lightning_faulttolerant.supervision.failures import TrainingFailure
 
 FAILURE = TrainingFailure(
@@ -30,9 +30,9 @@ def saved(batch: int, ended: EndedStart = KILLED) -> EndedStart:
 
 
 def test_starts_wait_longer_until_there_is_progress() -> None:
-    """The wait doubles from 1 s up to 5 min, and a new autosave resets it."""
-    waits = [verdict.wait_seconds for verdict in verdicts(*[KILLED] * 11, saved(4), KILLED, KILLED, saved(4), saved(5))]
-    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 1, 1, 2, 4, 1]
+    """The default number of starts spans four minutes, so a short failure of a file system ends no run."""
+    waits = [verdict.wait_seconds for verdict in verdicts(*[KILLED] * 7, saved(4), KILLED, KILLED, saved(4), saved(5))]
+    assert waits == [1, 10, 60, 180, 300, 300, 300, 1, 1, 10, 60, 1]
 
 
 def test_a_run_is_given_up_after_starts_without_a_new_autosave() -> None:
@@ -50,8 +50,8 @@ def test_a_later_fit_and_its_evaluations_are_progress() -> None:
 
 
 def test_the_same_exception_three_times_in_a_row_ends_the_run() -> None:
-    """The message has the exception, the batch, and its samples. It counts though each start has a new autosave."""
-    found = verdicts(saved(1, raised()), saved(2, raised()), saved(3, raised()))
+    """The message has the exception, the batch, and its samples. The first of them may have saved before it."""
+    found = verdicts(saved(1, raised()), saved(1, raised()), saved(1, raised()))
     assert [verdict.exit_code for verdict in found] == [None, None, 3]
     for text in ("ValueError: boom", "in batch 5 of epoch 1", "train/0: 7, 3"):
         assert text in found[-1].text
@@ -70,6 +70,27 @@ def test_addresses_in_a_message_make_no_other_exception() -> None:
     """The address of an object differs from start to start."""
     texts = [f"<Net object at 0x7f{number:010x}> is wrong" for number in range(3)]
     assert [verdict.exit_code for verdict in verdicts(*(raised(text=text) for text in texts))] == [None, None, 3]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((143, 143), 143), ((143, 74, 76), 74), ((75, 76), 76), ((75, None), 75), ((), 143)]
+)
+def test_a_stopped_run_says_what_its_processes_say(codes: tuple[int | None, ...], expected: int) -> None:
+    """A state that could not be saved, and a job that is queued again, are more than the signal."""
+    assert stop_code(codes, signum=15) == expected
+
+
+@pytest.mark.parametrize("changes", [{"batch": None}, {"is_lost": True}])
+def test_an_exception_that_names_no_batch_is_never_the_same(changes: dict[str, object]) -> None:
+    """A connection that fails in the setup may work later, and a rank that has lost another one knows no cause."""
+    assert [verdict.exit_code for verdict in verdicts(*[raised(**changes)] * 4)] == [None] * 4
+    assert verdicts(*[raised(**changes)] * 3, max_restarts=3)[-1].exit_code == 4
+
+
+def test_a_new_autosave_begins_to_count_exceptions_again() -> None:
+    """The same batch of a later fit is another one."""
+    found = verdicts(saved(1, raised()), saved(1, raised()), saved(2, raised()), saved(2, raised()), saved(2, raised()))
+    assert [verdict.exit_code for verdict in found] == [None, None, None, None, 3]
 
 
 @pytest.mark.parametrize("code", [74, 75, 76, 129, 130, 131, 143])

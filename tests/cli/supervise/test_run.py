@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.supervise.supervised import RunningTrial, begin, supervised, undisturbed
+from tests.cli.supervise.supervised import RUN, RunningTrial, begin, supervised, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS
 
 pytestmark = pytest.mark.timeout(240)
@@ -95,6 +96,18 @@ def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.
     assert finished.exit_code == 0, finished.output
     assert finished.told("weights") == undisturbed()
     assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES
+
+
+def test_a_state_that_could_not_be_saved_is_told(tmp_path: Path) -> None:
+    """The command that is stopped ends with the code of its script, not with that of the signal."""
+    script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); time.sleep(60)"
+    trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script), {})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(trial.process.pid, signal.SIGTERM)
+    stopped = trial.wait()
+    assert stopped.exit_code == 74, stopped.output
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.processes import parents_and_states
+from lightning_faulttolerant.supervision import marks as kinds
 from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures
-from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE, SECTION_NAMES, ProcessMarks, read_marks
+from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE, SECTION_NAMES, Marks, ProcessMarks, read_marks
 from lightning_faulttolerant.supervision.stacks import SIGNAL
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
 
@@ -76,7 +80,7 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
     protection = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=2)
     fit_net([protection, listens], tmp_path, max_epochs=1, limit_train_batches=3, num_sanity_val_steps=0)
     of_epoch = [
-        ("fit", "setup", 0, 0, 0),
+        ("fit", "setup", 0, 0, -1),
         ("save", "save", 0, 0, -1),
         ("batch", "first batch", 0, 0, -1),
         ("batch", "training batch", 0, 1, -1),
@@ -94,6 +98,114 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
     assert SECTION_NAMES[marks.section] == "outside of a fit"
     assert marks.saved == (1, 2**62, 0, 0)
     assert Path(marks.directory).parent == tmp_path / "autosaves"
+
+
+class Notes(Marks):
+    """Marks that remember each section."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.begun: list[str] = []
+
+    def begin(self, section: int) -> None:
+        self.begun.append(SECTION_NAMES[section])
+        super().begin(section)
+
+    def begin_batch(self, section: int, *place: int) -> None:
+        self.begun.append(SECTION_NAMES[section])
+        super().begin_batch(section, *place)
+
+
+@pytest.fixture
+def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the sections that this process marks, in order."""
+    notes = Notes(supervisor)
+    monkeypatch.setattr(kinds, "marks_in", lambda _: notes)
+    return notes.begun
+
+
+def test_no_section_is_marked_before_its_work_begins(tmp_path: Path, sections: list[str]) -> None:
+    """Setup is one section with the sanity check around its batches, and a validation run begins before its batches."""
+    fit_net(protected(tmp_path), tmp_path, max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
+    assert [name for name in sections if name != "save"] == [
+        "setup",
+        "setup",
+        "evaluation batch",
+        "setup",
+        "first batch",
+        "first batch",
+        "end of epoch",
+        "evaluation batch",
+        "evaluation batch",
+        "end of epoch",
+        "end of epoch",
+        "teardown",
+        "outside of a fit",
+    ]
+
+
+class Saves(Callback):
+    """Saves a checkpoint after each batch."""
+
+    def __init__(self, sections: list[str]) -> None:
+        self.sections = sections
+        self.found: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "other.ckpt")
+        self.found.append(self.sections[-1])
+
+
+def test_a_checkpoint_of_other_code_is_a_save(tmp_path: Path, sections: list[str]) -> None:
+    """A large one takes longer than a batch, so it must not count as one."""
+    saves = Saves(sections)
+    fit_net([FaultTolerance(tmp_path / "autosaves"), saves], tmp_path, max_epochs=1, limit_train_batches=2)
+    assert saves.found == ["save", "save"]
+
+
+def test_the_wait_for_the_write_before_is_a_part_of_the_save(
+    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow store makes the next save wait, which is no part of a batch."""
+    found: list[str] = []
+    original = BackgroundWriter.wait
+
+    def wait(writer: BackgroundWriter) -> None:
+        found.append(sections[-1])
+        original(writer)
+
+    monkeypatch.setattr(BackgroundWriter, "wait", wait)
+    callback = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1, async_save=True)
+    fit_net([callback], tmp_path, max_epochs=1)
+    assert len(found) > 5
+    assert set(found) <= {"save", "teardown"}
+
+
+def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
+    """If its run can't be opened, it runs without us, and is no setup of many hours."""
+    (tmp_path / "autosaves").write_text("a file, so no directory can be created")
+    listens = Listens(supervisor)
+    trainer = make_trainer([FaultTolerance(tmp_path / "autosaves"), listens], tmp_path)
+    trainer.validate(Net(), DataLoader(NoisyDataset(8), batch_size=4), verbose=False)
+    assert [heard[:2] for heard in listens.heard] == [
+        ("validation batch", "outside of a fit"),
+        ("validation batch", "outside of a fit"),
+        ("validation end", "outside of a fit"),
+    ]
+
+
+def test_what_fails_at_the_end_leaves_nothing_watched(
+    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while the session closes must not leave a section that never ends."""
+
+    def put_back(_: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(RunFiles, "put_back", put_back)
+    with pytest.raises(ValueError, match="boom"):
+        fit_net(protected(tmp_path), tmp_path, max_epochs=1)
+    assert sections[-1] == "outside of a fit"
 
 
 class Fails(Net):
@@ -200,6 +312,43 @@ def test_an_exception_before_the_first_batch_has_none(tmp_path: Path, supervisor
     """No batch is accused."""
     found = failure_of(supervisor, lambda: fit_net([*protected(tmp_path), RaisesAtStart()], tmp_path))
     assert (found.batch, found.samples, found.place) == (None, {}, "before the first batch of fit")
+
+
+def test_an_exception_that_the_script_has_caught_is_forgotten(tmp_path: Path, supervisor: Path) -> None:
+    """Otherwise it would be the reason for whatever ends the process later."""
+    failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3)))
+    fit_net(protected(tmp_path), tmp_path)
+    assert read_failures(supervisor) == []
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_a_fit_without_room_for_its_marks_runs_unwatched(
+    tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, is_in_run: bool
+) -> None:
+    """A full memory is told, and nothing is left that a watcher could take for a hang."""
+    directory = request.getfixturevalue("supervisor") if is_in_run else tmp_path
+    monkeypatch = request.getfixturevalue("monkeypatch")
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "its marks can't be written: [Errno 28] No space left on device" in caplog.text
+    assert list(read_marks(directory)) == []
+
+
+def test_a_system_without_sessions_runs_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There, `os.posix_spawn` has no such argument."""
+
+    def spawn(*_: Any, **__: Any) -> int:
+        raise NotImplementedError("setsid")
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "The watcher for hangs could not be started" in caplog.text
 
 
 class LooksAround(Callback):

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.cli.supervise import supervisor as supervisor_module
+from lightning_faulttolerant.cli.supervise.policy import RestartPolicy
+from lightning_faulttolerant.cli.supervise.supervisor import Supervisor, kill
+from lightning_faulttolerant.processes import is_running
+from lightning_faulttolerant.supervision.marks import SAVE, Marks
+
+
+def sleeper(directory: Path | None = None) -> int:
+    """Start a process that sleeps in a save, with a limit of a tenth of a second; return its id."""
+    process_id = os.fork()
+    if not process_id:
+        if directory is not None:
+            marks = Marks(directory)
+            marks.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
+            marks.begin(SAVE)
+        time.sleep(60)
+        os._exit(1)
+    return process_id
+
+
+def test_a_hung_process_is_killed_before_its_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report goes into a directory that may hang itself."""
+    supervisor = Supervisor(RestartPolicy(5))
+    process_id = sleeper(supervisor.directory)
+    found: list[bool] = []
+
+    def write(text: str, directory: str) -> str:
+        os.waitpid(process_id, 0)  # or this test would hang
+        found.append("rank 0 has been in the section save" in text)
+        return ""
+
+    monkeypatch.setattr(supervisor_module, "write_hang_report", write)
+    deadline = time.monotonic() + 20
+    while not found and time.monotonic() < deadline:
+        supervisor.look()
+        time.sleep(0.05)
+    supervisor.close()
+    assert found == [True]
+    assert not supervisor.directory.exists()
+
+
+def test_processes_are_killed_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MacOS has no ``/proc``, so no state is known."""
+    monkeypatch.setattr(supervisor_module, "parents_and_states", lambda: ({}, {}))
+    process_id = sleeper()
+    kill({process_id})
+    os.waitpid(process_id, 0)
+    assert not is_running(process_id)
+
+
+def test_a_mark_that_vanishes_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may remove its own file while the supervisor forgets a start."""
+    supervisor = Supervisor(RestartPolicy(5))
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone"]))
+    supervisor.after_failure([1])
+    monkeypatch.undo()
+    supervisor.close()
