@@ -8,6 +8,20 @@ import shutil
 from collections.abc import Sequence
 
 
+def add_command_words(parser: argparse.ArgumentParser) -> None:
+    """Declare the command that starts the user's script.
+
+    Args:
+        parser: The parser of our command.
+    """
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
+        help="the command that starts your script, with its arguments; after --",
+    )
+
+
 def command_words(words: Sequence[str]) -> tuple[str, ...]:
     """Return the command. Before 3.12.5, Python leaves the ``--`` in front of it."""
     return tuple(words[1:] if words[0] == "--" else words)

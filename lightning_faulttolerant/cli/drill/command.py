@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from lightning_faulttolerant.cli.command_words import at_least_1, command_words, fault_of_command
+from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.ledgers import STAGES
@@ -57,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument(
-        "words",
-        metavar="COMMAND",
-        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
-        help="the command that starts your script, with its arguments; after --",
-    )
+    add_command_words(parser)
     parser.add_argument("--kills", metavar="N", type=at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(
         "--signal",

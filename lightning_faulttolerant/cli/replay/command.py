@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
+from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.drill.command import ended_by_signals
 from lightning_faulttolerant.cli.replay.comparison import compare, steps_of
 from lightning_faulttolerant.cli.replay.printing import lines_of
@@ -60,18 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument(
-        "words",
-        metavar="COMMAND",
-        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
-        help="what starts your script, with its arguments; after --",
-    )
+    add_command_words(parser)
     parser.add_argument("--from", dest="since", metavar="STEP", type=_step, help="the first step of interest")
     parser.add_argument("--until", metavar="STEP", type=_step, help="the last step")
     parser.add_argument(
         "--at-exception", action="store_true", help="up to the exception that ended the run, instead of --until"
     )
-    parser.add_argument("--fit", metavar="N", type=_number, default=1, help="which fit of the script (default: 1)")
+    parser.add_argument("--fit", metavar="N", type=at_least_1, default=1, help="which fit of the script (default: 1)")
     parser.add_argument("--pdb", action="store_true", help="open the debugger in the training_step of the first step")
     parser.add_argument(
         "--anomaly", action="store_true", help="let autograd name the operation whose gradient is the first NaN"
@@ -93,8 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    # Before 3.12.5, Python leaves the ``--`` in front of it.
-    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
+    words = command_words(arguments.words)
     problem = _problem(arguments, words)
     if problem is not None:
         print(f"replay: {safe(problem)}", file=sys.stderr)
@@ -129,8 +124,8 @@ def _request(arguments: argparse.Namespace, directory: str) -> ReplayRequest:
 def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     """Return what is wrong with the arguments."""
     since, until = arguments.since, arguments.until
-    if shutil.which(words[0]) is None:
-        return f"{words[0]}: no such command"
+    if (fault := fault_of_command(words[0])) is not None:
+        return fault
     if arguments.at_exception and until is not None:
         return "--at-exception and --until exclude each other"
     if not arguments.at_exception and since is None and until is None:
@@ -219,10 +214,3 @@ def _step(text: str) -> StepPlace:
         return StepPlace.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _number(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
-    return number

@@ -6,7 +6,7 @@ import argparse
 
 from torch.distributed.run import get_args_parser
 
-from lightning_faulttolerant.cli.command_words import at_least_1, command_words, fault_of_command
+from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.supervise.agent import run_supervised
 from lightning_faulttolerant.cli.supervise.policy import WRONG_USAGE, RestartPolicy
 from lightning_faulttolerant.cli.supervise.supervisor import Supervisor, say
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("words", metavar="COMMAND", nargs=argparse.PARSER, help="what starts your script; after --")
+    add_command_words(parser)
     parser.add_argument(
         "--max-restarts",
         metavar="N",
