@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import resource
 import sys
@@ -24,6 +23,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.ranks import in_ranks
 from benchmarks.runs import BareRandomDataset, OwnSampler, Stream, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
 
@@ -58,28 +58,13 @@ class MemoryAt(Callback):
             self.found.append(pages * resource.getpagesize())
 
 
-def growth(name: str, num_steps: int, *, is_ours: bool, directory: Path) -> int:
+def growth(name: str, num_steps: int, is_ours: bool, directory: Path) -> int:
     """Return the bytes that a process grows between the first tenth of its steps and the last step."""
     memory = MemoryAt((num_steps // 10, num_steps))
     ours = [FaultTolerance(directory, every_n_train_steps=_STEPS_PER_SAVE)] if is_ours else []
     fit(BoringModel(), CASES[name](num_steps), [memory, *ours], directory)
     first, last = memory.found
     return last - first
-
-
-def in_process(*arguments: Any, **named: Any) -> int:
-    """Return `growth` of these arguments, measured in a new process."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: sender.send(growth(*arguments, **named)), daemon=False
-    )
-    process.start()
-    sender.close()
-    try:
-        found: int = receiver.recv()  # EOFError if the process fails
-    finally:
-        process.join()
-    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -96,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.case or CASES:
         with tempfile.TemporaryDirectory() as directory:
             found = {
-                kind: in_process(name, num_steps, is_ours=kind == "ours", directory=Path(directory, kind))
+                kind: in_ranks(growth, 1, name, num_steps, kind == "ours", Path(directory, kind), limit_seconds=3600)
                 for kind in ("without", "ours")
             }
         cases[name] = found

@@ -88,7 +88,7 @@ class EarlySignals:
     def ignore(self) -> None:
         """Ignore the notice from now on, where it would end the process. The process ends, with its work done.
 
-        Its autosaves are removed now: if the notice ended it, the job would be queued again and train all anew.
+        Its autosaves are removed now: a notice that ended it would queue the job again, to train from the beginning.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if NOTICE is None or not is_main or not _is_task_of_slurm(os.environ):

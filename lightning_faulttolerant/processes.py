@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from functools import lru_cache
@@ -80,10 +79,9 @@ def parents_and_states() -> tuple[dict[int, int], dict[int, str]]:
     parents: dict[int, int] = {}
     states: dict[int, str] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # The name is in brackets and may contain anything.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            parents[int(entry.name)], states[int(entry.name)] = int(fields[1]), fields[0]
+        process_id = int(entry.name)
+        if fields := _stat_fields(process_id):
+            states[process_id], parents[process_id] = fields[0], int(fields[1])
     return parents, states
 
 

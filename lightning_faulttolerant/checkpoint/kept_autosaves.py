@@ -1,4 +1,4 @@
-"""Autosaves that pruning never removes: their names say so, and the older ones are in a directory of their own.
+"""Autosaves that pruning never removes: their names say so, and the older ones are in their own directory.
 
 A resume does not choose from that directory: it stays when a run has finished, and such a run begins again.
 """

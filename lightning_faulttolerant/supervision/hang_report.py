@@ -1,4 +1,4 @@
-"""The report of a hang: what each rank was doing, which one is behind, and the stacks of all processes."""
+"""The report of a hang: what each rank was doing, which one keeps the others waiting, and the stacks of all."""
 
 from __future__ import annotations
 

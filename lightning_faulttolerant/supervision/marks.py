@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,10 @@ _pack_batch = struct.Struct("=5q").pack_into
 _TEXT_AT = 8 * len(_NUMBERS)
 _SIZE = 4096
 _PREFIX = "marks-"
+
+PREFIX = "lightning-faulttolerant-"
+"""How the names of directories for marks begin."""
+_SHARED_MEMORY = Path("/dev/shm")
 
 Saved = tuple[int, int, int, int]
 """The place of an autosave, in an order: the number of the fit, epoch, batch, and batch of an evaluation."""
@@ -137,6 +142,11 @@ def _allocate(descriptor: int) -> None:
         os.posix_fallocate(descriptor, 0, _SIZE)
     elif os.fstat(descriptor).st_size < _SIZE:  # macOS
         os.write(descriptor, bytes(_SIZE))
+
+
+def shared_memory() -> Path:
+    """Return the directory for memory that processes share, or else the one for temporary files."""
+    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 _of_this_process: dict[str, Marks] = {}

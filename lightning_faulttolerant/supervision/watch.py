@@ -24,13 +24,13 @@ _started: list[int] = []
 
 
 def start_watcher(directory: str) -> None:
-    """Start the watcher of a directory as a process in a session of its own."""
+    """Start the watcher of a directory as a process in its own session."""
     for process_id in list(_started):  # those that have ended
         with contextlib.suppress(ChildProcessError):
             if not os.waitpid(process_id, os.WNOHANG)[0]:
                 continue
         _started.remove(process_id)
-    # Without the settings of the run: it is none.
+    # Without the settings of the run: the watcher is not one.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     words = [sys.executable, "-m", __spec__.name, directory]
     nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import all as benchmarks
 from benchmarks import gather, growth, ledger, overhead, parts, report, resume, runs, samplers, save
+from benchmarks.ranks import in_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -136,8 +137,8 @@ def test_growth_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     found = figures["cases"]["no workers"]
     assert set(found) == {"without", "ours"}
     assert all(isinstance(num_bytes, int) for num_bytes in found.values())
-    with pytest.raises(EOFError):
-        growth.in_process("no such case", 10, is_ours=False, directory=tmp_path)
+    with pytest.raises(RuntimeError, match="KeyError: 'no such case'"):
+        in_ranks(growth.growth, 1, "no such case", 10, False, tmp_path)
 
 
 def test_page_is_of_the_figures_beside_it() -> None:

@@ -206,7 +206,7 @@ def _of_exception(start: ReplayStart, outcome: ReplayOutcome, outcomes: Iterable
     if outcome.word == RAISED and not any(_is_of_run(start, one) for one in outcomes):
         print(safe(f"  the run was ended by {start.exception}"))
         return _DIFFERS
-    return {RAISED: 0, LEFT: 0}.get(outcome.word, _DIFFERS)
+    return 0 if outcome.word in (RAISED, LEFT) else _DIFFERS
 
 
 def _step(text: str) -> StepPlace:

@@ -1,6 +1,6 @@
 """torch's elastic agent, which starts the processes of a run and restarts them, with our decision before each restart.
 
-`_monitor_workers` is one of the methods that torch documents for agents of one's own. All else is torch's: rendezvous,
+`_monitor_workers` is one of the methods that torch documents for your own agents. All else is torch's: rendezvous,
 ranks, signals, outputs, error files.
 """
 

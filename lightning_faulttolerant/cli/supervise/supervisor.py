@@ -18,10 +18,8 @@ from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.supervision.failures import read_failures
 from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
-from lightning_faulttolerant.supervision.marks import read_marks
+from lightning_faulttolerant.supervision.marks import PREFIX, read_marks, shared_memory
 from lightning_faulttolerant.supervision.watcher import HangWatcher
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class SupervisionEnded(Exception):  # noqa: N818 - the end of a run need not be an error
@@ -50,8 +48,7 @@ class Supervisor:
         self._policy = policy
         self._num_starts = 1
         self._hang = ""
-        memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        self.directory = Path(tempfile.mkdtemp(prefix="lightning-faulttolerant-", dir=memory))
+        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared_memory()))
         """Where the processes leave marks and failures: in memory, if the system has a directory there."""
         self._watcher = HangWatcher(self.directory, look_every_seconds=look_every_seconds)
         self.exit_codes: tuple[int | None, ...] = ()

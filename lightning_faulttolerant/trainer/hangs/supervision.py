@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
-from pathlib import Path
 
 from lightning.pytorch import Trainer
 
@@ -85,7 +83,7 @@ class Supervision:
         if self.is_in_run:
             self._open(self._directory, directory)
         elif self.wants_watcher and token:
-            name = str(_memory() / f"lightning-faulttolerant-{token}")
+            name = str(kinds.shared_memory() / f"{kinds.PREFIX}{token}")
             self._open(name, directory)
             if self.marks is not None and self._hang == kinds.STOP:
                 self._exit_signal = ExitSignal()
@@ -173,17 +171,11 @@ class Supervision:
         self.marks = None
 
 
-def _memory() -> Path:
-    """Return the directory for memory that processes share, or else the one for temporary files."""
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
 def _start(name: str) -> None:
     """Start the watcher. Without one, the run is not worse off than without the argument."""
     try:
         start_watcher(name)
-    except (OSError, NotImplementedError) as error:  # not each system can start a process in a session of its own
+    except (OSError, NotImplementedError) as error:  # not each system can start a process in a new session
         _log.warning("The watcher for hangs could not be started, so a hang is not noticed: %s", error)
         shutil.rmtree(name, ignore_errors=True)
 

@@ -48,7 +48,7 @@ def apart_from_earlier_ranks(setup_environment: Method) -> Any:
 
 
 def _create_group(create: Method, *positional: Any, **arguments: Any) -> Any:
-    """Create a process group, in a store of its own unless the caller says where its ranks meet."""
+    """Create a process group, in its own store, unless the caller says where the ranks meet."""
     if len(positional) > 1 or not {"init_method", "store"}.isdisjoint(arguments):
         return create(*positional, **arguments)
     timeout = arguments.get("timeout") or default_pg_timeout

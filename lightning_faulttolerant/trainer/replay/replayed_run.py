@@ -1,4 +1,4 @@
-"""The run that is replayed: it is found as a resume finds it, but only read. The replay has a run of its own."""
+"""The run that is replayed: it is found as a resume finds it, but only read. The replay has its own run."""
 
 from __future__ import annotations
 

@@ -175,11 +175,8 @@ class Stopping:
             job_end = None
         if job_end is None and self._ranks.rank == 0:
             job_end = slurm.asked_end_time(os.environ)
-        ends = self._ranks.to_first("the end of the job", job_end)
-        if ends is not None:
-            job_end = min((end for end in ends if end is not None), default=None)
-        job_end = self._ranks.from_first("the earliest end", job_end)
-        return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)
+        ends = (self._options.deadline, *self._ranks.to_all("the end of the job", job_end))
+        return min((at for at in ends if at is not None), default=None)
 
     def _progress(self) -> object:
         agreement = self.agreement
