@@ -267,7 +267,7 @@ class Numbers(Prefetching):
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "asked before": (looked_at, "created by its state_dict before fit"),
     "told before": (told_where, "a state was loaded into it before fit"),
-    "own methods": (lambda: Persistent(NoisyDataset()), "Persistent has a state_dict of its own"),
+    "own methods": (lambda: Persistent(NoisyDataset()), "Persistent has its own state_dict"),
     "data set": (stateful(KeepsSet, 0), "the state_dict of its data set has a set as seen"),
     "own state and workers": (
         lambda: WorkerState(NoisyDataset(), num_workers=1),
