@@ -107,7 +107,7 @@ try-installs:
 slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
-# Only the tests that need Lightning, and a part of the laws about data (tests/harness/oldest.py): `make test` runs the
+# Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
 # others with the same torch.
 OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
