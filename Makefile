@@ -57,14 +57,20 @@ docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 docs-live: $(DOCS)  ## show the documentation at http://127.0.0.1:8000, and rebuild it when a page changes
 	.venv-docs/bin/mkdocs serve
 
-# The wheel is built from the sdist, and tried in an environment that has only the package and its dependencies.
+# The wheel is built from the sdist, and tried in an environment that has only the package and its dependencies: with the
+# newest Lightning, with the oldest, and with pytorch_lightning alone.
+try_wheel = cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
 dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, check both, try the wheel in a clean environment
 	rm -rf dist
 	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
 	.venv-build/bin/python tests/release/contents.py dist
 	$(UV) pip uninstall --quiet --python .venv-dist lightning-faulttolerant
-	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt dist/*.whl
-	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
+	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt --upgrade dist/*.whl
+	$(try_wheel)
+	$(UV) pip install --quiet --python .venv-dist --constraint requirements/oldest.txt lightning pytorch-lightning
+	$(try_wheel)
+	$(UV) pip uninstall --quiet --python .venv-dist lightning  # it shares no file with pytorch-lightning
+	$(try_wheel)
 
 browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root) for the tests that open the pages of reports
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
