@@ -35,7 +35,7 @@ from lightning_faulttolerant.loader.remaining_batches import (
 from lightning_faulttolerant.loader.sampler_states import SamplerStates
 from lightning_faulttolerant.loader.samplers import epoch_in
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _log = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import tracked_class
 from lightning_faulttolerant.loader.tracked_workers import TrackedWorkers
 from lightning_faulttolerant.loader.worker_side import WorkerState, worker_side_of
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 

@@ -14,11 +14,18 @@ from typing import Any, Literal
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from lightning_faulttolerant.samplers.deal import indices_of
-from lightning_faulttolerant.samplers.order import OrderName, SampleOrder, check_order, checked_seed, order_of
-from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
-from lightning_faulttolerant.samplers.state import (
+from lightning_faulttolerant.samplers.order import (
+    OrderName,
+    SampleOrder,
+    check_order,
+    checked_seed,
+    indices_of,
+    order_of,
+)
+from lightning_faulttolerant.samplers.progress import (
     VERSION,
+    Interruptible,
+    LenMode,
     SamplerPosition,
     check_not_too_far,
     check_same,

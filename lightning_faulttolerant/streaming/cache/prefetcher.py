@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
 from lightning_faulttolerant.errors import CacheLimitError
+from lightning_faulttolerant.streaming.cache.downloads import StoppedError, stoppable
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
-from lightning_faulttolerant.streaming.cache.timeouts import StoppedError, stoppable
 
 # From a server that takes 20 ms to answer, two threads get 1.7 times as many 1 MiB shards as one, four 3.1 times.
 _NUM_THREADS = 4

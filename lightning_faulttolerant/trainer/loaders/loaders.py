@@ -23,7 +23,7 @@ from lightning_faulttolerant.loader.remaining_batches import RankShare, Remainin
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_init, place_or_none, skip_consumed

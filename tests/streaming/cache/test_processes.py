@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks
+from lightning_faulttolerant.streaming.cache import CacheLimit, locks, shard_files
 from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
 from tests.processes import in_child
 from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
@@ -219,7 +219,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     }
     stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
-    own = tmp_path / marks.DIRECTORY
+    own = tmp_path / shard_files.MARKS_DIRECTORY
     own.mkdir()
     (own / "shard.00002.mds.lock").write_bytes(b"")
     (own / f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef").write_bytes(b"")

@@ -1,14 +1,22 @@
-"""The source of shards: a directory in any file system of fsspec, and one time-limited attempt to fetch a file."""
+"""Downloads from any file system of fsspec: each attempt has a time limit, and is repeated if that may help.
+
+Another thread can end a wait. Some errors are final: the file is missing, or this disk is full.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import os
+import random
 import re
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
 
@@ -18,9 +26,69 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_faulttolerant.storage.file_systems import client_options, let_retries_draw_elsewhere, missing_package
-from lightning_faulttolerant.streaming.cache.timeouts import result_in_time
 
 Result = TypeVar("Result")
+
+_LOOK_SECONDS = 0.05
+
+# Each thread has its own context, and begins with an empty one.
+_stop: ContextVar[threading.Event | None] = ContextVar("_stop", default=None)
+
+
+class StoppedError(BaseException):
+    """This thread no longer needs to wait. It is not a data error, so handlers of data errors don't catch it."""
+
+
+@contextlib.contextmanager
+def stoppable(stop: threading.Event) -> Iterator[None]:
+    """Let an event end the waits in the block, with a StoppedError.
+
+    Args:
+        stop: Set by another thread.
+    """
+    token = _stop.set(stop)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
+
+
+def pause(seconds: float) -> None:
+    """Sleep.
+
+    Raises:
+        StoppedError: If this thread is stopped.
+    """
+    stop = _stop.get()
+    if stop is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise StoppedError
+
+
+def result_in_time(future: concurrent.futures.Future[Result], timeout_seconds: float) -> Result:
+    """Return the result of a future.
+
+    Args:
+        future: It is cancelled, if possible, when it is given up.
+        timeout_seconds: The longest time that it may take.
+
+    Raises:
+        TimeoutError: If it takes longer.
+        StoppedError: If this thread is stopped.
+        Exception: What the future raises.
+    """
+    stop, deadline = _stop.get(), time.monotonic() + timeout_seconds
+    while not future.done():
+        left = deadline - time.monotonic()
+        if left <= 0 or (stop is not None and stop.is_set()):
+            future.cancel()
+            if left <= 0:
+                raise TimeoutError(f"it has not ended in {timeout_seconds:g} s")
+            raise StoppedError
+        concurrent.futures.wait([future], left if stop is None else min(left, _LOOK_SECONDS))
+    return future.result()
+
 
 # The credentials between // and @, and everything after a question mark.
 _SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
@@ -200,3 +268,79 @@ def _options(url: str) -> dict[str, Any]:
             # Our timeout applies, not the default of five minutes for each request.
             return {"client_kwargs": {"timeout": http.aiohttp.ClientTimeout(total=None)}}
     return client_options(scheme)
+
+
+_FIRST_PAUSE_SECONDS = 0.5
+_LAST_PAUSE_SECONDS = 30.0
+# Errors of the local disk, not of the network: the disk will be as full the next time.
+_OF_THIS_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+# A separate generator: a draw from the run's generators would change its results.
+_jitter = random.Random()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempts:
+    """The policy for download attempts.
+
+    Args:
+        retry: How often a download is tried again after the first attempt. 0 is a single attempt.
+        timeout_seconds: The limit for each attempt, whatever the other side does.
+    """
+
+    retry: int = 2
+    timeout_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.retry, bool) or not isinstance(self.retry, int) or self.retry < 0:
+            raise ValueError(f"download_retry is {self.retry!r}. Pass the number of further attempts, 0 or more.")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"download_timeout is {self.timeout_seconds!r}. Pass a number of seconds above 0.")
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest possible time of all attempts and the pauses between them."""
+        return sum(self.timeout_seconds + _longest_pause(number) for number in range(self.retry + 1))
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """Return the result of the first attempt that succeeds.
+
+        Args:
+            attempt: The function to call. It keeps its own time limit.
+
+        Raises:
+            FailedError: With the number of attempts, and the last error as its cause.
+            ImportError: Immediately.
+        """
+        number = 0
+        while True:
+            try:
+                return attempt()
+            except ImportError:
+                raise  # a package for a compression or a hash
+            except Exception as error:
+                number += 1
+                if number > self.retry or is_final(error) or getattr(error, "errno", None) in _OF_THIS_DISK:
+                    raise FailedError(number) from error
+            pause(_longest_pause(number - 1) * _jitter.uniform(0.5, 1.0))
+
+
+class FailedError(Exception):
+    """No attempt succeeded. The cause is the error of the last attempt.
+
+    Args:
+        num_attempts: The number of attempts.
+    """
+
+    def __init__(self, num_attempts: int) -> None:
+        super().__init__(num_attempts)
+        self.num_attempts = num_attempts
+
+    def __str__(self) -> str:
+        times = "attempt" if self.num_attempts == 1 else "attempts"
+        cause = self.__cause__
+        return f"{self.num_attempts} {times}, the last: {type(cause).__name__}: {cause}"
+
+
+def _longest_pause(number: int) -> float:
+    return min(_FIRST_PAUSE_SECONDS * 2.0**number, _LAST_PAUSE_SECONDS)
