@@ -1,11 +1,10 @@
-"""The epoch of an iteration, and where in it it begins: known to a data set's copies in all processes of one rank.
+"""The iterations over a streaming data set: the epoch of each, its first sample, and the samples that it yields.
 
-The numbers are in unnamed shared memory, which disappears with the processes. It belongs to one main process and its
-data-loading workers. A copy has its own, and so has a rank that was forked or spawned with the data set. The memory is
-written by the process that begins an iteration, by its `StreamingDataLoader`, or, with any other loader, by worker 0.
-The other workers of that loader wait for the numbers of worker 0. No lock is taken.
-
-One iteration over a streaming data set in one process: its samples, and how many of them have been taken.
+All copies of a data set in the processes of one rank know the epoch and the first sample. These numbers are in unnamed
+shared memory, which disappears with the processes. It belongs to one main process and its data-loading workers. A copy
+has its own, and so has a rank that was forked or spawned with the data set. The memory is written by the process that
+begins an iteration, by its `StreamingDataLoader`, or, with any other loader, by worker 0. The other workers of that
+loader wait for the numbers of worker 0. No lock is taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One of the data sets that a streaming data set mixes: its location, and how much of it an epoch reads.
+"""The streams that a streaming data set mixes, and the shards of all streams as one list.
 
-The shards of all streams as one list: it finds the shard of a sample, and keeps readers of shards in use.
-
-Reads the indexes of streams, and creates the caches of their shards.
+A stream has a location, an index, a cache of its shards, and a share of the epoch. The list finds the shard of a
+sample, and keeps readers of shards in use.
 """
 
 from __future__ import annotations
