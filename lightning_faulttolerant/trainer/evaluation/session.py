@@ -20,18 +20,16 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError, Ranks
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
-from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
+from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Method, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered

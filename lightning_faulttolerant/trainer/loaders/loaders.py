@@ -13,26 +13,35 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.loader.exactness import Exactness, needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.exactness import (
+    Exactness,
+    OwnState,
+    needs_no_position,
+    share_a_state,
+    stateful_dataset,
+    was_given_position,
+    why_not_exact,
+)
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
-from lightning_faulttolerant.loader.own_state import OwnState, share_a_state, stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches
+from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_init, place_or_none, skip_consumed
 from lightning_faulttolerant.trainer.loaders.trackers import (
     OfWholeLoader,
     PrefetchState,
     PrefetchStates,
     ResumedPlaces,
     Tracker,
+    default_worker_init,
+    place_or_none,
+    skip_consumed,
     track,
     user_loader,
     why_not_whole,

@@ -11,11 +11,18 @@ import pytest
 from lightning_faulttolerant.cli.drill import diagnosis, result
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, BatchNumbers, join, place_before
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, moved, plan_of, postponed
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.cli.drill.strikes import (
+    StrikeMoment,
+    moments_of,
+    moved,
+    plan_of,
+    postponed,
+    stretches_of,
+    strikes_of,
+)
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 from tests.cli.drill.drills import drill, make
