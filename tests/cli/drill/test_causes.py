@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import diagnosis
+from lightning_faulttolerant.cli.drill import causes
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
 from lightning_faulttolerant.records import ledger
@@ -75,7 +75,7 @@ CAUSES: dict[str, tuple[str, list[Change]]] = {
 def test_the_cause_is_named(case: str) -> None:
     """The first difference in a step, or around it, names the part of the state that causes it."""
     part, changes = CAUSES[case]
-    cause = diagnosis.cause_of(mismatch_of(*changes))
+    cause = causes.cause_of(mismatch_of(*changes))
     assert cause.part == part
     assert cause.text
     assert cause.advice
@@ -87,14 +87,14 @@ def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> Non
     found = changed(lines, since(0, 3, content="x"))
     mismatch = first_mismatch([join(0, [[begun(), *lines]])], [join(0, [[begun(), *found]])])
     assert mismatch is not None
-    assert "indices" in diagnosis.cause_of(mismatch).text
+    assert "indices" in causes.cause_of(mismatch).text
 
 
 @pytest.mark.parametrize("rng", ["x", None])
 def test_generators_that_differ_with_the_contents_are_named_too(rng: str | None) -> None:
     """With ``num_workers=0`` the data draw from the main process, so one of the two may have caused the other."""
     values = {"content": "x"} if rng is None else {"content": "x", "rng": rng}
-    assert ("num_workers=0" in diagnosis.cause_of(mismatch_of(since(0, 3, **values))).text) == (rng is not None)
+    assert ("num_workers=0" in causes.cause_of(mismatch_of(since(0, 3, **values))).text) == (rng is not None)
 
 
 def test_a_difference_names_values_and_what_is_equal() -> None:
@@ -199,6 +199,6 @@ def test_why_a_script_is_not_deterministic_is_named(case: str) -> None:
         lines = changed(lines, change)
     mismatch = first_mismatch([whole()], [join(0, [[begun(), *lines]])])
     assert mismatch is not None
-    cause = diagnosis.not_deterministic(mismatch, "there")
+    cause = causes.not_deterministic(mismatch, "there")
     assert cause.part == part
     assert advice in " ".join(cause.advice)
