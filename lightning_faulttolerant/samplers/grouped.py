@@ -165,7 +165,7 @@ class EpochTold:
         self._batch_sampler.set_epoch(epoch)
 
 
-class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):
+class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):  # type: ignore[override]
     """Deal batches to ranks, each with samples of one group (images of similar shape, texts of similar length).
 
     Batches are formed from the epoch's order for all ranks together, and dealt in turn: rank r takes every
@@ -256,16 +256,6 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     def sampler(self) -> EpochTold:
         """The object that passes the epoch on: Lightning looks here for the `set_epoch` of a batch sampler."""
         return EpochTold(self)
-
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
-        """The number of ranks."""
-        return self.place().num_replicas
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank of this process."""
-        return self.place().rank
 
     @property
     def num_batches(self) -> int:

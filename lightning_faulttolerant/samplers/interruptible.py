@@ -191,7 +191,8 @@ class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
         )
 
 
-class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc]  # dataset: Sized
+# torch has attributes where these samplers have properties: the ranks are read when they are needed.
+class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc,override]
     """Deal the samples of a data set to ranks, in an order that can be continued from any position.
 
     The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning. Rank r takes
@@ -265,16 +266,6 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
             drop_last=drop_last,
             len_mode=len_mode,
         )
-
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
-        """The number of ranks."""
-        return self.place().num_replicas
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank of this process."""
-        return self.place().rank
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]

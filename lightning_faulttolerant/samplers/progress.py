@@ -174,6 +174,16 @@ class Interruptible(ABC):
         """Return this rank's place. It stays the same from the first ``advance`` to the end of the epoch."""
         return self._place or place_of(num_replicas=self._given_replicas, rank=self._given_rank)
 
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks."""
+        return self.place().num_replicas
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.place().rank
+
     def deal(self, begin: int | None = None) -> EpochPart:
         """Return this rank's part of the epoch.
 
