@@ -199,7 +199,7 @@ def _of_mismatch(
 
 def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> bool:
     """Return whether the mismatch is from a process that trained on after an exception that should have ended it."""
-    faults = ran.processes[0].faults
+    faults = ran.processes[0].plan.faults
     if not faults:
         return False
     numbers = BatchNumbers(expected[0].steps)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -136,106 +137,43 @@ _TAIL_BYTES = 20_000
 
 
 @final
-class DrillProcess:
-    """One process of one of the drill's runs, with everything that it starts.
+@dataclass(kw_only=True, slots=True)
+class ProcessProgress:
+    """The progress of one process, from the lines that its rank 0 has written so far.
 
     Args:
-        settings: Settings of the drill.
-        run: Name of the run.
         number: Number of the process in its run, from 0.
-        environment: Environment variables of the drill.
-        plan: What the process has to do for its strikes.
-        follow: Called with each line that is read while the process runs.
     """
 
-    def __init__(
-        self,
-        settings: DrillSettings,
-        run: str,
-        number: int,
-        *,
-        environment: Mapping[str, str] = os.environ,
-        plan: StrikePlan | None = None,
-        follow: Callable[[Line], None] | None = None,
-    ) -> None:
-        directory = settings.directory / run
-        directory.mkdir(parents=True, exist_ok=True)
-        self.run = run
-        self.number = number
-        plan = plan or StrikePlan()
-        self.faults = plan.faults
-        """The places where the process raises an exception."""
-        self.saves = plan.saves
-        """The batches before which the process saves."""
-        self._follow = follow
-        self.output = directory / f"process-{number}.log"
-        self.ledger = directory / f"process-{number}.jsonl"
-        self.began = time.time()
-        self.seconds: float | None = None
-        """Time from the start to the end of the process, or to the strike."""
-        self.last_line_at = time.monotonic()
-        self.resumed: list[Resumption] = []
-        """The places where fits continued before the first batch."""
-        self.autosaves: list[Place] = []
-        self.last_saved: Place | None = None
-        """The furthest of the autosaves."""
-        self.done: Place | None = None
-        """The place of rank 0's last batch, of training or of an evaluation."""
-        self.num_batches = 0
-        """Batches so far, of training and of evaluations."""
-        self.num_trained = 0
-        self.evaluating = ""
-        """The evaluation in progress and its finished batches, in words; empty while the process trains."""
-        self._trained: list[Place] = []
-        self._function = FIT
-        self.last_ended = 0
-        """Number of the last fit or evaluation that finished."""
-        self.num_restarts = 0
-        """How often a launcher in the process restarted its ranks."""
-        self.autosaves_before: list[Place] = []
-        """The autosaves before the last restart by a launcher or before the end of the process."""
-        self._process_id: int | None = None
-        self._last_fit = 0
-        self._batch_times: tuple[float, float] | None = None
-        self.num_expected: int | None = None
-        """Batches until the current fit is over, if it does not end before its last epoch."""
-        self._offset = 0
-        self._tree = ProcessTree(
-            settings.words(run),
-            environment=settings.environment(run, environment, ledger_path=self.ledger, plan=plan),
-            token=f"{settings.run_id(run)}-{number}",
-            output=self.output,
-        )
+    number: int
+    resumed: list[Resumption] = field(default_factory=list)
+    """The places where fits continued before the first batch."""
+    autosaves: list[Place] = field(default_factory=list)
+    autosaves_before: list[Place] = field(default_factory=list)
+    """The autosaves before the last restart by a launcher or before the end of the process."""
+    last_saved: Place | None = None
+    """The furthest of the autosaves."""
+    done: Place | None = None
+    """The place of rank 0's last batch, of training or of an evaluation."""
+    num_batches: int = 0
+    """Batches so far, of training and of evaluations."""
+    num_trained: int = 0
+    num_expected: int | None = None
+    """Batches until the current fit is over, if it does not end before its last epoch."""
+    evaluating: str = ""
+    """The evaluation in progress and its finished batches, in words; empty while the process trains."""
+    last_ended: int = 0
+    """Number of the last fit or evaluation that finished."""
+    num_restarts: int = 0
+    """How often a launcher in the process restarted its ranks."""
+    _trained: list[Place] = field(default_factory=list)
+    _function: str = FIT
+    _last_fit: int = 0
+    _process_id: int | None = None
+    _batch_times: tuple[float, float] | None = None
 
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code: negative for a signal, None while the process is alive."""
-        code = self._tree.exit_code
-        if code is not None and self.seconds is None:
-            self.seconds = time.time() - self.began
-        return code
-
-    def read(self) -> None:
-        """Read the lines that rank 0 has written since the last call."""
-        try:
-            with self.ledger.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in parse_lines(whole):
-            self.last_line_at = time.monotonic()
-            self._take(line)
-            if self._follow is not None:
-                self._follow(line)
-
-    def num_trained_before(self, place: Place) -> int:
-        """Return the number of training batches that this process has done before a place."""
-        return bisect.bisect_right(self._trained, place)
-
-    def _take(self, line: Line) -> None:
+    def take(self, line: Line) -> None:
+        """Note one more line."""
         kind, fit = line.get("event"), int(line.get("fit", 1))
         if kind == ledger.FIT:
             self._begin(line.get("pid"), fit)
@@ -278,6 +216,10 @@ class DrillProcess:
             self.resumed, self.num_batches, self.num_trained, self._batch_times = [], 0, 0, None
         self._process_id = process_id
 
+    def num_trained_before(self, place: Place) -> int:
+        """Return the number of training batches that this process has done before a place."""
+        return bisect.bisect_right(self._trained, place)
+
     @property
     def has_begun(self) -> bool:
         """Whether a fit has begun in the process."""
@@ -289,6 +231,75 @@ class DrillProcess:
         if self._batch_times is None or self._batch_times[1] <= self._batch_times[0]:
             return None
         return (self.num_batches - 1) / (self._batch_times[1] - self._batch_times[0])
+
+
+@final
+class DrillProcess:
+    """One process of one of the drill's runs, with everything that it starts.
+
+    Args:
+        settings: Settings of the drill.
+        run: Name of the run.
+        number: Number of the process in its run, from 0.
+        environment: Environment variables of the drill.
+        plan: What the process has to do for its strikes.
+        follow: Called with each line that is read while the process runs.
+    """
+
+    def __init__(
+        self,
+        settings: DrillSettings,
+        run: str,
+        number: int,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        plan: StrikePlan | None = None,
+        follow: Callable[[Line], None] | None = None,
+    ) -> None:
+        directory = settings.directory / run
+        directory.mkdir(parents=True, exist_ok=True)
+        self.number = number
+        self.plan = plan or StrikePlan()
+        """The places where the process raises an exception, and the batches before which it saves."""
+        self.output = directory / f"process-{number}.log"
+        self.ledger = directory / f"process-{number}.jsonl"
+        self.began = time.time()
+        self.seconds: float | None = None
+        """Time from the start to the end of the process, or to the strike."""
+        self.progress = ProcessProgress(number=number)
+        self.last_line_at = time.monotonic()
+        self._follow = follow
+        self._offset = 0
+        self._tree = ProcessTree(
+            settings.words(run),
+            environment=settings.environment(run, environment, ledger_path=self.ledger, plan=self.plan),
+            token=f"{settings.run_id(run)}-{number}",
+            output=self.output,
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code: negative for a signal, None while the process is alive."""
+        code = self._tree.exit_code
+        if code is not None and self.seconds is None:
+            self.seconds = time.time() - self.began
+        return code
+
+    def read(self) -> None:
+        """Read the lines that rank 0 has written since the last call."""
+        try:
+            with self.ledger.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in parse_lines(whole):
+            self.last_line_at = time.monotonic()
+            self.progress.take(line)
+            if self._follow is not None:
+                self._follow(line)
 
     def start(self) -> None:
         """Start the process.
@@ -307,7 +318,7 @@ class DrillProcess:
 
     def kill(self) -> None:
         """End the process and everything that it started, without delay."""
-        self.autosaves_before = list(self.autosaves)
+        self.progress.autosaves_before = list(self.progress.autosaves)
         if self.seconds is None:
             self.seconds = time.time() - self.began
         self._tree.close()

@@ -232,7 +232,7 @@ class LedgerStretch:
     @property
     def hook(self) -> str:
         """The place in the batch where an exception was to end it; empty for none."""
-        faults = self.process.faults
+        faults = self.process.plan.faults
         return faults[self.index].hook if self.index < len(faults) else ""
 
     @property
