@@ -252,7 +252,7 @@ class Session(AnySession):
         loaders = self._loaders
 
         def before_fetch() -> None:
-            if loaders.fetches_ahead:
+            if loaders.prefetches.is_on:
                 loaders.mark()
             boundary = None if self._training is None else self._training.boundary
             if boundary is not None and boundary.fetches_from_workers:

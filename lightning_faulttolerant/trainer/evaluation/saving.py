@@ -161,6 +161,34 @@ RETURNED, PREDICTIONS, PROGRESS = "returned", "predictions", "progress"
 _MORE_SECONDS = 10.0
 
 
+class EvaluationPace:
+    """Decides when an autosave of an evaluation is due: after an interval, or as often as the budget allows.
+
+    Args:
+        options: Say when to save.
+    """
+
+    def __init__(self, options: Options) -> None:
+        interval = options.train_time_interval
+        self._interval = None if interval is None else interval.total_seconds()
+        self._budget = Budget(options.overhead_budget)
+        self.now = self._budget.now
+        self.save_seconds = 0.0
+        """The duration of the longest save."""
+        self.due_at = float("-inf")
+        """The time of the clock until which no autosave is due: the first one is due at the first boundary."""
+
+    def put_off(self) -> None:
+        """Let the next autosave be due later: none can be taken here."""
+        self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
+
+    def note_save(self, began: float) -> None:
+        """Note that a save, which began at a time of the clock, is over."""
+        self.save_seconds = max(self.save_seconds, self.now() - began)
+        self._budget.spend_on_save(began)
+        self.due_at = self._budget.save_at if self._interval is None else self.now() + self._interval
+
+
 class EvaluationSaver:
     """Writes the autosaves of one evaluation.
 
@@ -191,31 +219,26 @@ class EvaluationSaver:
     ) -> None:
         self._trainer = trainer
         self._series = series
-        self._sums = sums
         self._ranks = ranks
         self._header = header
         self._history = history
         self._predictions = predictions
         self._on_saved = on_saved
-        interval = options.train_time_interval
-        self._interval = None if interval is None else interval.total_seconds()
-        self._budget = Budget(options.overhead_budget)
         self._outage = Outage(history, speaks=ranks.rank == 0)
-        self.save_seconds = 0.0
-        """The duration of the longest save."""
+        self.pace = EvaluationPace(options)
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
-        self.due_at = float("-inf")
-        """The time of the clock until which no autosave is due: the first one is due at the first boundary."""
         self.has_only_start = False
         """Whether nothing but the start of the evaluation is saved."""
-        self.files_at_start: Mapping[str, Any] = {}
-        """What loggers had written before the evaluation began."""
-        self.now = self._budget.now
+        self._at_start: dict[str, object] = {SUMS: sums, "files": {}}
+
+    def note_files(self, files: Mapping[str, object]) -> None:
+        """Note what loggers had written before the evaluation began."""
+        self._at_start["files"] = files
 
     def is_due_for_all(self) -> bool:
         """Return whether an autosave is due, by rank 0's clock; a collective."""
-        return bool(self._ranks.from_first("due", self.now() >= self.due_at))
+        return bool(self._ranks.from_first("due", self.pace.now() >= self.pace.due_at))
 
     def save(self, position: TrainerPosition, state: Mapping[str, object], results: object = None) -> str:
         """Save a state; a collective. Return why it could not be written, or an empty string.
@@ -225,7 +248,7 @@ class EvaluationSaver:
             state: The state of this rank, from `EvaluationState`.
             results: What a finished evaluation returned on this rank.
         """
-        began = self.now()
+        began = self.pace.now()
         state = {**state, PROGRESS: loop_of(self._trainer).batch_progress.state_dict(), RETURNED: results}
         failure = ""
         if runs.is_predicting(loop_of(self._trainer)):
@@ -239,13 +262,9 @@ class EvaluationSaver:
 
     def save_start(self, position: TrainerPosition) -> None:
         """Note that the evaluation has begun, and can only be run from its start; a collective."""
-        state = {SUMS: self._sums, "files": self.files_at_start}
-        failure = self._write(replace(position, validation_batch=0), state, self.now(), starts_over=True)
+        position = replace(position, validation_batch=0)
+        failure = self._write(position, {**self._at_start}, self.pace.now(), starts_over=True)
         self.has_only_start = not failure
-
-    def put_off(self) -> None:
-        """Let the next autosave be due later: none can be taken here."""
-        self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
 
     def _write(
         self,
@@ -290,15 +309,13 @@ class EvaluationSaver:
             )
         except OSError as error:
             return described(error)
-        self._history.autosave(series, path, position, seconds=self.now() - began, taken=began)
+        self._history.autosave(series, path, position, seconds=self.pace.now() - began, taken=began)
         for tell in self._on_saved:
             tell(position, str(path))
         return ""
 
     def _note(self, position: TrainerPosition, began: float, failure: str) -> None:
-        self.save_seconds = max(self.save_seconds, self.now() - began)
-        self._budget.spend_on_save(began)
-        self.due_at = self._budget.save_at if self._interval is None else self.now() + self._interval
+        self.pace.note_save(began)
         if failure:
             self._outage.note(failure, position, self.saved)
         else:

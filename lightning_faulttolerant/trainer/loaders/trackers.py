@@ -23,7 +23,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.exactness import Exactness, OwnState
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
@@ -165,6 +166,8 @@ class PrefetchStates:
         self.before: PrefetchState | None = None
         self.is_in_fetch = False
         """Whether the fetch in progress has its state already."""
+        self.is_on = False
+        """Whether each training batch is fetched before the previous one is trained."""
 
     def note(self, state: PrefetchState) -> None:
         """Note the state before the fetch that begins now."""
@@ -194,3 +197,73 @@ class ResumedPlaces:
     def from_state_dict(cls, state: Mapping[str, Any]) -> ResumedPlaces:
         """Return the places in a state of `Loaders.state_dict`."""
         return cls(states=state.get("places", {}), own=state.get("own", {}), left=state.get("left", ()))
+
+
+@dataclass(kw_only=True, slots=True)
+class Continued:
+    """What the loaders of a fit continue from.
+
+    Args:
+        resumed: Where they continue.
+        has_places: Whether the checkpoint has the loaders' places.
+        lightning_restores: Whether it is not of this package, and Lightning restores the loaders' own states.
+        check: Called with the place and the fingerprint of each loader.
+    """
+
+    resumed: ResumedPlaces = field(default_factory=ResumedPlaces)
+    has_places: bool = False
+    lightning_restores: bool = False
+    check: Callable[[str, dict[str, object]], None] = lambda place, fingerprint: None
+
+
+@dataclass(kw_only=True, slots=True)
+class KnownLoaders:
+    """What is known of the loaders that Lightning has processed, by their places.
+
+    Args:
+        trackers: Those of the loaders that are followed.
+        index_sides: Those of the training loaders.
+        fingerprints: The fingerprints of the loaders that have one.
+        untracked: Loaders that run as they are. The state still includes what their objects hold.
+        own: The states that the users' own objects keep.
+        whole: The trackers that follow a loader as a whole; also those that were replaced.
+    """
+
+    trackers: dict[str, Tracker] = field(default_factory=dict)
+    index_sides: dict[str, IndexSide] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    untracked: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, OwnState] = field(default_factory=dict)
+    whole: list[OfWholeLoader] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the loaders. Their fingerprints stay."""
+        for known in (self.trackers, self.index_sides, self.untracked, self.own):
+            known.clear()
+        self.whole.clear()
+
+
+class TrainersIterations:
+    """Which iterations over the loaders are the trainer's own. All others are a callback's."""
+
+    def __init__(self) -> None:
+        self.is_now = False
+        """Whether an iteration that begins now is the trainer's own."""
+        self.is_held_back = False
+        """Whether new training iterations are empty, because they are to begin again in the right place."""
+
+    def owner(self) -> IterationOwner:
+        """Return what says which iterations over a loader of an evaluation are the trainer's."""
+        return IterationOwner(is_followed=lambda: self.is_now)
+
+    def training_owner(self, before_first_batch: Callable[[], None]) -> IterationOwner:
+        """Return what says which iterations over a training loader are the trainer's.
+
+        Args:
+            before_first_batch: Called before the first batch of such an iteration is fetched.
+        """
+        return IterationOwner(
+            is_followed=lambda: self.is_now,
+            is_held_back=lambda: self.is_held_back,
+            before_first_batch=before_first_batch,
+        )

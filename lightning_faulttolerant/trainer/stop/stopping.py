@@ -239,11 +239,11 @@ class Stopping:
         """
         original = compat.original_handlers(self._trainer)
         requeue = requeue_signal(self._trainer, original)
-        self.signals.save_seconds = save_seconds
+        self.signals.grace.save_seconds = save_seconds
         self.signals.install(original, requeue_signal=requeue)
         at = self._deadline_at()
         if at is not None:
-            self.signals.announced_seconds = lambda: at - time.time()
+            self.signals.grace.announced_seconds = lambda: at - time.time()
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
             self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
@@ -257,8 +257,8 @@ class Stopping:
         if NOTICE not in (requeue_signal, *self._options.signals):
             end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment names it.")
         reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
-        left = self.signals.grace_seconds - (time.monotonic() - noted_at)
-        self.signals.note(reason, max(left, self.signals.announced_seconds() if reason.requeues else 0.0))
+        left = self.signals.grace.seconds - (time.monotonic() - noted_at)
+        self.signals.note(reason, max(left, self.signals.grace.announced_seconds() if reason.requeues else 0.0))
 
     def _begin_watch(self) -> None:
         self.signals.before_hard_end = self._before_hard_end
@@ -289,7 +289,7 @@ class Stopping:
                 exit_code=DEADLINE_EXIT_CODE,
                 requeues=queues_again(self._trainer) and not self._was_over(),
             )
-            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
+            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace.seconds))
 
     def _was_over(self) -> bool:
         """Return whether the deadline had passed when the script began. A requeued job would only stop again."""
@@ -308,8 +308,8 @@ class Stopping:
 
     def save_fits(self) -> bool:
         """Return whether a save fits in the rest of each rank's grace period; a collective."""
-        left = self._ranks.to_first("the time that is left", self.signals.seconds_left())
-        fits = left is not None and self.signals.save_fits(min(left))
+        left = self._ranks.to_first("the time that is left", self.signals.grace.seconds_left())
+        fits = left is not None and self.signals.grace.save_fits(min(left))
         self.is_too_late = not self._ranks.from_first("whether a save fits", fits)
         return not self.is_too_late
 

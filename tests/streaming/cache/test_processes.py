@@ -175,7 +175,7 @@ def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
         thread = threading.Thread(target=cache.fetch, args=(1,))
         thread.start()
         wait_for(lambda: faults.asked)
-        with held_by_a_thread(cache._holds_lock, locks._held_lock), child(work) as worker:
+        with held_by_a_thread(cache._holds.lock, locks._held_lock), child(work) as worker:
             assert worker.wait() == 0
         faults.is_over.set()
         thread.join()
