@@ -187,7 +187,7 @@ class _HeldShards:
 
 
 @final
-class _Plan:
+class _UpcomingShards:
     """The shards that a reader will need, one after the other.
 
     Args:
@@ -228,7 +228,7 @@ class _Work:
         self.position = 0
         self.resume_at = 0
         self.stop = threading.Event()
-        self._plan = _Plan(upcoming)
+        self._plan = _UpcomingShards(upcoming)
         self._held = _HeldShards(caches, max_bytes)
         self._predownload = predownload
         self._first = first
