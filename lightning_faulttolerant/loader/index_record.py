@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.index_digest import START, Digest
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.digests import START, Digest
+from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.samplers import DrawLog
 
 _PLAIN = (int, float, str, bytes, bool, type(None))
 

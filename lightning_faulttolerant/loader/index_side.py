@@ -18,24 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog, generators_of, order_follows_from_start
+from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.loader.index_digest import START, updated
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
-from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.remaining_batches import (
+from lightning_faulttolerant.loader.remaining import (
     GlobalOrder,
     RankShare,
     RemainingBatches,
     order_of,
     share_of,
 )
-from lightning_faulttolerant.loader.sampler_states import SamplerStates
-from lightning_faulttolerant.loader.samplers import epoch_in
+from lightning_faulttolerant.loader.sampler_states import Replay, SamplerStates
+from lightning_faulttolerant.loader.samplers import DrawLog, epoch_in, generators_of, order_follows_from_start
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _log = logging.getLogger(__name__)

@@ -26,14 +26,12 @@ from typing import Any, Protocol
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import library_of
-from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
+from lightning_faulttolerant.loader.foreign import library_of, refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
 from lightning_faulttolerant.loader.objects import DatasetObjects
-from lightning_faulttolerant.loader.sample_digest import sample_digest
-from lightning_faulttolerant.loader.samplers import has_state
+from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 

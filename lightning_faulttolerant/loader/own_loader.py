@@ -17,13 +17,12 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.own_attributes import class_of, swap
-from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.loader.samplers import has_state_methods, state_of, what_is_not_plain
-from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.loader.tracked_class import class_of, is_resumable, keeps_own_position, swap
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 

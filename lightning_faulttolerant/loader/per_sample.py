@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.seeds import reseed
+from lightning_faulttolerant.state.rng import reseed
 
 _PLACE = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QQQQ")

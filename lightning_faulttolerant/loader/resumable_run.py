@@ -34,8 +34,8 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.samplers import sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.samplers.deal import RankPlace
-from lightning_faulttolerant.state.blobs import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
+from lightning_faulttolerant.samplers.order import RankPlace
+from lightning_faulttolerant.state.packing import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 

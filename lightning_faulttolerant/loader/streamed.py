@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare
+from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 from lightning_faulttolerant.streaming.ordering import Seeding

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.exactness import Exactness, forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import SOLE_RANK, IndexSide
@@ -24,20 +24,17 @@ from lightning_faulttolerant.loader.iteration import (
     CountedBatches,
     Iteration,
     IterationOwner,
+    TrackedWorkers,
 )
 from lightning_faulttolerant.loader.objects import LoaderObjects
-from lightning_faulttolerant.loader.own_attributes import TRACKER
-from lightning_faulttolerant.loader.own_state import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.per_sample_loader import SeededSamples
-from lightning_faulttolerant.loader.remaining_batches import RemainingBatches
-from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
+from lightning_faulttolerant.loader.remaining import RemainingBatches
+from lightning_faulttolerant.loader.resized import DEAL, SeededSamples, planned, with_other_workers
 from lightning_faulttolerant.loader.samplers import index_sampler, state_of
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import tracked_class
-from lightning_faulttolerant.loader.tracked_workers import TrackedWorkers
+from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.worker_side import WorkerState, worker_side_of
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 

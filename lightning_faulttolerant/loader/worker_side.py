@@ -16,13 +16,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators, stateful_dataset
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
-from lightning_faulttolerant.loader.own_state import stateful_dataset
+from lightning_faulttolerant.loader.objects import WorkerObjects
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
-from lightning_faulttolerant.loader.worker_objects import WorkerObjects
-from lightning_faulttolerant.state import devices
+from lightning_faulttolerant.state import rng
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -297,7 +296,7 @@ def _pack(
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:
     missing = held.load_state_dict(state["held"])
     # Restore a device only if this worker uses it. The main process's devices are not the worker's to set.
-    in_use = {kind for kind, _ in devices.initialised()}
-    rng: dict[str, bytes] = state["rng"]
-    set_rng_state({n: blob for n, blob in rng.items() if not devices.is_device(n) or n.partition(":")[0] in in_use})
+    in_use = {kind for kind, _ in rng.initialised()}
+    states: dict[str, bytes] = state["rng"]
+    set_rng_state({n: blob for n, blob in states.items() if not rng.is_device(n) or n.partition(":")[0] in in_use})
     return missing

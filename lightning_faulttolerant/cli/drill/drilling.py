@@ -18,7 +18,6 @@ from typing import final
 from lightning_faulttolerant.cli.drill import causes, judging, running
 from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
 from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun
-from lightning_faulttolerant.cli.drill.moments import counted_batches
 from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import Progress
 from lightning_faulttolerant.cli.drill.result import (
@@ -34,7 +33,7 @@ from lightning_faulttolerant.cli.drill.result import (
 )
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.cli.drill.strikes import counted_batches, stretches_of, strikes_of
 from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_faulttolerant.cli.drill import causes, diagnosis, result, running
+from lightning_faulttolerant.cli.drill import causes, result, running
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import DrillProcess
@@ -77,15 +77,12 @@ def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> DrillVerdict | Non
 
 
 def _of_outcome(ran: Ran) -> DrillVerdict | None:
-    if ran.outcome == running.RESUMED:
-        return _not_judged(f"The {ran.name} run did not start from the beginning.", causes.EXISTING_RUN)
-    if ran.outcome == running.TIMED_OUT:
-        cause, text = causes.TIMEOUT, f"The {ran.name} run did not finish in time."
-    elif ran.outcome == running.NOT_STOPPED:
-        cause, text = causes.NO_STOP, "The run did not end within 90 seconds of SIGTERM."
-    else:
+    if ran.outcome not in causes.OF_OUTCOMES:
         return None
-    return _not_judged(text, causes.with_output(cause, ran.processes[-1].output))
+    text, cause = causes.OF_OUTCOMES[ran.outcome]
+    has_output = ran.outcome != running.RESUMED  # the drill ended that process itself
+    cause = causes.with_output(cause, ran.processes[-1].output) if has_output else cause
+    return _not_judged(text.format(run=ran.name), cause)
 
 
 def of_repeated(
@@ -177,7 +174,7 @@ def _of_mismatch(
         return replace(verdict, notes=(note, *verdict.notes))
     difference = difference_of(mismatch)
     process = mismatch.process if mismatch.process >= 0 else len(ran.processes) - 1
-    by_events = diagnosis.cause_of(mismatch)
+    by_events = causes.cause_of(mismatch)
     others = _other_surroundings(expected, found, process)
     inexact = _inexact(found, process)
     notes = []
@@ -202,7 +199,7 @@ def _of_mismatch(
 
 def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> bool:
     """Return whether the mismatch is from a process that trained on after an exception that should have ended it."""
-    faults = ran.processes[0].faults
+    faults = ran.processes[0].plan.faults
     if not faults:
         return False
     numbers = BatchNumbers(expected[0].steps)
@@ -212,7 +209,7 @@ def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> 
 def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> DrillVerdict:
     difference = difference_of(mismatch)
     others = _other_surroundings(expected, found, 0)
-    cause = causes.surroundings(others) if others else diagnosis.not_deterministic(mismatch, difference.place)
+    cause = causes.surroundings(others) if others else causes.not_deterministic(mismatch, difference.place)
     text = f"The script is not deterministic by itself: two uninterrupted runs differ at {difference.place}."
     return _not_judged(text, cause, difference=difference)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from lightning_faulttolerant.cli.page.html import Child, Markup, tag
-from lightning_faulttolerant.cli.page.scales import Scale
+from lightning_faulttolerant.cli.page.numbers import Scale
 
 WIDTH = 1000
 """Width of a stretched picture in units."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.state.objects import containers, kinds
+from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.tensors import bit_sums, shard_of
 
 SMALL_BYTES = 65_536
@@ -65,10 +65,10 @@ def mark_of(value: Any) -> Mark | None:
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values)
     if isinstance(value, set):
-        copied = set(containers.items_of(value))
+        copied = set(kinds.items_of(value))
         return lambda: set.__eq__(value, copied) is True
     if kinds.is_container(value):
-        return _items_mark(value, containers.items_of)
+        return _items_mark(value, kinds.items_of)
     if kinds.is_buffer(value):
         buffer = kinds.content_of_buffer(value)
         return lambda: kinds.content_of_buffer(value) == buffer
@@ -95,8 +95,8 @@ def length_mark(value: object) -> Mark | None:
     """Return a mark of a container that finds added and removed items; ``None`` for anything else."""
     if not kinds.is_container(value):
         return None
-    length = containers.length_of(value)
-    return lambda: containers.length_of(value) == length
+    length = kinds.length_of(value)
+    return lambda: kinds.length_of(value) == length
 
 
 def sample_mark(value: Any) -> Mark:
@@ -159,11 +159,11 @@ def items_mark(value: Any, before: Any) -> Mark:
     """Return a mark of a list or dict that held the items of `before`."""
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values, _keys_and_values(before))
-    return _items_mark(value, containers.items_of, list(before))
+    return _items_mark(value, kinds.items_of, list(before))
 
 
 def _keys_and_values(mapping: Any) -> list[Any]:
-    pairs = containers.pairs_of(mapping)
+    pairs = kinds.pairs_of(mapping)
     return [key for key, _ in pairs] + [child for _, child in pairs]
 
 

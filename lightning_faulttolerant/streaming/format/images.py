@@ -8,8 +8,7 @@ import struct
 from types import ModuleType
 from typing import Any
 
-from lightning_faulttolerant.streaming.format.encoding import Buffer, Encoding, expect_type
-from lightning_faulttolerant.streaming.format.extras import extra
+from lightning_faulttolerant.streaming.format.encoding import Buffer, Encoding, expect_type, extra
 
 _UINT32_BYTES = 4
 

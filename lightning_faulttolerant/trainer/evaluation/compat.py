@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.combined_loader import _Sequential
 from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from lightning_faulttolerant.loader.remaining_samples import ListedIndices
+from lightning_faulttolerant.loader.remaining import ListedIndices
+from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.functions import loop_of
-from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {

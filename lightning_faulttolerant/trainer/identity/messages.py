@@ -16,8 +16,12 @@ from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord
 from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
-from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, registry_of_process
-from lightning_faulttolerant.trainer.identity.starts import start_directory
+from lightning_faulttolerant.trainer.identity.starts import (
+    autosaves_of,
+    read_record,
+    registry_of_process,
+    start_directory,
+)
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.process import has_told
 from lightning_faulttolerant.trainer.resume.choice import Choice

@@ -23,13 +23,13 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.remaining_batches import RankShare
+from lightning_faulttolerant.loader.remaining import RankShare
 from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_stream, state_for_others
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
-from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
+from lightning_faulttolerant.state.generators import fresh_held_state, fresh_rng_state, of_devices_here
+from lightning_faulttolerant.state.metrics import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.logged_results import merged_results
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
-from lightning_faulttolerant.trainer.logged.results import merged_results
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,

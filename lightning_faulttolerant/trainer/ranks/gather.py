@@ -15,9 +15,8 @@ from torch import Tensor
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
-from lightning_faulttolerant.state.differences import difference, digests_of, patched
 from lightning_faulttolerant.state.objects.object_state import contents_of
+from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.position import TrainerPosition
 

@@ -112,7 +112,7 @@ class Watch:
         self._to_tell.append(told)
         self._wake.set()
         reason = self._stop.requested
-        if reason is not None and not is_stop and self._stop.seconds_left() < _LAST_SECONDS:
+        if reason is not None and not is_stop and self._stop.grace.seconds_left() < _LAST_SECONDS:
             end_process(reason.exit_code, f"{reason.name} has ended another rank, so this one ends, too.")
 
     def _run(self) -> None:
