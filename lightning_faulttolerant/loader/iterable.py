@@ -432,9 +432,9 @@ def _said(values: Values, name: str) -> str:
 
 
 def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
-    is_told = callable(getattr(owner, "set_epoch", None))
+    has_setter = callable(getattr(owner, "set_epoch", None))
     for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if is_told and name == "epoch":
+        if has_setter and name == "epoch":
             continue
         if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
             yield f"{prefix}{name}", value

@@ -189,7 +189,7 @@ class TrackedLoader:
         """Note that an iteration was requested. It begins when its iterator is created."""
         if not self._is_asked and self.owner.is_followed():
             self._is_asked = True
-            self._streamed.go_on()
+            self._streamed.continue_epochs()
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Create torch's iterator for a new iteration, at the position that `load_state_dict` set.

@@ -45,10 +45,10 @@ class StreamingDataLoader(DataLoader[Any]):
                 f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets "
                 "can't start at any position. Use ResumableDataLoader for them."
             )
-        told, own = self.dataset.batch_size, self.batch_size or 1
-        if told not in (None, own):
+        given, own = self.dataset.batch_size, self.batch_size or 1
+        if given not in (None, own):
             raise ValueError(
-                f"The data set has batch_size={told}, but the loader creates batches of {own}. Workers would take "
+                f"The data set has batch_size={given}, but the loader creates batches of {own}. Workers would take "
                 "turns at the wrong samples. Pass the same size to both, or none to the data set."
             )
         if self.num_workers > 1 and not getattr(self, "in_order", True):

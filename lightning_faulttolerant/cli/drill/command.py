@@ -247,8 +247,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_result(found, sys.stdout, is_kept=is_kept)
         sys.stdout.flush()  # print the result even if the page can't be written
         if arguments.html is not None:
-            told = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
-            Path(arguments.html).write_text(page(told), encoding="utf-8")
+            shown = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
+            Path(arguments.html).write_text(page(shown), encoding="utf-8")
     except (KeyboardInterrupt, SystemExit):
         print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
         is_kept = arguments.output is not None

@@ -132,9 +132,9 @@ class Drill:
             return
         first = ranks[0]
         if not self._versions and first.begun:
-            told = first.begun[0][1].get("surroundings") or {}
+            surroundings = first.begun[0][1].get("surroundings") or {}
             own = {"lightning-faulttolerant": metadata.version("lightning-faulttolerant")}
-            self._versions = {**own, **{name: str(value) for name, value in told.items() if value is not None}}
+            self._versions = {**own, **{name: str(value) for name, value in surroundings.items() if value is not None}}
         self._runs[ran.name] = RunOfDrill(
             name=ran.name,
             curve=_curve(first.batches),

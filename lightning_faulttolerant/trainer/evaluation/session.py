@@ -349,8 +349,8 @@ class EvaluationSession(AnySession):
         if state is None:
             if saver.saved is None:
                 saver.save_start(position)
-            told = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {told}: {begun.run_state.validation.reason}"
+            outcome = "is repeated from its start" if saver.has_only_start else "can't continue here"
+            place += f". It {outcome}: {begun.run_state.validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position, state)

@@ -329,8 +329,8 @@ class Stopping:
             TrainingStopped: If a rank was asked to stop.
         """
         own = self.signals.requested
-        told = self._ranks.to_first("a wish to stop", own and own.to_text())
-        text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
+        wishes = self._ranks.to_first("a wish to stop", own and own.to_text())
+        text = self._ranks.from_first("the stop", next((text for text in wishes or () if text), None))
         if text is not None:
             self._agreed = text
             self.signals.note(StopReason.from_text(text))
