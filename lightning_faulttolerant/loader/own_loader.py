@@ -51,7 +51,7 @@ class WholeLoader:
         """Let `owner` say from now on which iterations are followed."""
         self.owner = owner
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Create the user's iterator for a new iteration, at the position that `load_state_dict` set."""
         if not self.owner.is_followed():
             return make_iterator()
@@ -59,7 +59,7 @@ class WholeLoader:
             return iter(())
         return _AnnouncedBatches(self._begun(make_iterator), self.owner.before_first_batch)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Begin an iteration that is followed, or continue the one that was resumed."""
         raise NotImplementedError
 
@@ -70,10 +70,10 @@ class WholeLoader:
         """Do nothing, for the same reason."""
 
 
-class _AnnouncedBatches(Iterator[Any]):
+class _AnnouncedBatches(Iterator[object]):
     """Calls a function right before the first batch is requested."""
 
-    def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:
+    def __init__(self, batches: Iterator[object], before_first: Callable[[], None]) -> None:
         self._batches = batches
         self._before_first: Callable[[], None] | None = before_first
 
@@ -152,7 +152,7 @@ class OwnLoader(WholeLoader):
         """Restore the loader's own class."""
         swap(self.loader, self._user_class)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         plan, self._plan = self._plan, None
         if plan is None or plan["start"] is None:
             if plan is not None:
@@ -165,7 +165,7 @@ class OwnLoader(WholeLoader):
         finally:
             self._restore(before)
 
-    def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         start, last = Fetch(state=plan["start"]["state"], moment=RandomStates(**plan["start"]["moment"])), plan["last"]
         self.loader.load_state_dict(copy.deepcopy((last or plan["start"])["state"]))
         self._restore(start.moment)
@@ -241,10 +241,10 @@ class OwnLoader(WholeLoader):
         self.held.load_state_dict(moment.held)
 
 
-class _NotedBatches(Iterator[Any]):
+class _NotedBatches(Iterator[object]):
     """Passes on the batches of the user's iterator, and notes each fetch."""
 
-    def __init__(self, batches: Iterator[Any], tracker: OwnLoader, iteration: OwnIteration) -> None:
+    def __init__(self, batches: Iterator[object], tracker: OwnLoader, iteration: OwnIteration) -> None:
         self._batches = batches
         self._tracker = tracker
         self._iteration = iteration

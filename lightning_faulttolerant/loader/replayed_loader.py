@@ -27,7 +27,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 
 
 @functools.cache
-def takes_each_batch_alone(user_class: type[DataLoader[Any]]) -> bool:
+def takes_each_batch_alone(user_class: type[DataLoader[object]]) -> bool:
     """Return whether the batches of a class are torch's, each changed on its own or not at all."""
     for base in user_class.__mro__:
         if base is DataLoader:
@@ -194,12 +194,12 @@ class ReplayedLoader(WholeLoader):
             swap(self.loader, self._user_class)
             self._is_swapped = False
 
-    def _make_iterator(self) -> Iterator[Any]:
+    def _make_iterator(self) -> Iterator[object]:
         own = getattr(self._user_class, "__iter__", None)
-        made: Iterator[Any] = iter(self.loader) if own is None else own(self.loader)
+        made: Iterator[object] = iter(self.loader) if own is None else own(self.loader)
         return made
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         return self.replayer.iterate(make_iterator)
 
     def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
@@ -221,8 +221,8 @@ class _StandIn:
     def __init__(
         self,
         loader: Any,
-        iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
-        make_iterator: Callable[[], Iterator[Any]],
+        iterate: Callable[[Callable[[], Iterator[object]]], Iterator[object]],
+        make_iterator: Callable[[], Iterator[object]],
     ) -> None:
         self.user_loader = loader
         self._iterate = iterate
@@ -233,7 +233,7 @@ class _StandIn:
             raise AttributeError(name)
         return getattr(self.user_loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self._iterate(self._make_iterator)
 
 

@@ -46,7 +46,7 @@ class SamplerEpochs:
         samplers: All samplers that may have ``set_epoch``.
     """
 
-    def __init__(self, samplers: Sequence[Any]) -> None:
+    def __init__(self, samplers: Sequence[object]) -> None:
         found = {id(s): s for s in samplers if callable(getattr(s, "set_epoch", None)) and hasattr(s, "__dict__")}
         self._samplers = list(found.values())
         self._setters: list[_SetEpoch] = []
@@ -116,7 +116,7 @@ class _SetEpoch:
             epoch += self.offset
         self._set(epoch)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A pickled or copied sampler has its own ``set_epoch`` again.
         return getattr, (self._sampler(), "set_epoch")
 
@@ -148,7 +148,7 @@ class LoaderRun:
         seeds: The seeds of the samples. With them, the workers' random states are not captured.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
+    def __init__(self, loader: DataLoader[object], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
         plain.__class__ = DataLoader  # the user's `__iter__` runs before this, not after
         self._tracker = TrackedLoader(plain, rank_place=_place(), seeds=seeds)
@@ -254,7 +254,7 @@ class LoaderRun:
 
     # The iterations.
 
-    def iterate(self) -> Iterator[Any]:
+    def iterate(self) -> Iterator[object]:
         """Begin an iteration, or continue the one that was loaded."""
         state = self._loaded if self._iteration is None else None
         is_rest = state is not None and state["in_epoch"]
@@ -337,10 +337,10 @@ class LoaderRun:
         return None if workers is None or self.followed.persistent_workers else workers.ring
 
 
-class _Handed(Iterator[Any]):
+class _Handed(Iterator[object]):
     """Yields the batches of one iteration."""
 
-    def __init__(self, run: LoaderRun, batches: Iterator[Any]) -> None:
+    def __init__(self, run: LoaderRun, batches: Iterator[object]) -> None:
         self._run = run
         self._batches = batches
         self._ring = run.workers_of()
@@ -390,7 +390,7 @@ def _place() -> RankPlace:
     return SOLE_RANK
 
 
-def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, Any]:
+def _fingerprint(loader: DataLoader[object], *, is_per_sample: bool) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     place = _place()
     return {

@@ -39,7 +39,7 @@ def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
     return [stream for child in held for stream in streams_of(child, depth - 1)]
 
 
-def _items(value: object) -> Iterator[Any]:
+def _items(value: object) -> Iterator[object]:
     yield from value if isinstance(value, (list, tuple)) else (value,)
 
 

@@ -150,7 +150,7 @@ class _WorkerStates:
         ring: WorkerRing,
         *,
         exactness: Exactness,
-        collate_fn: Callable[[Any], object],
+        collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         iterable: IterableSide | None,
         leaves_rest: bool,
@@ -228,7 +228,7 @@ def _dataset() -> Any:
     return None if info is None else info.dataset
 
 
-def _held_generators(dataset: object, collate_fn: Callable[[Any], object]) -> HeldGenerators:
+def _held_generators(dataset: object, collate_fn: Callable[[object], object]) -> HeldGenerators:
     roots = {"dataset": dataset, "collate_fn": collate_fn}
     return HeldGenerators({**roots, **users_variables(roots)})
 
@@ -249,7 +249,7 @@ def _handle_signals(ring: WorkerRing, worker: int) -> None:
 
 def worker_side_of(
     loader: DataLoader[object],
-    collate_fn: Callable[[Any], object],
+    collate_fn: Callable[[object], object],
     default_init: Callable[[int], None] | None,
     *,
     exactness: Exactness,

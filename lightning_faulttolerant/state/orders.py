@@ -394,9 +394,9 @@ def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> Any:
     return order[torch.frombuffer(bytearray(zlib.decompress(kept["order"])), dtype=torch.int32).numpy()]
 
 
-def _taken(elements: Sequence[Any], order: Any) -> Sequence[object]:
+def _taken(elements: Sequence[object], order: Any) -> Sequence[object]:
     if kinds.is_array(elements):
-        found: Sequence[Any] = elements[order]
+        found: Sequence[object] = elements[order]
         return found
     return [elements[i] for i in order.tolist()]
 

@@ -254,7 +254,7 @@ def pack_random(state: tuple[Any, ...]) -> bytes:
     return _PYTHON.pack(*words, gauss is not None, 0.0 if gauss is None else gauss)
 
 
-def unpack_random(blob: bytes) -> tuple[Any, ...]:
+def unpack_random(blob: bytes) -> tuple[object, ...]:
     """Return a state for ``random.Random.setstate``."""
     *words, has_gauss, gauss = _PYTHON.unpack(blob)
     return (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)

@@ -198,7 +198,7 @@ class Graph:
         places = ((layer, id_) for layer in records.layers for id_ in layer.places.keys() & self.paths.keys())
         self._expand_all(owner, {layer.roots[layer.places[id_]] for layer, id_ in places})
 
-    def recorded(self, known: Graph) -> Iterator[Any]:
+    def recorded(self, known: Graph) -> Iterator[object]:
         """Yield all objects of the records, except the records that `known` has too."""
         noted = {id(records) for records in known.records.values()}
         return (value for own in self.records.values() if id(own) not in noted for value in own.members())

@@ -221,7 +221,7 @@ def _tensor_content(tensor: Tensor) -> Any:
     return bit_sums(tensor).tolist()
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     grad = tensor.grad if tensor.is_leaf else None
     state = _version(tensor), tensor.requires_grad, None if grad is None else (id(grad), _version(grad))
     if not is_readable(tensor):

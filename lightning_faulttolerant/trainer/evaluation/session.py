@@ -197,7 +197,9 @@ class EvaluationSession(AnySession):
 
     # What the seams do.
 
-    def _around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
+    def _around_resume_start(
+        self, original: Method, checkpoint_path: object = None, *args: object, **kwargs: object
+    ) -> None:
         if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
             checkpoint_path, self._is_without_weights = None, True
         original(checkpoint_path, *args, **kwargs)

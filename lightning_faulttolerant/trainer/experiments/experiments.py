@@ -356,8 +356,8 @@ class MLflowPoints:
         value: float,
         timestamp: object = None,
         step: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         if run_id == self._run_id and self._passes(key, step or 0, value):
             return None
