@@ -91,11 +91,11 @@ class OwnState:
             )
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return a copy of each object's state, by the object's name: ``loader``, or ``dataset``, ``sampler``, ..."""
         return {name: state_of(part) for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the states. The next iteration continues from there, if the objects do as they promise."""
         for name, part in self._parts.items():
             if name in state:

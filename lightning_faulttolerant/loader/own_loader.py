@@ -139,7 +139,7 @@ class OwnLoader(WholeLoader):
     def __init__(self, loader: Any, *, exactness: Exactness, owner: IterationOwner, place: str) -> None:
         super().__init__(loader, owner=owner, place=place)
         self._user_class = type(loader)
-        self._plan: Mapping[str, Any] | None = None
+        self._plan: Mapping[str, object] | None = None
         self._exactness = exactness
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})
@@ -193,7 +193,7 @@ class OwnLoader(WholeLoader):
         iteration.fetches.append((iteration.num_out, fetch))
         return fetch
 
-    def state_dict(self, consumed: int | None, iteration: OwnIteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: OwnIteration | None = None) -> dict[str, object]:
         """Return the position.
 
         Args:
@@ -221,11 +221,11 @@ class OwnLoader(WholeLoader):
             "last": last and _fetch_state(last),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Let the next iteration continue from a position of `state_dict`."""
         self._plan = copy.deepcopy(dict(state_dict))
 
-    def replayed(self) -> list[Any]:
+    def replayed(self) -> list[object]:
         """Return an empty list: the loader's state carries everything."""
         return []
 
@@ -264,5 +264,5 @@ class _NotedBatches(Iterator[object]):
         return batch
 
 
-def _fetch_state(fetch: Fetch) -> dict[str, Any]:
+def _fetch_state(fetch: Fetch) -> dict[str, object]:
     return {"state": fetch.state, "moment": fetch.moment.state_dict(), "digest": fetch.digest}

@@ -150,7 +150,7 @@ class RemainingBatches:
             place = first + whole * num_ranks - self.end
             yield from self.order.at(place, place + 1, 1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the deal as plain dicts."""
         return asdict(self)
 

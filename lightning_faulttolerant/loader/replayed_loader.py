@@ -202,15 +202,15 @@ class ReplayedLoader(WholeLoader):
     def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         return self.replayer.iterate(make_iterator)
 
-    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, object]:
         """Return the position, as `Replayer.state_dict` does."""
         return self.replayer.state_dict(consumed, iteration)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Bring the loader to a position of `state_dict`."""
         self.replayer.load_state_dict(state_dict, self._make_iterator)
 
-    def replayed(self) -> list[Any]:
+    def replayed(self) -> list[object]:
         """Return the loader, and the iterators and similar objects in it, which a replay creates again."""
         return [self.loader, *self.replayer.live()]
 

@@ -58,7 +58,7 @@ class StreamedEpochs:
         self.is_dealt = self._is_direct and self._is_flat(loader)
         """Whether all ranks together consume the beginning of an order that any number of ranks can continue."""
         self._begun: list[dict[str, Any]] = []
-        self._resumed: Sequence[Mapping[str, Any]] = ()
+        self._resumed: Sequence[Mapping[str, object]] = ()
         for stream in self._streams:
             _followers.setdefault(stream, weakref.WeakSet()).add(self)
 
@@ -132,7 +132,7 @@ class StreamedEpochs:
             stream.book.put(place["epoch"], place["sample"], seeding)
 
 
-def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, Any]:
+def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, object]:
     seeding = stream.book.seeding
     return {
         "epoch": epoch,

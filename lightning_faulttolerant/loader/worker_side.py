@@ -164,7 +164,7 @@ class _WorkerStates:
         self._has_state = has_state
         self._held = _held_generators(_dataset(), collate_fn)
         self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        self._owed: Mapping[str, Any] = {}
+        self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
 
     def begin(self, state: WorkerState | None) -> None:
@@ -283,7 +283,7 @@ def _pack(
     *,
     objects: Mapping[str, object] | None = None,
 ) -> bytes:
-    state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
+    state: dict[str, object] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
     if dataset is not None:

@@ -37,10 +37,10 @@ class _BeforeFetch:
     """The state right before the batch was fetched that the loop will use next."""
 
     num_out: dict[str, int]
-    held: Mapping[str, Any]
-    rng: Mapping[str, Any]
+    held: Mapping[str, object]
+    rng: Mapping[str, object]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what is restored before the batch is fetched again."""
         return {"held": self.held, "rng": self.rng}
 
@@ -127,7 +127,7 @@ class ValidationRun:
         found = [self._loaders.trackers.get(place) for place in places]
         return [tracker for tracker in found if isinstance(tracker, TrackedLoader)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the run between two batches, without its loaders' places."""
         before = compat.before_validation(self._trainer, self.first_loop_iter)
         ahead = self._ahead.state_dict() if self._ahead is not None else None

@@ -50,7 +50,7 @@ def full_state(
     return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
 
 
-def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, Any]:
+def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, object]:
     """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
     if instead is None:
         return checkpoint
@@ -96,7 +96,7 @@ def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) 
         rank: The number of the rank.
         checkpoint: The whole checkpoint.
     """
-    packed: Sequence[Mapping[str, Any]] = part["ranks"]
+    packed: Sequence[Mapping[str, object]] = part["ranks"]
     if rank >= len(packed):
         return {}
     first = unpack_blobs(packed[0])
