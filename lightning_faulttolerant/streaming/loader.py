@@ -127,8 +127,8 @@ class _Place:
         """Return the state of the data set after the batches that were handed out."""
         if self._dataset.book.is_moved:
             raise StreamingError(
-                "The iterator of this data set was moved by a state of its own, so how far it is can't be told by the"
-                " loader. Load the loader's state instead, or leave both to FaultTolerance."
+                "A state was loaded into the iterator of this data set, so the loader doesn't know its position."
+                " Load the loader's state instead, or leave both to FaultTolerance."
             )
         sample = self._start.sample + self.num_batches * self._step
         return self._dataset.state_at(self._start.epoch, sample, least=self._least)

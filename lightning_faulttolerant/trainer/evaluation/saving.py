@@ -58,7 +58,7 @@ class Predictions:
         self._num_written: list[int] = []
 
     def write(self) -> dict[str, object]:
-        """Write the predictions since the last call into a file of their own. Return the names of all files so far.
+        """Write the predictions since the last call into a new file. Return the names of all files so far.
 
         Raises:
             OSError: If the file can't be written.

@@ -268,6 +268,6 @@ def _only_sets(function: object) -> bool:
 
 
 def _calls_a_method(step: dis.Instruction) -> bool:
-    # Before Python 3.12 a method has an instruction of its own; since then the lowest bit tells it from an attribute.
+    # Before Python 3.12, a separate instruction loads a method. Since then, the lowest bit of the argument says so.
     is_either = step.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and "LOAD_METHOD" not in dis.opmap
     return step.opname == "LOAD_METHOD" or (is_either and bool((step.arg or 0) & 1))
