@@ -32,7 +32,7 @@ from lightning_faulttolerant.loader.remaining import (
 )
 from lightning_faulttolerant.loader.sampler_states import Replay, SamplerStates
 from lightning_faulttolerant.loader.samplers import DrawLog, epoch_in, generators_of, order_follows_from_start
-from lightning_faulttolerant.loader.streamed import StreamedEpochs
+from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_drawn_again
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.objects import torch_loaders_in
-from lightning_faulttolerant.loader.own_loader import WholeLoader
 from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer
+from lightning_faulttolerant.loader.stateful_loader import WholeLoader
 from lightning_faulttolerant.loader.tracked_class import REPLAYED, class_of, is_resumable, keeps_own_position, swap
 from lightning_faulttolerant.state.generators import HeldGenerators
 

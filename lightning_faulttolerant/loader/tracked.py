@@ -31,7 +31,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining import RemainingBatches
 from lightning_faulttolerant.loader.resized import DEAL, SeededSamples, planned, with_other_workers
 from lightning_faulttolerant.loader.samplers import index_sampler, state_of
-from lightning_faulttolerant.loader.streamed import StreamedEpochs
+from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.worker_side import WorkerState, worker_side_of
 from lightning_faulttolerant.samplers.order import RankPlace

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.marks import Mark, Weak, held, items_mark
+from lightning_faulttolerant.state.objects.baseline import Mark, Weak, held, items_mark
 from lightning_faulttolerant.state.objects.records import Layer, Records
 
 

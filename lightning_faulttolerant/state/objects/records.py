@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.marks import MANY_ITEMS, SMALL_BYTES, mark_of, same_items
+from lightning_faulttolerant.state.objects.baseline import MANY_ITEMS, SMALL_BYTES, mark_of, same_items
 
 _MAX_DEPTH = 6
 _dict_of = operator.attrgetter("__dict__")

@@ -23,7 +23,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
-from lightning_faulttolerant.trainer.ranks.line import Line
+from lightning_faulttolerant.trainer.ranks.connection import Line
 from lightning_faulttolerant.trainer.stop.signals import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
-from lightning_faulttolerant.trainer.ranks.line import open_line
+from lightning_faulttolerant.trainer.ranks.connection import open_line
 from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.deadline import Deadline
