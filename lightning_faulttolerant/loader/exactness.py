@@ -25,7 +25,7 @@ from lightning_faulttolerant.loader.samplers import has_state, has_state_methods
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 
 
-def why_not_followed(loader: DataLoader[Any]) -> str | None:
+def why_not_followed(loader: DataLoader[object]) -> str | None:
     """Return why the ``StatefulDataLoader`` `loader` can't be followed, or ``None`` if it can."""
     for name in ("state_dict", "load_state_dict"):
         owner = next(base for base in type(loader).__mro__ if name in vars(base))
@@ -38,23 +38,23 @@ def why_not_followed(loader: DataLoader[Any]) -> str | None:
     return strange and f"the state_dict of its data set has {strange}; give it only plain values and tensors"
 
 
-def was_given_position(loader: DataLoader[Any]) -> bool:
+def was_given_position(loader: DataLoader[object]) -> bool:
     """Return whether the next iteration over `loader` begins at a position that was loaded before."""
     return bool(vars(loader).get("next_iter_state"))
 
 
-def starts_over(loader: DataLoader[Any]) -> bool:
+def starts_over(loader: DataLoader[object]) -> bool:
     """Return whether the next iteration creates an iterator, although `loader` still holds the last one."""
     return keeps_own_position(loader) and not loader.persistent_workers
 
 
-def forget_own_position(followed: DataLoader[Any]) -> None:
+def forget_own_position(followed: DataLoader[object]) -> None:
     """Let the followed copy begin as a new loader."""
     if keeps_own_position(followed):
         vars(followed).update(next_iter_state=None, _iterator=None)
 
 
-def stateful_dataset(loader: DataLoader[Any]) -> Any | None:
+def stateful_dataset(loader: DataLoader[object]) -> Any | None:
     """Return the map-style data set of a ``StatefulDataLoader`` if it keeps a state, which torchdata restores."""
     dataset = loader.dataset
     if not keeps_own_position(loader) or isinstance(dataset, IterableDataset) or not has_state_methods(dataset):
@@ -91,18 +91,18 @@ class OwnState:
             )
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return a copy of each object's state, by the object's name: ``loader``, or ``dataset``, ``sampler``, ..."""
         return {name: state_of(part) for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load the states. The next iteration continues from there, if the objects do as they promise."""
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(copy.deepcopy(state[name]))
 
 
-def share_a_state(loader: DataLoader[Any], other: DataLoader[Any]) -> bool:
+def share_a_state(loader: DataLoader[object], other: DataLoader[object]) -> bool:
     """Return whether both loaders have one data set with a state that is part of their positions and changes here.
 
     Workers change copies. If both loaders have workers, each has its own states.

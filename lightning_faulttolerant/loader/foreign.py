@@ -67,7 +67,7 @@ def _library_held(dataset: object, depth: int) -> str | None:
     return next((library for library in found if library is not None), None)
 
 
-def _items(value: object) -> list[Any]:
+def _items(value: object) -> list[object]:
     return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -100,7 +100,7 @@ class ForeignEpochs:
         if self._counts_itself:
             self._loader.current_epoch -= 1
 
-    def state_dict(self, *, in_iteration: bool) -> dict[str, Any]:
+    def state_dict(self, *, in_iteration: bool) -> dict[str, object]:
         """Return the current epoch, or the next one."""
         if self.library is None:
             return {}

@@ -168,7 +168,7 @@ class IterableSide(IterableDataset[Any]):
         """
         self._plan, self._worker_states, self._exactness = plan, worker, exactness
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         is_in_worker = self._worker_states is not None
         if not (self._is_begun or is_in_worker):
             return _Samples(self, iter(self.user_dataset), None)
@@ -193,7 +193,7 @@ class IterableSide(IterableDataset[Any]):
         self.record.positions.append((self.record.num_batches, self.record.position()))
         return samples
 
-    def _started_over(self) -> Iterator[Any]:
+    def _started_over(self) -> Iterator[object]:
         record = self.record
         record.start = self._moment_of_start()
         record.objects = self._objects.between()
@@ -206,7 +206,7 @@ class IterableSide(IterableDataset[Any]):
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
         return _Samples(self, samples, record)
 
-    def _resumed(self, plan: Position) -> Iterator[Any]:
+    def _resumed(self, plan: Position) -> Iterator[object]:
         before, record = self._moment(), self.record
         record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
         record.start = RandomStates.from_state_dict(plan["start"])
@@ -236,7 +236,7 @@ class IterableSide(IterableDataset[Any]):
                 self._worker_states.end_iteration(record)
         return _Samples(self, samples, record)
 
-    def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:
+    def _replay(self, samples: Iterator[object], record: IterableRecord) -> None:
         if record.first is None:
             return
         self._restore(record.first)
@@ -269,7 +269,7 @@ class IterableSide(IterableDataset[Any]):
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
-    def draw(self, samples: Iterator[Any], record: IterableRecord | None) -> Any:
+    def draw(self, samples: Iterator[object], record: IterableRecord | None) -> Any:
         """Draw the next sample of an iteration, and count it."""
         self._drawing = record
         if record is None:
@@ -374,10 +374,10 @@ class IterableSide(IterableDataset[Any]):
             self.user_dataset.set_epoch(epoch)
 
 
-class _Samples(Iterator[Any]):
+class _Samples(Iterator[object]):
     """Passes on the samples of one iteration."""
 
-    def __init__(self, side: IterableSide, samples: Iterator[Any], record: IterableRecord | None) -> None:
+    def __init__(self, side: IterableSide, samples: Iterator[object], record: IterableRecord | None) -> None:
         self._side = side
         self._samples = samples
         self._record = record
@@ -432,9 +432,9 @@ def _said(values: Values, name: str) -> str:
 
 
 def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
-    is_told = callable(getattr(owner, "set_epoch", None))
+    has_setter = callable(getattr(owner, "set_epoch", None))
     for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if is_told and name == "epoch":
+        if has_setter and name == "epoch":
             continue
         if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
             yield f"{prefix}{name}", value
@@ -473,7 +473,7 @@ class DrawnAgain:
         samples: The iterator. `iter` is not called on it: a data set that is its own iterator would begin again.
     """
 
-    def __init__(self, samples: Iterator[Any]) -> None:
+    def __init__(self, samples: Iterator[object]) -> None:
         self._samples = samples
         self.num_drawn, self.digest = 0, 0
 

@@ -147,7 +147,7 @@ class Iteration:
         return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
 
-class CountedBatches(Iterator[Any]):
+class CountedBatches(Iterator[object]):
     """Passes on the batches of torch's iterator, and counts them.
 
     Args:
@@ -327,7 +327,7 @@ class TrackedWorkers:
         self.current: IterationWorkers | None = None
         """The workers in the newest iteration."""
 
-    def begin(self, loader: DataLoader[Any], states: list[WorkerState] | None) -> None:
+    def begin(self, loader: DataLoader[object], states: list[WorkerState] | None) -> None:
         """Prepare an iteration whose workers are created for it, and continue from these states."""
         if self.current is not None:
             self.current.ring.close()
@@ -347,14 +347,14 @@ class TrackedWorkers:
         self.current = replace(current, number=current.number + 1, fetched_before=before)
 
     @contextlib.contextmanager
-    def aside(self, loader: DataLoader[Any]) -> Iterator[None]:
+    def aside(self, loader: DataLoader[object]) -> Iterator[None]:
         """Create workers for other code in this block, beside those that are followed."""
         ring = self._new_ring(loader)
         self._rings_aside.append(ring)
         with self.side.aside(ring):
             yield
 
-    def _new_ring(self, loader: DataLoader[Any]) -> WorkerRing:
+    def _new_ring(self, loader: DataLoader[object]) -> WorkerRing:
         slots = (loader.prefetch_factor or 0) + _SPARE_SLOTS
         return WorkerRing(num_workers=self._num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
 

@@ -128,7 +128,7 @@ class RemainingBatches:
         """Return the number of samples that all ranks have consumed before batch `batch` of the epoch."""
         return min(self.end, self.begin + (batch - self.first_batch) * self.share.samples_at_once)
 
-    def batches(self, *, skip: int = 0) -> Iterator[Any]:
+    def batches(self, *, skip: int = 0) -> Iterator[object]:
         """Yield the index batches after the first `skip`."""
         share, size = self.share, self.share.batch_size or 1
         left = self.end - self.begin
@@ -150,7 +150,7 @@ class RemainingBatches:
             place = first + whole * num_ranks - self.end
             yield from self.order.at(place, place + 1, 1)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the deal as plain dicts."""
         return asdict(self)
 

@@ -233,19 +233,19 @@ class Replayer:
 
     def __init__(self, loader: object, *, name: str, exactness: Exactness, older: Iterable[Replayer] = ()) -> None:
         self._name = name
-        self._resumed: tuple[Iterator[Any], ReplayedIteration] | None = None
+        self._resumed: tuple[Iterator[object], ReplayedIteration] | None = None
         self._exactness = exactness
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
 
-    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[Any]:
+    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Begin an iteration, or continue the one that was resumed."""
         resumed, self._resumed = self._resumed, None
         batches, iteration = resumed or self._begun(make_iterator)
         return ReplayedBatches(batches, self, iteration)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> tuple[Iterator[Any], ReplayedIteration]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> tuple[Iterator[object], ReplayedIteration]:
         objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
@@ -276,7 +276,7 @@ class Replayer:
         chain, run = iteration.place_to_compare(consumed)
         return {**state, "chain": chain.state_dict(run, consumed)}
 
-    def load_state_dict(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> None:
         """Draw everything again up to a position of `state_dict`, and let the next iteration continue from there."""
         self._resumed = None
         chain = state["chain"]
@@ -342,7 +342,7 @@ class Replayer:
         return list(self.objects.live().values())
 
 
-class ReplayedBatches(Iterator[Any]):
+class ReplayedBatches(Iterator[object]):
     """Passes on the batches of the user's iterator, and notes each batch."""
 
     def __init__(self, batches: Iterator[object], replayer: Replayer, iteration: ReplayedIteration) -> None:

@@ -136,7 +136,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object
     return IndexPlan(birth=moment, start=moment, first=moment, position=first, handed_out=first, deal=deal)
 
 
-def with_other_workers(state: Mapping[str, Any], loader: DataLoader[Any], *, rank: int) -> dict[str, object]:
+def with_other_workers(state: Mapping[str, Any], loader: DataLoader[object], *, rank: int) -> dict[str, object]:
     """Return a state with as many workers as `loader` has, and no worker state to resume from."""
     if "iterable" in state:
         return state_for_others([state], num_left=None)
@@ -162,7 +162,7 @@ class SeededSamples:
         seeds: The source of the seeds.
     """
 
-    def __init__(self, loader: DataLoader[Any], seeds: SampleSeeds) -> None:
+    def __init__(self, loader: DataLoader[object], seeds: SampleSeeds) -> None:
         self._seeds = seeds
         self._is_batched = loader.batch_sampler is not None
         self._num_workers = loader.num_workers
@@ -183,8 +183,8 @@ class SeededSamples:
         return self._seeds.begin(is_resumed=is_resumed)
 
     def make(
-        self, loader: DataLoader[Any], index_side: IndexSide, make_iterator: Callable[[], Iterator[Any]]
-    ) -> Iterator[Any]:
+        self, loader: DataLoader[object], index_side: IndexSide, make_iterator: Callable[[], Iterator[object]]
+    ) -> Iterator[object]:
         """Create torch's iterator over a data set that seeds before each sample. The loader's attributes stay."""
         stand_in = self.dataset.stand_in(loader, collates=not self._num_workers)
         with index_side.opened_before(), stand_in:

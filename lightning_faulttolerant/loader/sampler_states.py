@@ -147,7 +147,7 @@ class Replay:
         self.is_same = True
         """Whether the sampler has yielded the same as before."""
         self.not_compared: set[str] = set()
-        """The names of objects in the batches that can't be told from others of their kind."""
+        """The names of objects in the batches that can't be distinguished from others of their kind."""
 
     def skipped(self) -> Iterator[object] | None:
         """Return the batches after the position, or ``None`` if the sampler has to be run through."""

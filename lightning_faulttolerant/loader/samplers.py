@@ -33,7 +33,7 @@ def is_interruptible(sampler: object) -> bool:
     return isinstance(sampler, Interruptible) and type(sampler).__module__.startswith("lightning_faulttolerant.")
 
 
-def epochs_of(samplers: Sequence[Any]) -> list[Any]:
+def epochs_of(samplers: Sequence[Any]) -> list[object]:
     """Return the epoch of each sampler. For this package's samplers, return their whole position."""
     return [s.progress_state() if is_interruptible(s) else getattr(s, "epoch", None) for s in samplers]
 

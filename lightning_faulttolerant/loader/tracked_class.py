@@ -22,11 +22,11 @@ REPLAYED = "is_replayed_by_fault_tolerance"
 
 
 def class_of(
-    user_class: Any, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]], **attributes: Any
+    user_class: Any, iterate: Callable[[Callable[[], Iterator[object]]], Iterator[object]], **attributes: object
 ) -> type:
     """Return a class like `user_class` with additional attributes. `iterate` creates its iterators."""
 
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it becomes a method
+    def __iter__(self: Any) -> Iterator[object]:  # noqa: N807 - it becomes a method
         return iterate(lambda: user_class.__iter__(self))  # not `iter` of it: that may be the loader itself
 
     # Adds no slots: otherwise an object could not change to this class and back.
@@ -136,7 +136,7 @@ def _maker(user_class: type) -> type:
     return DataLoader
 
 
-class _Asked(DataLoader[Any]):
+class _Asked(DataLoader[object]):
     """Comes before a user's class. If its ``__iter__`` is a generator, nothing has begun yet when it is called."""
 
     def __iter__(self) -> Any:
@@ -174,7 +174,7 @@ def _users(followed: object) -> Any:
 
 
 @functools.cache
-def _before(maker: Any) -> type[DataLoader[Any]]:
+def _before(maker: Any) -> type[DataLoader[object]]:
     """Return the class between a user's class and `maker`. The user's ``super().__iter__()`` calls it.
 
     It really creates a new iterator, even if the user's ``__iter__`` is a generator that runs later.

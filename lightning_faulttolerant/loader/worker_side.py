@@ -150,7 +150,7 @@ class _WorkerStates:
         ring: WorkerRing,
         *,
         exactness: Exactness,
-        collate_fn: Callable[[Any], object],
+        collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         iterable: IterableSide | None,
         leaves_rest: bool,
@@ -164,7 +164,7 @@ class _WorkerStates:
         self._has_state = has_state
         self._held = _held_generators(_dataset(), collate_fn)
         self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        self._owed: Mapping[str, Any] = {}
+        self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
 
     def begin(self, state: WorkerState | None) -> None:
@@ -228,7 +228,7 @@ def _dataset() -> Any:
     return None if info is None else info.dataset
 
 
-def _held_generators(dataset: object, collate_fn: Callable[[Any], object]) -> HeldGenerators:
+def _held_generators(dataset: object, collate_fn: Callable[[object], object]) -> HeldGenerators:
     roots = {"dataset": dataset, "collate_fn": collate_fn}
     return HeldGenerators({**roots, **users_variables(roots)})
 
@@ -249,7 +249,7 @@ def _handle_signals(ring: WorkerRing, worker: int) -> None:
 
 def worker_side_of(
     loader: DataLoader[object],
-    collate_fn: Callable[[Any], object],
+    collate_fn: Callable[[object], object],
     default_init: Callable[[int], None] | None,
     *,
     exactness: Exactness,
@@ -283,7 +283,7 @@ def _pack(
     *,
     objects: Mapping[str, object] | None = None,
 ) -> bytes:
-    state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
+    state: dict[str, object] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
     if dataset is not None:

@@ -150,7 +150,7 @@ Leftover = Literal["pad", "mixed", "drop"]
 _Part = dict[str, int]  # the units consumed in an epoch with one batch size
 
 
-class EpochTold:
+class EpochForwarder:
     """Passes the epoch on to a batch sampler.
 
     Args:
@@ -253,9 +253,9 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self._consumed_before = []
 
     @property
-    def sampler(self) -> EpochTold:
+    def sampler(self) -> EpochForwarder:
         """The object that passes the epoch on: Lightning looks here for the `set_epoch` of a batch sampler."""
-        return EpochTold(self)
+        return EpochForwarder(self)
 
     @property
     def num_batches(self) -> int:

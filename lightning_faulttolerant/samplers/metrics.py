@@ -343,7 +343,7 @@ class TimestampedTimer:
             torch.cuda.synchronize()
         return time.monotonic()
 
-    def _is_heard(self) -> bool:
+    def _is_reporting(self) -> bool:
         if self._rank is not None:
             return self._rank == 0
         try:
@@ -352,7 +352,7 @@ class TimestampedTimer:
             return True
 
     def _say(self, text: str, seconds: float) -> None:
-        if self._is_heard():
+        if self._is_reporting():
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             step, total = f"{1000 * seconds:,.3f}", f"{self.running:,.3f}"
             self._sink(f"[ {stamp} ] {text:<70}{step:>12} ms, {total:>12} s total")

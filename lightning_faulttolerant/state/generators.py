@@ -200,7 +200,7 @@ class _Watched:
     kind: str
     left_out: Sequence[str]
     size: int = 0
-    empty: tuple[Any, ...] = ()
+    empty: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         self.update()

@@ -231,7 +231,7 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
     return {**first, "values": values, "update_count": max(state["update_count"] for state in states)}, lost
 
 
-Merge = Callable[[Sequence[Any], Any, int], tuple[Any, str]]
+Merge = Callable[[Sequence[object], Any, int], tuple[Any, str]]
 
 
 def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:

@@ -372,9 +372,9 @@ def _is_too_large(elements: Sequence[object]) -> bool:
     return len(elements) > _MAX_ELEMENTS or len(elements) * _mean_length(elements) > _MAX_CHARACTERS
 
 
-def _kept(elements: Sequence[object], keys: Keys) -> dict[str, Any]:
+def _kept(elements: Sequence[object], keys: Keys) -> dict[str, object]:
     order, summed = _sorted(elements, keys)
-    found: dict[str, Any] = {"length": len(keys), "elements": summed}
+    found: dict[str, object] = {"length": len(keys), "elements": summed}
     if are_sorted(order):
         return found
     places = order.astype("int32")
@@ -394,9 +394,9 @@ def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> Any:
     return order[torch.frombuffer(bytearray(zlib.decompress(kept["order"])), dtype=torch.int32).numpy()]
 
 
-def _taken(elements: Sequence[Any], order: Any) -> Sequence[object]:
+def _taken(elements: Sequence[object], order: Any) -> Sequence[object]:
     if kinds.is_array(elements):
-        found: Sequence[Any] = elements[order]
+        found: Sequence[object] = elements[order]
         return found
     return [elements[i] for i in order.tolist()]
 

@@ -62,7 +62,7 @@ def pack_blobs(state: Mapping[str, object]) -> dict[str, Any]:
     if POOL in state:
         raise ValueError(f"A state can't have a part named {POOL!r}: its bytes are kept under that name.")
     numbers: dict[bytes, int] = {}
-    packed: dict[str, Any] = _pack(dict(state), numbers)
+    packed: dict[str, object] = _pack(dict(state), numbers)
     data = zlib.compress(b"".join(numbers), _LEVEL)
     return {**packed, POOL: {"lengths": [len(blob) for blob in numbers], "data": blob_to_tensor(data)}}
 
@@ -71,7 +71,7 @@ def unpack_blobs(packed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that `pack_blobs` turned into `packed`."""
     pool = packed[POOL]
     blobs = list(_split(zlib.decompress(tensor_to_blob(pool["data"])), pool["lengths"]))
-    state: dict[str, Any] = _unpack({name: part for name, part in packed.items() if name != POOL}, blobs)
+    state: dict[str, object] = _unpack({name: part for name, part in packed.items() if name != POOL}, blobs)
     return state
 
 
@@ -254,7 +254,7 @@ def pack_random(state: tuple[Any, ...]) -> bytes:
     return _PYTHON.pack(*words, gauss is not None, 0.0 if gauss is None else gauss)
 
 
-def unpack_random(blob: bytes) -> tuple[Any, ...]:
+def unpack_random(blob: bytes) -> tuple[object, ...]:
     """Return a state for ``random.Random.setstate``."""
     *words, has_gauss, gauss = _PYTHON.unpack(blob)
     return (_PYTHON_VERSION, tuple(words), gauss if has_gauss else None)
@@ -330,7 +330,7 @@ def digests_of(state: object) -> object:
     return digest.digest()
 
 
-def difference(state: Mapping[str, object], digests: Mapping[str, object]) -> dict[str, Any]:
+def difference(state: Mapping[str, object], digests: Mapping[str, object]) -> dict[str, object]:
     """Return the input that `patched` needs to turn the state with `digests` into `state`.
 
     Args:

@@ -90,8 +90,8 @@ class DrawnContents:
 
     lists: dict[str, Content]
     numbers: dict[str, str]
-    parts: dict[str, Any]
-    datasets: dict[str, Any]
+    parts: dict[str, object]
+    datasets: dict[str, object]
 
 
 def contents_of(roots: Mapping[str, object], rules: Rules) -> DrawnContents:
@@ -174,7 +174,7 @@ class Parts:
     """The parts of splits in this process, with the indices that they had when they were recorded."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, Any] = {}
+        self._parts: dict[str, object] = {}
         self._of_script: set[str] = set()  # the parts that training can't reach
         self._noted: dict[str, dict[str, Any]] = {}
         self._drawn: set[str] = set()  # the parts with unsorted indices
@@ -219,7 +219,7 @@ class Parts:
         paths = [path for path in self._noted if path in self._drawn]
         return sorted(paths, key=lambda path: path in self._of_script)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the indices and the data set of each part, by path; empty if none was drawn."""
         if not self._drawn:
             return {}
@@ -256,7 +256,7 @@ class Parts:
             self.note({path: self._parts[path] for part in here for path in part.paths})
         return done, failed
 
-    def _others(self) -> dict[str, Any]:
+    def _others(self) -> dict[str, object]:
         """Return the parts that only the script holds: a test set, whose samples training must not see."""
         seen = {id(_own(part, INDICES)) for part in self._parts.values()}
         splits = {_of(part) for part in self._parts.values()}

@@ -216,8 +216,8 @@ class EpochBook:
     def _told_by_worker_0(self, at: int, iteration: int) -> tuple[int, int]:
         deadline, parent = time.monotonic() + _WAIT_SECONDS, os.getppid()
         while True:
-            pool, told, epoch, sample = self._numbers[at : at + _SLOT].tolist()
-            if pool == self._pool and told == iteration:
+            pool, number, epoch, sample = self._numbers[at : at + _SLOT].tolist()
+            if pool == self._pool and number == iteration:
                 return epoch, sample
             if time.monotonic() > deadline or os.getppid() != parent:
                 raise StreamingError(

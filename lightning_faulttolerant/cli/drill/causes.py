@@ -127,7 +127,7 @@ RETURNED = Cause(
     text="All batches of the evaluation are equal, but its results differ.",
     advice=(
         "If a step returns nothing, only its batch and the random generators are compared: let it return what it logs.",
-        "A step that depends on the time or on a file differs without an interruption, too: --check tells.",
+        "A step that depends on the time or on a file differs without an interruption, too: --check shows it.",
         *METRICS.advice,
     ),
 )

@@ -196,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="pass over this logged value; * stands for anything",
+        help="ignore this logged value; * stands for anything",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the loss curves, the strikes and the verdict")
     parser.add_argument("--output", metavar="DIR", help="keep ledgers and outputs of the script here")
@@ -206,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=_seconds,
         default=None,
-        help="end a run that takes longer, restarts and all",
+        help="end a run that takes longer, including its restarts",
     )
 
 
@@ -247,10 +247,10 @@ def run(arguments: argparse.Namespace) -> int:
         print_result(found, sys.stdout, is_kept=is_kept)
         sys.stdout.flush()  # print the result even if the page can't be written
         if arguments.html is not None:
-            told = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
-            Path(arguments.html).write_text(page(told), encoding="utf-8")
+            shown = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
+            Path(arguments.html).write_text(page(shown), encoding="utf-8")
     except (KeyboardInterrupt, SystemExit):
-        print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
+        print("\nInterrupted. The drill has ended everything that it started.", file=sys.stderr)
         is_kept = arguments.output is not None
         raise
     except OSError:  # a command that could not be started left nothing to look at

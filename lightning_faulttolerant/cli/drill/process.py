@@ -122,8 +122,8 @@ def _has_token(process_id: int, token: str) -> bool:
 
 def _by_ps(process_ids: set[int]) -> set[int]:
     """Return processes and their descendants on systems without ``/proc``."""
-    told = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
-    pairs = (line.split() for line in told.splitlines())
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    pairs = (line.split() for line in listed.splitlines())
     return with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
 
 

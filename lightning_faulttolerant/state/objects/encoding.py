@@ -26,9 +26,9 @@ from torch import Tensor
 
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.baseline import held, is_readable
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.leaves import Pickles, encode_array, encode_leaf, has_whole_state, plain_of
-from lightning_faulttolerant.state.objects.marks import held, is_readable
 from lightning_faulttolerant.state.objects.names import (
     CantCarryError,
     LiveError,

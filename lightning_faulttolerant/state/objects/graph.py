@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.marks import Mark, Weak, held, items_mark
+from lightning_faulttolerant.state.objects.baseline import Mark, Weak, held, items_mark
 from lightning_faulttolerant.state.objects.records import Layer, Records
 
 
@@ -198,7 +198,7 @@ class Graph:
         places = ((layer, id_) for layer in records.layers for id_ in layer.places.keys() & self.paths.keys())
         self._expand_all(owner, {layer.roots[layer.places[id_]] for layer, id_ in places})
 
-    def recorded(self, known: Graph) -> Iterator[Any]:
+    def recorded(self, known: Graph) -> Iterator[object]:
         """Yield all objects of the records, except the records that `known` has too."""
         noted = {id(records) for records in known.records.values()}
         return (value for own in self.records.values() if id(own) not in noted for value in own.members())

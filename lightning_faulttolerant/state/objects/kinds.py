@@ -40,7 +40,7 @@ def length_of(value: object) -> int:
     return int(_own(value).__len__(value))
 
 
-def items_of(value: object) -> list[Any]:
+def items_of(value: object) -> list[object]:
     """Return the items of a list, a set, or a deque; the keys of a dict."""
     return [key for key, _ in pairs_of(value)] if isinstance(value, dict) else list(_own(value).__iter__(value))
 
@@ -133,7 +133,7 @@ def is_named(value: object) -> bool:
     return isinstance(value, _NAMED)
 
 
-def contents_of_cell(cell: types.CellType) -> list[Any]:
+def contents_of_cell(cell: types.CellType) -> list[object]:
     """Return the value of a closure's variable, in a list; an empty list if it is not bound."""
     try:
         return [cell.cell_contents]
@@ -319,7 +319,7 @@ class Namespace:
     owner: Any
     names: tuple[str, ...] | None = None
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Return the values that count as state: no functions, classes, modules, or descriptors."""
         if self.names is not None:
             return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
@@ -338,7 +338,7 @@ def _is_code(value: object) -> bool:
     return is_named(value) or hasattr(type(value), "__get__") or type(value).__module__ in ("typing", "abc", "_abc")
 
 
-def attributes(value: object) -> dict[str, Any]:
+def attributes(value: object) -> dict[str, object]:
     """Return an object's own attributes, slots included; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
@@ -352,7 +352,7 @@ def attributes(value: object) -> dict[str, Any]:
 def dict_of(value: Any) -> Mapping[str, object]:
     """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
     is_namespace = isinstance(value, Namespace)
-    found: Mapping[str, Any] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
+    found: Mapping[str, object] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
     return found
 
 

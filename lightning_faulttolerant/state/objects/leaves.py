@@ -312,5 +312,5 @@ def set_state(value: Any, made: Any) -> bool:
 
 def _rows_of(state: Mapping[str, Any]) -> Iterator[list[object]]:
     contents = [content.get("<content>") for content in state.get("nodes", {}).values()]
-    rows: Sequence[Any] = [*state.get("table", ()), *contents]
+    rows: Sequence[object] = [*state.get("table", ()), *contents]
     return (row for row in rows if isinstance(row, list) and row and row[0] == PICKLED)

@@ -20,17 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.graph import (
-    Graph,
-    Node,
-    items_of,
-    name_of,
-    of_function,
-    of_hooks,
-    of_module,
-    of_namespace,
-)
-from lightning_faulttolerant.state.objects.marks import (
+from lightning_faulttolerant.state.objects.baseline import (
     MANY_ITEMS,
     SMALL_BYTES,
     Mark,
@@ -40,6 +30,16 @@ from lightning_faulttolerant.state.objects.marks import (
     mark_of,
     plain_data_mark,
     sample_mark,
+)
+from lightning_faulttolerant.state.objects.graph import (
+    Graph,
+    Node,
+    items_of,
+    name_of,
+    of_function,
+    of_hooks,
+    of_module,
+    of_namespace,
 )
 from lightning_faulttolerant.state.objects.records import records_of
 from lightning_faulttolerant.state.objects.users import (

@@ -110,7 +110,7 @@ class Remote:
         ValueError: If this kind of URL doesn't exist, or its options are wrong.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, storage_options: Mapping[str, object] | None = None) -> None:
         self.url = url
         self._options = {**_options(url), **(storage_options or {})}
         self._process_id = 0
@@ -190,7 +190,7 @@ class Remote:
             self._shared, self._process_id = fs, os.getpid()
         return fs
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_shared": None}
 
 
@@ -259,7 +259,7 @@ def is_final(error: BaseException) -> bool:
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
 
 
-def _options(url: str) -> dict[str, Any]:
+def _options(url: str) -> dict[str, object]:
     scheme = urlsplit(url).scheme
     if scheme in _WEB_PROTOCOLS:
         with contextlib.suppress(ImportError):

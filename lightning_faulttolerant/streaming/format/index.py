@@ -391,7 +391,7 @@ class Layout:
         """Return the name of a column that is not safe to decode, if one exists."""
         return next((name for name, encoding, _ in self._columns if not encoding.is_safe), None)
 
-    def decode(self, buffer: Buffer, begin: int, end: int) -> dict[str, Any]:
+    def decode(self, buffer: Buffer, begin: int, end: int) -> dict[str, object]:
         """Return the sample in ``buffer[begin:end]``, which has at least ``min_bytes``.
 
         Raises:

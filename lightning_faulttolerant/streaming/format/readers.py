@@ -47,7 +47,7 @@ class ShardReader(ABC):
         return self._info.num_samples
 
     @abstractmethod
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         """Return a sample.
 
         Args:
@@ -185,7 +185,7 @@ class TextReader(ShardReader):
     def _decoded(self, line: str) -> dict[str, object]:
         """Return the sample of a line. The line is passed without its line end."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         number = self._checked_id(index)
         try:
             line = self._file[self._bound[number] : self._bound[number + 1]].decode()
@@ -263,7 +263,7 @@ class MDSReader(ShardReader):
         if (sizes < least).any() or (self._layout.is_fixed and (sizes != least).any()):
             raise self._damaged(f"its columns need {least} bytes, but a sample has {sizes.min()} to {sizes.max()}")
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         number = self._checked_id(index)
         try:
             return self._layout.decode(self._file, self._bound[number], self._bound[number + 1])

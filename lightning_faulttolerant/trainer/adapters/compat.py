@@ -343,7 +343,7 @@ def why_not_reordered(ddp: Any, order: Sequence[int]) -> str | None:
     if sorted(order) != list(range(num_parameters)):
         return f"{len(order)} parameters were reduced, and now {num_parameters} are"
     if ddp._use_python_reducer or ddp._delay_all_reduce_params or ddp.mixed_precision is not None:
-        return "it is set up in a way that has an order of its own"
+        return "its settings determine another order"
     return None
 
 

@@ -37,7 +37,7 @@ class Buckets:
         self._order: list[int] | None = None
         self._is_laid_out = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the current order."""
         if self._ddp is None:
             return {}

@@ -80,7 +80,7 @@ def spikes_restored(trainer: Trainer) -> Iterator[None]:
     finally:
         for callback in lacking:
             del callback.running  # type: ignore[attr-defined]
-    for callback in found:  # by itself it moves there at the first batch of an epoch, which may be over
+    for callback in found:  # it moves there itself only at the first batch of an epoch, which may be over
         callback.running_mean.to(trainer.strategy.root_device)
 
 

@@ -54,7 +54,7 @@ class _Dealt:
     def num_batches(self) -> int:
         return -(-self.num_own // self.batch_size)
 
-    def state_dict(self, num_batches: int) -> dict[str, Any]:
+    def state_dict(self, num_batches: int) -> dict[str, object]:
         """Return what is left after this rank's first batches, as plain values."""
         return {
             "length": self.rest.length,
@@ -95,7 +95,7 @@ class Dealing:
             num_own = len(range(rank, length, num_ranks))
             self._dealt.append(_Dealt(loader=loader, rest=Rest(length=length), first=0, num_own=num_own))
 
-    def state_dict(self, *, is_finished: bool) -> dict[str, Any]:
+    def state_dict(self, *, is_finished: bool) -> dict[str, object]:
         """Return what is left at this place, and why another number of ranks can't continue here, if so."""
         loop = self._trainer.predict_loop
         loader, index = (len(self._dealt), 0) if is_finished or not self._dealt else runs.place_in_loaders(loop)
@@ -161,7 +161,7 @@ class Dealing:
             tracker = self._loaders.trackers.get(f"predict/{number}")
             if not isinstance(tracker, TrackedLoader):
                 continue
-            state: dict[str, Any] = {"consumed": None, "drop": 0, "record": None, "workers": None}
+            state: dict[str, object] = {"consumed": None, "drop": 0, "record": None, "workers": None}
             if seed is not None:
                 state["per_sample"] = {**seed, "num_begun": 0}
             elif tracker.num_workers:
@@ -227,7 +227,7 @@ class EvaluationState:
             return True
         return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
 
-    def state_dict(self, position: TrainerPosition) -> dict[str, Any]:
+    def state_dict(self, position: TrainerPosition) -> dict[str, object]:
         """Return the state of this rank."""
         module = self._trainer.lightning_module
         found = self._run_state.state_dict(position)

@@ -57,8 +57,8 @@ class Predictions:
         self._files: list[str] = []
         self._num_written: list[int] = []
 
-    def write(self) -> dict[str, Any]:
-        """Write the predictions since the last call into a file of their own. Return the names of all files so far.
+    def write(self) -> dict[str, object]:
+        """Write the predictions since the last call into a new file. Return the names of all files so far.
 
         Raises:
             OSError: If the file can't be written.
@@ -99,7 +99,7 @@ class Predictions:
         if predictions:
             runs.predictions_of(self._trainer.predict_loop)[:] = predictions
 
-    def _read(self, name: str) -> Sequence[list[Any]]:
+    def _read(self, name: str) -> Sequence[list[object]]:
         path = self._store.path(name)
         with open_file(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
@@ -269,7 +269,7 @@ class EvaluationSaver:
     def _write(
         self,
         position: TrainerPosition,
-        state: dict[str, Any],
+        state: dict[str, object],
         began: float,
         *,
         failure: str = "",
@@ -284,7 +284,9 @@ class EvaluationSaver:
         self._note(position, began, failure)
         return failure
 
-    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], *, starts_over: bool) -> dict[str, Any]:
+    def _checkpoint(
+        self, position: TrainerPosition, state: dict[str, object], *, starts_over: bool
+    ) -> dict[str, object]:
         """Return the whole checkpoint on rank 0; it is empty on the others."""
         header = self._header()
         if self._ranks.num_ranks > 1:
@@ -298,7 +300,7 @@ class EvaluationSaver:
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}
 
     def _attempted(
-        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+        self, series: AutosaveSeries, checkpoint: dict[str, object], position: TrainerPosition, began: float
     ) -> str:
         try:
             path = series.save(

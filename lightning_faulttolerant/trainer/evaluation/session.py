@@ -197,7 +197,9 @@ class EvaluationSession(AnySession):
 
     # What the seams do.
 
-    def _around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
+    def _around_resume_start(
+        self, original: Method, checkpoint_path: object = None, *args: object, **kwargs: object
+    ) -> None:
         if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
             checkpoint_path, self._is_without_weights = None, True
         original(checkpoint_path, *args, **kwargs)
@@ -349,8 +351,8 @@ class EvaluationSession(AnySession):
         if state is None:
             if saver.saved is None:
                 saver.save_start(position)
-            told = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {told}: {begun.run_state.validation.reason}"
+            outcome = "is repeated from its start" if saver.has_only_start else "can't continue here"
+            place += f". It {outcome}: {begun.run_state.validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position, state)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -78,7 +77,7 @@ class FoundFit:
     run: RunDirectory
     series: AutosaveSeries
     number: int
-    start: Mapping[str, Any]
+    start: Mapping[str, object]
 
 
 class Finder:

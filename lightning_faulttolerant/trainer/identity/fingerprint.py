@@ -156,11 +156,11 @@ class StartFingerprint:
         weights: A checksum of the initial weights.
     """
 
-    core: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
+    core: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, object] = field(default_factory=dict)
     weights: str = ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the fingerprint in a form that JSON can hold."""
         return {"core": self.core, "data": self.data, "weights": self.weights}
 
@@ -248,7 +248,7 @@ def _data_of(loader: object) -> object:
     return _jsonable(found.get("dataset", found))
 
 
-def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
+def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, object]:
     """Return numbers and flags of an object's attributes, and numbers, flags, and strings of its hyperparameters."""
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:

@@ -93,7 +93,7 @@ def _first_match(
         return exact[0]
     alike = [number for number in candidates if start.has_core(known[number].start)]
     if is_sweep:
-        # Without a seed, the weights differ. A fit without numbers of its own can't be told from another trial.
+        # Without a seed, the weights differ. A fit without its own numbers can't be distinguished from another trial.
         alike = [number for number in alike if start.has_data(known[number].start) and start.is_told_apart]
         return alike[0] if alike else None
     for number in alike:

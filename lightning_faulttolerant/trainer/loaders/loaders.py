@@ -23,10 +23,10 @@ from lightning_faulttolerant.loader.exactness import (
     why_not_exact,
 )
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
+from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.samplers.order import RankPlace

@@ -26,8 +26,8 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, OwnState
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
+from lightning_faulttolerant.loader.stateful_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import TRACKER
 
@@ -152,10 +152,10 @@ class PrefetchState:
     """
 
     iterations: Mapping[str, tuple[Any, int]]
-    combined: Mapping[str, Any] | None
+    combined: Mapping[str, object] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
-    own: Mapping[str, Any]
+    own: Mapping[str, object]
 
 
 class PrefetchStates:
@@ -190,7 +190,7 @@ class ResumedPlaces:
     """
 
     states: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, object] = field(default_factory=dict)
     left: Sequence[str] = ()
 
     @classmethod
@@ -231,8 +231,8 @@ class KnownLoaders:
 
     trackers: dict[str, Tracker] = field(default_factory=dict)
     index_sides: dict[str, IndexSide] = field(default_factory=dict)
-    fingerprints: dict[str, Any] = field(default_factory=dict)
-    untracked: dict[str, Any] = field(default_factory=dict)
+    fingerprints: dict[str, object] = field(default_factory=dict)
+    untracked: dict[str, object] = field(default_factory=dict)
     own: dict[str, OwnState] = field(default_factory=dict)
     whole: list[OfWholeLoader] = field(default_factory=list)
 

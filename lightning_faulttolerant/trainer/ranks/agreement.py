@@ -41,7 +41,7 @@ class _ValidationRun:
     verdict: str | None = None
     is_over: bool = False
     is_here: bool = False
-    has_told: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
 
 
 class Member:
@@ -197,11 +197,11 @@ class Member:
             self.outbox.append({"run": number, "limit": None})
         if run.is_over or run.is_here:
             what = "over" if run.is_over else "here"
-            if not run.has_told & {"over", "here"}:
-                run.has_told |= {what, "limit"}
+            if not run.sent & {"over", "here"}:
+                run.sent |= {what, "limit"}
                 self.outbox.append({what: run.number})
-        elif "limit" not in run.has_told:
-            run.has_told.add("limit")
+        elif "limit" not in run.sent:
+            run.sent.add("limit")
             limit = self._promise_in(run)
             self.outbox.append({"run": run.number, "limit": limit})
 

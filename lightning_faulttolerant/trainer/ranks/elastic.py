@@ -194,7 +194,8 @@ class Resized:
         self.ranks = f"{ranks_in_words(len(states))} when it was saved, {ranks_in_words(trainer.world_size)} now"
         self.lost: list[str] = []
         """State that can't be carried over."""
-        self.told = [f"these differed between the ranks, and now come from rank 0: {', '.join(apart)}"] if apart else []
+        differed = f"these differed between the ranks, and now come from rank 0: {', '.join(apart)}"
+        self.notes = [differed] if apart else []
         """Differences from the uninterrupted run in which nothing is lost."""
         self._window: Window | None = None
         self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
@@ -236,9 +237,9 @@ class Resized:
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
         reason = "sums over ranks have another order, so their last bits differ"
-        self.told.append(f"{self.ranks}: {reason}")
+        self.notes.append(f"{self.ranks}: {reason}")
         if is_per_sample:
-            self.told.append(other_draws("the training"))
+            self.notes.append(other_draws("the training"))
         else:
             self.lost.append(LOST_GENERATORS)
 

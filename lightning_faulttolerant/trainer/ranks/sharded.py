@@ -372,8 +372,8 @@ class Replicas:
         if self._ranks.num_ranks == 1 or isinstance(self._trainer.strategy, FSDPStrategy):
             return ""  # FSDPStrategy gives each rank its own part
         reshard(self._trainer)
-        told = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
-        differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
+        sums = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
+        differing: list[str] = self._ranks.from_first("replicas differ", None if sums is None else _differing(sums))
         if not differing:
             return ""
         more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
@@ -406,10 +406,10 @@ def _place(parameter: Any) -> str | None:
     return f"(piece {pieces})" if pieces else ""
 
 
-def _differing(told: Sequence[dict[str, int]]) -> list[str]:
+def _differing(sums_of_ranks: Sequence[dict[str, int]]) -> list[str]:
     seen: dict[str, int] = {}
     differing: dict[str, None] = {}
-    for sums in told:
+    for sums in sums_of_ranks:
         for name, value in sums.items():
             if seen.setdefault(name, value) != value:
                 differing[name] = None

@@ -167,8 +167,8 @@ class Resume:
                 "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
             )
-        self._comparison.not_exact += [*lost, *resized.told]
-        resized.told = []
+        self._comparison.not_exact += [*lost, *resized.notes]
+        resized.notes = []
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""

@@ -1,6 +1,6 @@
 """Stop signals: a handler only sets a flag. At a boundary the ranks agree, save and end.
 
-A thread, `Watch`, looks on. It steps in if the main thread can't reach a boundary by itself. If a sole rank waits for a
+The thread of `Watch` intervenes if the main thread can't reach a boundary by itself. If a sole rank waits for a
 batch that a stuck worker never delivers, or is about to exceed its grace period, the thread sends the signal again, and
 the handler then raises. When the grace period is over, it ends the process, whatever the main thread does.
 """
@@ -280,7 +280,7 @@ class StopSignals:
                 self._held_back = signum, error
 
     def look(self) -> None:
-        """Step in if it is time. The thread that looks on calls this."""
+        """Intervene if it is time. The thread of `Watch` calls this."""
         self._tell_held_back()
         reason = self.requested
         if reason is None:

@@ -28,7 +28,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
-from lightning_faulttolerant.trainer.ranks.line import open_line
+from lightning_faulttolerant.trainer.ranks.connection import open_line
 from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.deadline import Deadline
@@ -329,8 +329,8 @@ class Stopping:
             TrainingStopped: If a rank was asked to stop.
         """
         own = self.signals.requested
-        told = self._ranks.to_first("a wish to stop", own and own.to_text())
-        text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
+        wishes = self._ranks.to_first("a wish to stop", own and own.to_text())
+        text = self._ranks.from_first("the stop", next((text for text in wishes or () if text), None))
         if text is not None:
             self._agreed = text
             self.signals.note(StopReason.from_text(text))

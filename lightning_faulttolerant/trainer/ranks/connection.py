@@ -131,7 +131,7 @@ class Spoke:
             ) from error
         self._connection = _Connection(connection)
         self._connection.send({"rank": rank, "token": token})
-        self._has_told = False
+        self._is_over = False
 
     def send(self, message: Message) -> None:
         """Send a message to rank 0."""
@@ -139,22 +139,22 @@ class Spoke:
 
     def receive(self) -> list[tuple[int, Message | None]]:
         """Return the messages from rank 0."""
-        if self._has_told:
+        if self._is_over:
             return []
-        told: list[tuple[int, Message | None]] = [(0, message) for message in self._connection.receive()]
-        if any(message == _LEAVES for _, message in told):
-            self._has_told = True
-            return [entry for entry in told if entry[1] != _LEAVES]
+        incoming: list[tuple[int, Message | None]] = [(0, message) for message in self._connection.receive()]
+        if any(message == _LEAVES for _, message in incoming):
+            self._is_over = True
+            return [entry for entry in incoming if entry[1] != _LEAVES]
         if self._connection.is_over:
-            self._has_told = True
-            told.append((0, None))
-        return told
+            self._is_over = True
+            incoming.append((0, None))
+        return incoming
 
     def close(self) -> None:
         """Say goodbye."""
         if not self._connection.is_over:
             self._connection.send(_LEAVES)
-        self._has_told = True
+        self._is_over = True
         self._connection.close()
 
 
@@ -197,17 +197,17 @@ class Hub:
 
     def receive(self) -> list[tuple[int, Message | None]]:
         """Return the messages from the other ranks."""
-        told, self._early = self._early, []
+        incoming, self._early = self._early, []
         for key, _ in self._selector.select(timeout=0):
             if key.fileobj is self._server:
                 self._accept()
             elif key.fd in self._nameless:
-                self._learn_name(key.fd, told)
+                self._learn_name(key.fd, incoming)
             else:
-                self._hear(key.data, told)
+                self._hear(key.data, incoming)
         for connection in self._others.values():
             connection.flush()
-        return told
+        return incoming
 
     def close(self) -> None:
         """Say goodbye to all."""
@@ -226,7 +226,7 @@ class Hub:
                 self._nameless[connection.socket.fileno()] = connection
                 self._selector.register(connection.socket, selectors.EVENT_READ)
 
-    def _learn_name(self, fd: int, told: list[tuple[int, Message | None]]) -> None:
+    def _learn_name(self, fd: int, incoming: list[tuple[int, Message | None]]) -> None:
         connection = self._nameless[fd]
         try:
             messages = connection.receive()
@@ -242,20 +242,20 @@ class Hub:
             rank = messages[0]["rank"]
             self._others[rank] = connection
             self._selector.modify(connection.socket, selectors.EVENT_READ, rank)
-            self._take(rank, messages[1:], told)
+            self._take(rank, messages[1:], incoming)
 
-    def _hear(self, rank: int, told: list[tuple[int, Message | None]]) -> None:
-        self._take(rank, self._others[rank].receive(), told)
+    def _hear(self, rank: int, incoming: list[tuple[int, Message | None]]) -> None:
+        self._take(rank, self._others[rank].receive(), incoming)
 
-    def _take(self, rank: int, messages: list[Message], told: list[tuple[int, Message | None]]) -> None:
+    def _take(self, rank: int, messages: list[Message], incoming: list[tuple[int, Message | None]]) -> None:
         has_left = _LEAVES in messages
-        told += [(rank, message) for message in messages if message != _LEAVES]
+        incoming += [(rank, message) for message in messages if message != _LEAVES]
         if has_left or self._others[rank].is_over:
             connection = self._others.pop(rank)
             self._selector.unregister(connection.socket)
             connection.close()
             if not has_left:
-                told.append((rank, None))
+                incoming.append((rank, None))
 
 
 def _listen() -> socket.socket:
@@ -273,8 +273,8 @@ def open_line(ranks: Ranks, host: str) -> Line:
         host: The host at which all ranks can reach rank 0.
     """
     hub = Hub() if ranks.rank == 0 else None
-    told = ranks.from_first("the line", hub and (hub.port, hub.token))
+    address = ranks.from_first("the line", hub and (hub.port, hub.token))
     if hub is None:
-        return Spoke(ranks.rank, (host, told[0]), told[1])
+        return Spoke(ranks.rank, (host, address[0]), address[1])
     hub.wait_for(ranks.num_ranks - 1)
     return hub

@@ -23,8 +23,9 @@ from lightning_faulttolerant.records import ledger
 _NUM_LINES = 60
 _CHECK = "--check first runs the script uninterrupted twice and shows whether it is deterministic by itself."
 _NOT_HANDED_ON = (
-    "SIGTERM ended the command at once, and its training was killed unsaved: a shell does not pass the signal on."
-    " `exec python train.py` as its script's last line gives the signal to the training, here and on your machines."
+    "SIGTERM ended the command immediately, and its training was killed before it could save: a shell does not pass"
+    " the signal on. `exec python train.py` as its script's last line gives the signal to the training, here and on"
+    " your machines."
 )
 
 

@@ -51,7 +51,7 @@ class WholeLoader:
         """Let `owner` say from now on which iterations are followed."""
         self.owner = owner
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Create the user's iterator for a new iteration, at the position that `load_state_dict` set."""
         if not self.owner.is_followed():
             return make_iterator()
@@ -59,7 +59,7 @@ class WholeLoader:
             return iter(())
         return _AnnouncedBatches(self._begun(make_iterator), self.owner.before_first_batch)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Begin an iteration that is followed, or continue the one that was resumed."""
         raise NotImplementedError
 
@@ -70,10 +70,10 @@ class WholeLoader:
         """Do nothing, for the same reason."""
 
 
-class _AnnouncedBatches(Iterator[Any]):
+class _AnnouncedBatches(Iterator[object]):
     """Calls a function right before the first batch is requested."""
 
-    def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:
+    def __init__(self, batches: Iterator[object], before_first: Callable[[], None]) -> None:
         self._batches = batches
         self._before_first: Callable[[], None] | None = before_first
 
@@ -139,7 +139,7 @@ class OwnLoader(WholeLoader):
     def __init__(self, loader: Any, *, exactness: Exactness, owner: IterationOwner, place: str) -> None:
         super().__init__(loader, owner=owner, place=place)
         self._user_class = type(loader)
-        self._plan: Mapping[str, Any] | None = None
+        self._plan: Mapping[str, object] | None = None
         self._exactness = exactness
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})
@@ -152,7 +152,7 @@ class OwnLoader(WholeLoader):
         """Restore the loader's own class."""
         swap(self.loader, self._user_class)
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         plan, self._plan = self._plan, None
         if plan is None or plan["start"] is None:
             if plan is not None:
@@ -165,7 +165,7 @@ class OwnLoader(WholeLoader):
         finally:
             self._restore(before)
 
-    def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         start, last = Fetch(state=plan["start"]["state"], moment=RandomStates(**plan["start"]["moment"])), plan["last"]
         self.loader.load_state_dict(copy.deepcopy((last or plan["start"])["state"]))
         self._restore(start.moment)
@@ -193,7 +193,7 @@ class OwnLoader(WholeLoader):
         iteration.fetches.append((iteration.num_out, fetch))
         return fetch
 
-    def state_dict(self, consumed: int | None, iteration: OwnIteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: OwnIteration | None = None) -> dict[str, object]:
         """Return the position.
 
         Args:
@@ -221,11 +221,11 @@ class OwnLoader(WholeLoader):
             "last": last and _fetch_state(last),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Let the next iteration continue from a position of `state_dict`."""
         self._plan = copy.deepcopy(dict(state_dict))
 
-    def replayed(self) -> list[Any]:
+    def replayed(self) -> list[object]:
         """Return an empty list: the loader's state carries everything."""
         return []
 
@@ -241,10 +241,10 @@ class OwnLoader(WholeLoader):
         self.held.load_state_dict(moment.held)
 
 
-class _NotedBatches(Iterator[Any]):
+class _NotedBatches(Iterator[object]):
     """Passes on the batches of the user's iterator, and notes each fetch."""
 
-    def __init__(self, batches: Iterator[Any], tracker: OwnLoader, iteration: OwnIteration) -> None:
+    def __init__(self, batches: Iterator[object], tracker: OwnLoader, iteration: OwnIteration) -> None:
         self._batches = batches
         self._tracker = tracker
         self._iteration = iteration
@@ -264,5 +264,5 @@ class _NotedBatches(Iterator[Any]):
         return batch
 
 
-def _fetch_state(fetch: Fetch) -> dict[str, Any]:
+def _fetch_state(fetch: Fetch) -> dict[str, object]:
     return {"state": fetch.state, "moment": fetch.moment.state_dict(), "digest": fetch.digest}

@@ -39,7 +39,7 @@ def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
     return [stream for child in held for stream in streams_of(child, depth - 1)]
 
 
-def _items(value: object) -> Iterator[Any]:
+def _items(value: object) -> Iterator[object]:
     yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -52,13 +52,13 @@ class StreamedEpochs:
 
     def __init__(self, loader: DataLoader[object]) -> None:
         self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
-        self._is_told = is_streaming_loader(loader)
+        self._has_positions = is_streaming_loader(loader)
         self._is_direct = isinstance(loader.dataset, StreamingDataset)
         self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self.is_dealt = self._is_direct and self._is_flat(loader)
         """Whether all ranks together consume the beginning of an order that any number of ranks can continue."""
         self._begun: list[dict[str, Any]] = []
-        self._resumed: Sequence[Mapping[str, Any]] = ()
+        self._resumed: Sequence[Mapping[str, object]] = ()
         for stream in self._streams:
             _followers.setdefault(stream, weakref.WeakSet()).add(self)
 
@@ -66,7 +66,7 @@ class StreamedEpochs:
         stream = self._streams[0]
         if stream.replication or type(stream).__iter__ is not StreamingDataset.__iter__:
             return False
-        return self._is_told or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
+        return self._has_positions or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
 
     def share(self, *, rank: int, num_ranks: int) -> RankShare:
         """Return how the samples are distributed to a rank."""
@@ -79,18 +79,18 @@ class StreamedEpochs:
     def begin(self) -> None:
         """Note where the iteration begins that is being created."""
         # A StreamingDataLoader has begun it already. With any other loader, its iterator does so when it is created.
-        if not self._is_told:
-            self.go_on()
-        self._begun = [_place(s, *(s.book.place if self._is_told else s.book.next_place)) for s in self._streams]
+        if not self._has_positions:
+            self.continue_epochs()
+        self._begun = [_place(s, *(s.book.place if self._has_positions else s.book.next_place)) for s in self._streams]
         self._resumed = ()
 
-    def go_on(self) -> None:
+    def continue_epochs(self) -> None:
         """Let the loaded iteration begin at its own position, wherever another loader of the data set must begin."""
         self._put(self._resumed)
 
     def take_back(self) -> None:
         """Let an iteration that was requested but not created be the next one again."""
-        if self._is_told:
+        if self._has_positions:
             for stream in self._streams:
                 stream.book.put(*stream.book.place, stream.book.seeding)
 
@@ -132,7 +132,7 @@ class StreamedEpochs:
             stream.book.put(place["epoch"], place["sample"], seeding)
 
 
-def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, Any]:
+def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, object]:
     seeding = stream.book.seeding
     return {
         "epoch": epoch,

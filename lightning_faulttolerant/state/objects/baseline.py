@@ -162,12 +162,12 @@ def items_mark(value: Any, before: Any) -> Mark:
     return _items_mark(value, kinds.items_of, list(before))
 
 
-def _keys_and_values(mapping: Any) -> list[Any]:
+def _keys_and_values(mapping: Any) -> list[object]:
     pairs = kinds.pairs_of(mapping)
     return [key for key, _ in pairs] + [child for _, child in pairs]
 
 
-def _items_mark(value: object, items_of: Callable[[Any], list[Any]], before: list[Any] | None = None) -> Mark:
+def _items_mark(value: object, items_of: Callable[[Any], list[object]], before: list[object] | None = None) -> Mark:
     copied = _held_weakly(items_of(value) if before is None else before)
 
     def is_same() -> bool:
@@ -192,7 +192,7 @@ def _pickled(value: object) -> bytes | None:
         return None
 
 
-def _held_weakly(items: list[Any]) -> list[Any]:
+def _held_weakly(items: list[object]) -> list[object]:
     may_be_large = any(issubclass(k, Tensor) or k.__module__ == "numpy" for k in set(map(type, items)))
     return list(map(hold, items)) if may_be_large else items
 
@@ -221,7 +221,7 @@ def _tensor_content(tensor: Tensor) -> Any:
     return bit_sums(tensor).tolist()
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     grad = tensor.grad if tensor.is_leaf else None
     state = _version(tensor), tensor.requires_grad, None if grad is None else (id(grad), _version(grad))
     if not is_readable(tensor):
@@ -279,12 +279,12 @@ def _generator_mark(generator: types.GeneratorType[Any, Any, Any]) -> Mark:
     return lambda: _same_place(_generator_place(generator), place)
 
 
-def _generator_place(generator: types.GeneratorType[Any, Any, Any]) -> tuple[int, Mapping[str, Any]]:
+def _generator_place(generator: types.GeneratorType[Any, Any, Any]) -> tuple[int, Mapping[str, object]]:
     frame = generator.gi_frame
     return (-2, {}) if frame is None else (frame.f_lasti, dict(frame.f_locals))
 
 
-def _same_place(one: tuple[int, Mapping[str, Any]], other: tuple[int, Mapping[str, Any]]) -> bool:
+def _same_place(one: tuple[int, Mapping[str, object]], other: tuple[int, Mapping[str, object]]) -> bool:
     if one[0] != other[0] or one[1].keys() != other[1].keys():
         return False
     return same_items(one[1].values(), other[1].values())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks import line as line_module
-from lightning_faulttolerant.trainer.ranks.line import Hub, Spoke
+from lightning_faulttolerant.trainer.ranks import connection as line_module
+from lightning_faulttolerant.trainer.ranks.connection import Hub, Spoke
 
 Told = list[tuple[int, Any]]
 
