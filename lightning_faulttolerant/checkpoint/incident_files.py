@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries, read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
-from lightning_faulttolerant.storage.store import Store, is_url
+from lightning_faulttolerant.storage.atomic_file import remove_abandoned
+from lightning_faulttolerant.storage.store import Store, is_url, local_path
 
 
 def save_incident(series: AutosaveSeries, checkpoint: dict[str, Any], name: str) -> str:
@@ -29,6 +31,8 @@ def save_incident(series: AutosaveSeries, checkpoint: dict[str, Any], name: str)
     """
     place = f"{INCIDENTS_FOLDER}/{name}"
     path = series.store.path(place)
+    if not is_url(path):
+        remove_abandoned(Path(local_path(path)).parent)  # what a killed process has left
     with series.store.writer(place) as file:
         save_to_file(checkpoint, file)
         series.check()

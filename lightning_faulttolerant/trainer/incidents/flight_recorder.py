@@ -50,7 +50,9 @@ class FlightRecorder:
     def interrupt(self, exception: BaseException) -> None:
         """Record the exception that ends the fit, unless it is a stop, or only tells of another one."""
         if isinstance(exception, Exception) and not isinstance(exception, (IncidentError, RanksLostError)):
-            self._writer.write(self._writer.make(f"{type(exception).__name__}: {exception}", is_exception=True))
+            where = " (in a validation run)" if self._trainer.validating else ""
+            what = f"{type(exception).__name__}: {exception}{where}"
+            self._writer.write(self._writer.make(what, is_exception=True))
 
     def _after_backward(self, seen: SeenStep) -> None:
         if self._trainer.lightning_module.automatic_optimization:

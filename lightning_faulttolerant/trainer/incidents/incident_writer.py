@@ -114,7 +114,8 @@ class IncidentWriter:
     def _has_room(self, incident: Incident, *, is_exception: bool) -> bool:
         """Return whether this incident may be written: it is new, and there are not too many."""
         if self._pace.saved is None:
-            self._tell(f"Incident in {incident.place}: {incident.what}. Nothing is saved yet, so it is not recorded.")
+            if not is_exception:
+                self._tell(f"Incident in {incident.place}: {incident.what}. It is not recorded: nothing is saved yet.")
             return False
         names = self._store.folder(INCIDENTS_FOLDER).names()
         found = (INCIDENT_NAME.fullmatch(name) for name in names)
