@@ -160,12 +160,15 @@ class FaultTolerance(AnyCallback):
         EARLY.begin(os.environ, fit_follows=True)
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
+        self._set_no_fit()
+        self._registered: dict[str, Registered] = {}
+        self.is_from_environment = False
+
+    def _set_no_fit(self) -> None:
         self._log: Any = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
-        self._registered: dict[str, Registered] = {}
-        self.is_from_environment = False
 
     def register(
         self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[object], object]

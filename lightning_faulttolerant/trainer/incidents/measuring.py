@@ -31,12 +31,20 @@ def loss_and_norm(loss: Tensor | None, gradients: Iterable[Tensor]) -> tuple[flo
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values
         if values.numel():
             by_kind[values.device, values.dtype].append(values)
-    norms = [_wide(torch.stack(torch._foreach_norm(each))).norm() for each in by_kind.values()]
+    norms = [_wide(_norm(each)) for each in by_kind.values()]
     device = norms[0].device if norms else None
     scalars = [] if loss is None or loss.numel() != 1 else [_wide(loss.reshape(()))]
     found = [scalar.to(device or scalar.device) for scalar in (*scalars, *norms)]
     numbers: list[float] = torch.stack(found).tolist() if found else []
     return (numbers[0] if scalars else None), math.hypot(*numbers[len(scalars) :])
+
+
+def _norm(values: list[Tensor]) -> Tensor:
+    """Return the 2-norm of tensors of one device and type together."""
+    if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6: a few kernels for all of them
+        norm: Tensor = torch.nn.utils.get_total_norm(values)
+        return norm
+    return torch.stack([torch.linalg.vector_norm(each) for each in values]).norm()
 
 
 def _wide(values: Tensor) -> Tensor:
