@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.shards import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
+    from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
     from lightning_faulttolerant.trainer.resume.report import ResumeReport
     from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
@@ -63,6 +64,7 @@ __all__ = [
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
     "MDSWriter",
+    "MeasuredStep",
     "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
@@ -90,6 +92,7 @@ _LAZY = {
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.interruptible",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.interruptible",
     "MDSWriter": "lightning_faulttolerant.streaming.format.writer",
+    "MeasuredStep": "lightning_faulttolerant.trainer.incidents.rules",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.resume.report",

@@ -14,6 +14,7 @@
     ├── UnsupportedTrainerError     this package can't serve the Trainer
     ├── LedgerError                 the ledger can't be written
     ├── ReplayError                 a replay can't be done
+    ├── IncidentError               an incident ended the run: the loss or a gradient is not finite, for example
     ├── DrillFault                  a drill raises this exception on purpose
     ├── StreamingError              a streaming data set can't be read, or can't deliver the planned epoch
     │   ├── IndexFileError              an index is not available, or lists no samples
@@ -87,6 +88,10 @@ class LedgerError(FaultToleranceError):
 
 class ReplayError(FaultToleranceError):
     """A replay can't be done, because the run tells nothing of what was asked for."""
+
+
+class IncidentError(FaultToleranceError):
+    """An incident ended the run, because ``stop_on_incident`` is on. The message has the line to type."""
 
 
 class DrillFault(FaultToleranceError):

@@ -29,6 +29,7 @@ from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_name
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.records.incidents import INCIDENT_NAME, INCIDENTS_FOLDER
 from lightning_faulttolerant.storage.atomic_file import (
     flushed_meanwhile,
     is_of_this_process,
@@ -114,7 +115,7 @@ class AutosaveSeries:
             save_to_file(checkpoint, file)
             num_bytes = file.tell()
             self.check()
-            damage = None if is_url(path) else _read_back(file)
+            damage = None if is_url(path) else read_back(file)
         if damage is not None:
             aside = self._set_damaged_aside(name)
             raise DamagedCheckpointError(
@@ -186,11 +187,11 @@ class AutosaveSeries:
 
     def _next_name(self, listing: Listing, *, epoch: int, batch: int, keep: bool) -> str:
         self._remove_leftovers(listing)
-        kept = kept_names(self.store, listing)
-        known = [*kept, *(name for _, name in self._all_names(listing))]
+        lasting = self._lasting(listing)
+        known = [*map(_name_in_folder, lasting), *(name for _, name in self._all_names(listing))]
         sequence = 1 + max(map(sequence_of, known), default=0)
-        if kept and not _autosaves(self.store, listing):  # they are from a run that began before this one
-            self._move_aside([f"{KEPT_FOLDER}/{name}" for name in kept], listing, "earlier-run")
+        if lasting and not _autosaves(self.store, listing):  # they are from a run that began before this one
+            self._move_aside(lasting, listing, "earlier-run")
         return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}{'-kept' if keep else ''}.ckpt"
 
     def newest(self) -> str | None:
@@ -248,22 +249,31 @@ class AutosaveSeries:
         names = _in_order_of_leaving(self.store, listing)
         if not names:
             return None
-        kept = [f"{KEPT_FOLDER}/{name}" for name in kept_names(self.store, listing)]
-        return self._move_aside([*kept, *names], listing, label)
+        return self._move_aside([*self._lasting(listing), *names], listing, label)
+
+    def _lasting(self, listing: Listing) -> list[str]:
+        """Return what stays when a run has finished, with its folders: kept autosaves, and incidents."""
+        incidents = self.store.folder(INCIDENTS_FOLDER).names() if INCIDENTS_FOLDER in listing.folders else []
+        found = {
+            KEPT_FOLDER: kept_names(self.store, listing),
+            INCIDENTS_FOLDER: filter(INCIDENT_NAME.fullmatch, incidents),
+        }
+        return [f"{folder}/{name}" for folder, names in found.items() for name in names]
 
     def _move_aside(self, names: list[str], listing: Listing, label: str) -> str:
         self.check()
         number = 1 + max((superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
         for name in names:
-            self.store.rename(name, f"{folder}/{name.removeprefix(f'{KEPT_FOLDER}/')}")
-        self.store.folder(KEPT_FOLDER).remove_if_empty()
+            self.store.rename(name, f"{folder}/{_name_in_folder(name)}")
+        for emptied in (KEPT_FOLDER, INCIDENTS_FOLDER):
+            self.store.folder(emptied).remove_if_empty()
         return self.store.path(folder)
 
     def remove_all(self) -> None:
         """Delete every file that this series wrote, set aside or left over, and the directory if nothing else is in it.
 
-        Autosaves that were saved with ``keep`` stay, but they are no longer in the series.
+        Autosaves that were saved with ``keep`` stay, but they are no longer in the series. So do incidents.
 
         Raises:
             OSError: If a file can't be deleted.
@@ -364,7 +374,8 @@ class AutosaveSeries:
         return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))
 
 
-def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
+def read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
+    """Return the damage of a file that was just written, and is not closed yet; ``None`` if it verifies."""
     # The read comes from memory, whether or not the disk has the data yet. So the read and the flush can overlap.
     with flushed_meanwhile(file):
         try:
@@ -372,6 +383,10 @@ def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
         except DamagedCheckpointError as damage:
             return damage
     return None
+
+
+def _name_in_folder(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list[str]:

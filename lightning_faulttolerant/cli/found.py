@@ -25,6 +25,7 @@ from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
 from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
 
@@ -32,6 +33,7 @@ AUTOSAVE = "autosave"
 SET_ASIDE = "set aside"
 SUPERSEDED = "superseded"
 KEPT = "kept"
+INCIDENT = "incident"
 CHECKPOINT = "checkpoint"
 DIRECTORY = "directory"
 
@@ -72,7 +74,7 @@ class FoundFile:
         if match is None and self.is_directory:
             return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
         if match is None:
-            return CHECKPOINT
+            return INCIDENT if self.is_incident else CHECKPOINT
         if match["damaged"]:
             return SET_ASIDE
         if is_kept(self.name) and (_name_of(self.folder) == KEPT_FOLDER or is_superseded(self.folder)):
@@ -83,6 +85,12 @@ class FoundFile:
     def is_autosave(self) -> bool:
         """Whether it has the name of an autosave (a file or a directory of shards), set aside or not."""
         return AUTOSAVE_NAME.fullmatch(self.name) is not None
+
+    @property
+    def is_incident(self) -> bool:
+        """Whether it is the state that the flight recorder has written for an incident."""
+        is_there = _name_of(self.folder) == INCIDENTS_FOLDER or is_superseded(self.folder)
+        return is_there and step_of_incident(self.name) is not None
 
     @property
     def sequence(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -12,10 +14,13 @@ from lightning_faulttolerant.cli.contents import describe
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.found import content_path, open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text, table
+from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
+from lightning_faulttolerant.storage.store import open_file, split_path
 
 DESCRIPTION = """\
 Show the contents of a checkpoint: its run and the position in it, the parts of the state that each rank holds, the
-fingerprint of the run, versions and device, Lightning's keys and their sizes.
+fingerprint of the run, versions and device, Lightning's keys and their sizes. For the checkpoint of an incident, its
+report is shown, too.
 
 Nothing is loaded, and no code in the file runs. Only the directory of the file and its pickle are read, not the
 tensors. So it is fast on large files, and transfers little from a URL. To check the tensors, use "verify".
@@ -58,12 +63,34 @@ def run(arguments: argparse.Namespace) -> int:
     path = content_path(arguments.file)
     with remote_errors(path), open_checkpoint(path) as file:
         found = describe(read_summary(file, name=path), path=path)
+    incident = _incident(path)
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({**found, "incident": None if incident is None else asdict(incident)}, indent=2))
     else:
-        for line in _lines(found):
+        for line in chain(_lines(found), _incident_lines(incident)):
             print(line)
     return 0
+
+
+def _incident(path: str) -> Incident | None:
+    """Return the report beside the checkpoint of an incident."""
+    directory, name = split_path(path)
+    step = step_of_incident(name)
+    if step is None:
+        return None
+    beside = f"{directory}/{name.removesuffix('ckpt')}json" if directory else f"{name.removesuffix('ckpt')}json"
+    try:
+        with remote_errors(beside), open_file(beside) as file:
+            return read_incident(file.read())
+    except OSError:
+        return None
+
+
+def _incident_lines(incident: Incident | None) -> Iterator[str]:
+    if incident is not None:
+        yield ""
+        yield from map(safe, incident.lines())
+        yield safe(f"To see it, type: {incident.replay}")
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:

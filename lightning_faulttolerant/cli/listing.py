@@ -31,14 +31,16 @@ EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": the file has none, so nothing was
 compared; "damaged, set aside": a resume found it damaged; "unreadable": it exists, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
-that was started again from another checkpoint; "kept": one of keep_every, which is never pruned. EPOCH counts from 0,
-BATCH counts the consumed batches of that epoch, STEP counts optimizer steps, and RANKS is the number of processes of
-the run ("-": the file does not say).
+that was started again from another checkpoint; "kept": one of keep_every, which is never pruned; "incident": the
+state before a step that went wrong, which is never pruned either. EPOCH counts from 0, BATCH counts the consumed
+batches of that epoch, STEP counts optimizer steps, and RANKS is the number of processes of the run ("-": the file does
+not say).
 
 Exit status: 0 runs or checkpoints were found (even damaged ones), 1 none were found, 2 something could not be read.
 """
 
 _HEADER = ("FILE", "STEP", "EPOCH", "BATCH", "SAVED", "SIZE", "RANKS", "STATE")
+_WITH_VERDICT = (found.SUPERSEDED, found.KEPT, found.INCIDENT)
 _RIGHT = ("STEP", "EPOCH", "BATCH", "SIZE", "RANKS")
 
 
@@ -57,7 +59,7 @@ class _Row:
             return "damaged, set aside"
         is_kept_here = self.file.kind == found.AUTOSAVE and is_kept(self.file.name)
         kind = found.KEPT if is_kept_here else self.file.kind
-        return f"{kind}, {self.verdict.word}" if kind in (found.SUPERSEDED, found.KEPT) else self.verdict.word
+        return f"{kind}, {self.verdict.word}" if kind in _WITH_VERDICT else self.verdict.word
 
     def cells(self) -> list[str]:
         numbers = [_cell(number) for number in (self.step, self.epoch, self.batch)]

@@ -23,9 +23,9 @@ DESCRIPTION = """\
 Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. Only files with the names of
 autosaves are deleted: no file of ModelCheckpoint, no file that you have put there, no link.
 
-Autosaves of keep_every are never deleted. If no autosave of a fit verifies, none is deleted. Newer ones that don't
-verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of superseded runs stay unless
-you pass --superseded. A run in training is left alone.
+Autosaves of keep_every, and incidents, are never deleted. If no autosave of a fit verifies, none is deleted.
+Newer ones that don't verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of
+superseded runs stay unless you pass --superseded. A run in training is left alone.
 """
 EPILOG = """\
 Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.

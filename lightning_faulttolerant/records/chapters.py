@@ -19,6 +19,7 @@ from lightning_faulttolerant.records.history import (
     END,
     EVALUATIONS,
     FIT,
+    INCIDENT,
     SHORTENED,
     START,
     UNSAVED,
@@ -35,6 +36,7 @@ from lightning_faulttolerant.records.history import (
 )
 from lightning_faulttolerant.records.lines import Line
 
+_OF_FITS = (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, INCIDENT, ALIVE, END)
 _MAX_NUMBER = 1e15
 _MAX_TIME = 2.5e11  # a time after the year 9892 can't be shown
 
@@ -80,6 +82,7 @@ class _Fit:
     unsaved: dict[float, Unsaved] = field(default_factory=dict)
     validations: list[Validations] = field(default_factory=list)
     unfinished: Validations | None = None
+    incidents: list[str] = field(default_factory=list)
     alive: list[tuple[float, RunPlace]] = field(default_factory=list)
 
     def made(self) -> FitHistory:
@@ -92,6 +95,7 @@ class _Fit:
             autosaves=tuple(self.autosaves),
             unsaved=tuple(self.unsaved.values()),
             validations=(*self.validations, *unfinished),
+            incidents=tuple(self.incidents),
             alive=tuple(self.alive),
             **self.known,
         )
@@ -137,7 +141,7 @@ class _Reader:
                 self.chapters[-1].done = self._now = max(time, self._now)
             return
         number = _whole(line.get("fit"))
-        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, ALIVE, END):
+        if number is None or event not in _OF_FITS:
             return
         before, self._now = self._now, max(time, self._now)
         if event == BEGIN:
@@ -151,6 +155,8 @@ class _Reader:
         elif event == UNSAVED:
             unsaved = _unsaved(line, self._now, lowest=fit.began)
             fit.unsaved[unsaved.since] = unsaved
+        elif event == INCIDENT:
+            fit.incidents.append(_incident(line))
         elif event == VALIDATION:
             fit.validations.append(_validations(line, self._now, lowest=fit.began))
         fit.unfinished = None if event == VALIDATION else _unfinished(line, fit, self._now)
@@ -289,6 +295,13 @@ def _unsaved(line: Line, now: float, *, lowest: float) -> Unsaved:
         until=None if until is None else min(max(until, since), now),
         tries=max(_whole(line.get("tries")) or 1, 1),
         text=_text(line, "text"),
+    )
+
+
+def _incident(line: Line) -> str:
+    name = _text(line, "name")
+    return (
+        f"recorded an incident in step {_whole(line.get('step'))}: {_text(line, 'text')}{f' ({name})' if name else ''}"
     )
 
 

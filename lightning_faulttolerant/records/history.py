@@ -24,6 +24,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
   only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
   ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).
+- ``incident``: the flight recorder has written an incident. The place of its step, ``step`` (its number over all
+  epochs), ``text`` (what happened), ``name`` (of the file with the state before it, or empty).
 - ``alive``: its place, every ten seconds, so that the time of a kill is known. A fit that is younger than a hundred
   seconds writes it whenever it is a tenth older, but at most once per second.
 - ``end``: the fit is over, if the process could still write it. Its place, ``reason`` ("finished", "stopped by
@@ -48,6 +50,7 @@ AUTOSAVE = "autosave"
 AUTOSAVES = "autosaves"
 VALIDATION = "validation"
 UNSAVED = "unsaved"
+INCIDENT = "incident"
 ALIVE = "alive"
 END = "end"
 DONE = "done"
@@ -212,6 +215,7 @@ class FitHistory:
         autosaves: Its autosaves, in order of time.
         unsaved: The stretches in which nothing could be saved, in order of time.
         validations: Its validation runs, in order of time.
+        incidents: What its flight recorder has written, each in words, in order of time.
         alive: Times and places at which it is known to have been alive; at least the last one.
         last_seen: Its last known moment, including its end.
         reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception. ``None`` if it could not write
@@ -231,6 +235,7 @@ class FitHistory:
     autosaves: tuple[Autosave, ...] = ()
     unsaved: tuple[Unsaved, ...] = ()
     validations: tuple[Validations, ...] = ()
+    incidents: tuple[str, ...] = ()
     alive: tuple[tuple[float, RunPlace], ...] = ()
     last_seen: float
     reason: str | None = None

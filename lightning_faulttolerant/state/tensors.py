@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -146,6 +147,28 @@ def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     for name in state.keys() - set(missing):
         buffers[name].copy_(state[name])
     return missing
+
+
+@contextlib.contextmanager
+def buffers_replaced(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give the module's buffers other values for the length of a block, in the middle of a step.
+
+    Their version counters don't move: a backward pass that is still to come must not take them for changed.
+
+    Args:
+        module: The buffers' module.
+        state: The values, by name. Those without a buffer of that shape are left out.
+    """
+    buffers = {name: shard_of(buffer) for name, buffer in module.named_buffers()}
+    found = {name: buffers[name] for name in state if name in buffers and buffers[name].shape == state[name].shape}
+    now = {name: buffer.detach().clone() for name, buffer in found.items()}
+    try:
+        for name, buffer in found.items():
+            buffer.data.copy_(state[name])
+        yield
+    finally:
+        for name, buffer in found.items():
+            buffer.data.copy_(now[name])
 
 
 def extra_state(module: nn.Module) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NoReturn
 
 from lightning.pytorch import Trainer
@@ -63,6 +64,8 @@ class Boundary:
         """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
         self._handed_out = -1
         self.capture: Capture | None = None
+        self.captures_each = False
+        """Whether the state before each batch must be captured, whatever that costs."""
         self._common: CommonPace | None = None
 
     def before_batch(self) -> None:
@@ -73,7 +76,7 @@ class Boundary:
         now = self._budget.now()
         if (now >= self._pace.due_at or self._pace.kept_steps.is_due()) and self._autosaver.is_due():
             self._save_due()
-        if now >= self._budget.capture_at or self._hook_saves.wants_captures:
+        if now >= self._budget.capture_at or self._hook_saves.wants_captures or self.captures_each:
             self._take_capture(BOUNDARY)
         if now >= self._history.due_at:
             self._history.alive()
@@ -251,7 +254,28 @@ class Boundary:
             return False
         return self._save_capture(self.capture)
 
-    def _save_capture(self, capture: Capture) -> bool:
+    def write_incident(self, name: str) -> str:
+        """Write the last capture to a file of an incident, and return why that is not possible; else an empty text.
+
+        Args:
+            name: The name of the file.
+
+        Raises:
+            Exception: If the file can't be written.
+        """
+        if self._ranks.num_ranks > 1:
+            return "several ranks train together, and this one can't save for the others"
+        if self._autosaver.is_sharded:
+            return "the strategy saves in shards"
+        if overrides_save_hook(self._trainer):
+            return "on_save_checkpoint, or the data module's state_dict, would add values of a later moment"
+        if self.capture is None:
+            return "no state was captured after the last autosave"
+        if not self._save_capture(self.capture, partial(self._autosaver.write_incident, name=name)):
+            return "parameters or optimizer states have changed since"
+        return ""
+
+    def _save_capture(self, capture: Capture, save: Callable[[Capture], None] | None = None) -> bool:
         """Save `capture` if parameters and optimizer states have not changed since. Return whether a save was tried.
 
         None is tried if user code overrides ``on_save_checkpoint``, or the data module's ``state_dict``: they would add
@@ -264,7 +288,7 @@ class Boundary:
             with weights:
                 can = not overrides_save_hook(self._trainer) and capture.is_current(self._trainer)
                 if self._stopping.all_can(can):
-                    self._autosaver.save_capture(capture)
+                    (save or self._autosaver.save_capture)(capture)
                     return True
         return False
 

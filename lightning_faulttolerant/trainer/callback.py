@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer.bases import AnyCallback, names_of_hooks
+from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
@@ -44,6 +45,13 @@ class FaultTolerance(AnyCallback):
         keep_last: How many verified autosaves to keep, at least 1.
         keep_every: Save at each multiple of this many optimizer steps, too, and never remove these autosaves, not even
             when the run has finished. ``lightning-faulttolerant replay`` starts from them.
+        record: Which steps are incidents: ``nan``: the loss or a gradient is not finite; ``spike``: these, and a loss
+            far above the recent ones; or a function of a `MeasuredStep` that returns a bool. The state before the step
+            is saved, and never removed. Exceptions are incidents, too. It needs a capture before each batch and a
+            wait for the device after each backward pass. Default: nothing is recorded.
+        attribute: Whether the step of an incident is run again at once, in a process of its own. If it differs, the
+            cause is the hardware or a kernel that is not deterministic. Training waits for at most ten minutes.
+        stop_on_incident: Whether an incident ends the run, with an ``IncidentError``. If not, training continues.
         every_n_train_steps: Autosave after this many optimizer steps. In manual optimization, also after this many
             batches without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
@@ -102,6 +110,9 @@ class FaultTolerance(AnyCallback):
         run_id: str | None = None,
         keep_last: int = 2,
         keep_every: int | None = None,
+        record: str | Callable[[MeasuredStep], bool] | None = None,
+        attribute: bool = False,
+        stop_on_incident: bool = False,
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         overhead_budget: float = 0.01,
@@ -125,6 +136,9 @@ class FaultTolerance(AnyCallback):
             run_id=run_id,
             keep_last=keep_last,
             keep_every=keep_every,
+            record=record,
+            attribute=attribute,
+            stop_on_incident=stop_on_incident,
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             overhead_budget=overhead_budget,
@@ -146,12 +160,15 @@ class FaultTolerance(AnyCallback):
         EARLY.begin(os.environ, fit_follows=True)
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
+        self._set_no_fit()
+        self._registered: dict[str, Registered] = {}
+        self.is_from_environment = False
+
+    def _set_no_fit(self) -> None:
         self._log: Any = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
-        self._registered: dict[str, Registered] = {}
-        self.is_from_environment = False
 
     def register(
         self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[object], object]

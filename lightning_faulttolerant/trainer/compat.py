@@ -246,6 +246,11 @@ def num_begun_in_all(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def num_completed_in_all(trainer: Trainer) -> int:
+    """Return how many training batches are done, over all epochs: the number of the one in progress."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
+
 def set_num_batches_done(trainer: Trainer, number: int) -> None:
     """Set how many batches of the epoch are done. A batch that still has to be closed stays open."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current

@@ -17,6 +17,9 @@ from lightning_faulttolerant.trainer.adapters.ddp_buckets import BUCKETS, Bucket
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
+from lightning_faulttolerant.trainer.incidents.flight_recorder import FlightRecorder
+from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
+from lightning_faulttolerant.trainer.incidents.rules import Rule
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
@@ -51,6 +54,7 @@ class Session(AnySession):
         self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
+        self._recorder: FlightRecorder | None = None
         self._training: Training | None = None
         """The fit itself, once it begins: a finder's own fit has none."""
 
@@ -105,6 +109,8 @@ class Session(AnySession):
 
     def _save_interrupted(self, exception: BaseException) -> None:
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
+        if self._recorder is not None:
+            self._recorder.interrupt(exception)
         if self._training is not None:
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
             end_interrupted(self._trainer, boundary if saves else None, autosaver, exception, source)
@@ -114,7 +120,7 @@ class Session(AnySession):
     def _close_own(self) -> None:
         if self._training is not None:
             self._training.close()
-        self._training = None
+        self._training = self._recorder = None
 
     def save_before_batch(self) -> None:
         """Save before the next training batch. The first autosave of a fit comes by itself."""
@@ -169,8 +175,25 @@ class Session(AnySession):
         )
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
+        self._recorder = (
+            None if self._options.record is None else self._make_recorder(self._training, self._options.record)
+        )
         if self._replay is not None:
             self._replay.begin(self._loaders, self._beginning.ranks)
+
+    def _make_recorder(self, training: Training, rule: str | Rule) -> FlightRecorder:
+        stop = self._stop
+        writer = IncidentWriter(
+            self._trainer,
+            self._beginning,
+            training.checkpointer.autosaver.pace,
+            boundary=lambda: training.boundary,
+            is_stopping=(lambda: stop.requested is not None) if self._options.attribute else None,
+        )
+        recorder = FlightRecorder(self._trainer, rule, writer, stops=self._options.stop_on_incident)
+        recorder.take_seams(self._patches)
+        training.captures_each = True
+        return recorder
 
     def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
         origin = self._restoring.forget_checkpoint()

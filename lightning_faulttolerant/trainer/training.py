@@ -49,6 +49,8 @@ class Training:
         self._stopping = stopping
         self._beginning = beginning
         self._supervision = supervision
+        self.captures_each = False
+        """Whether the state before each batch must be captured, for a flight recorder."""
         self.boundary: Boundary | None = None
         """The work between two batches, from the first batch or validation run on."""
         place = None if resume is None else resume.place_in_epoch
@@ -161,6 +163,8 @@ class Training:
             ranks=self._beginning.ranks,
             history=self._beginning.history,
         )
+        can_write = self._beginning.ranks.num_ranks == 1 and not self.checkpointer.autosaver.is_sharded
+        self.boundary.captures_each = self.captures_each and can_write
         return self.boundary
 
     def _note_start(self) -> None:

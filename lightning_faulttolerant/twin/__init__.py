@@ -22,6 +22,7 @@ SHARED = (
     "callback",
     "save.checkpoint_io",
     "stop.deadline",
+    "incidents.rules",
     "settings.environment",
     "run.history_file",
     "run.launched",

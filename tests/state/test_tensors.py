@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_faulttolerant.state.tensors import (
     TensorMarks,
+    buffers_replaced,
     buffers_state,
     flags_state,
     gradients_state,
@@ -276,3 +277,17 @@ def test_not_a_number_is_no_change() -> None:
     assert marks.unmoved([tensor])
     tensor.data[1:].neg_()
     assert not marks.unmoved([tensor])
+
+
+def test_replaced_buffers_do_not_disturb_a_backward_pass() -> None:
+    """Inside the block they have the other values; after it, their own, and a pending backward pass accepts them."""
+    module = nn.Module()
+    module.register_buffer("scale", torch.tensor([2.0, 3.0]))
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * module.scale).sum()
+    with buffers_replaced(module, {"scale": torch.tensor([7.0, 8.0]), "gone": torch.ones(1)}):
+        assert module.scale.tolist() == [7.0, 8.0]
+    assert module.scale.tolist() == [2.0, 3.0]
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 3.0]

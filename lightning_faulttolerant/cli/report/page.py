@@ -246,9 +246,10 @@ def _notes(chapter: ChapterReport) -> Child:
         chain.from_iterable((*(f"Not exact: {text}" for text in each.not_exact), *each.notes) for each in resumed)
     )
     processes = enumerate(chapter.chapter.processes, 1)
-    fits = ((number, fit) for number, process in processes for fit in process.fits)
+    fits = [(number, fit) for number, process in processes for fit in process.fits]
     unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
-    texts = dict.fromkeys((*unsaved, *texts))
+    incidents = [f"Process {number} {text}" for number, fit in fits for text in fit.incidents]
+    texts = dict.fromkeys((*incidents, *unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]

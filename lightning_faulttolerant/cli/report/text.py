@@ -77,6 +77,10 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
                 yield from _wrapped(f"Process {number} {unsaved_text(unsaved, fit)}")
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
+            for text in fit.incidents:
+                yield from _wrapped(f"Process {number} {text}")
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
             if fit.text and not (fit.reason or "").startswith("stopped by "):
                 yield from _wrapped(f"Process {number}: {fit.text}")
 

@@ -70,6 +70,8 @@ def without_saves(options: Options) -> Options:
         every_n_train_steps=None,
         train_time_interval=_NEVER,
         keep_every=None,
+        record=None,
+        attribute=False,
         async_save=False,
         save_on_exception=False,
         auto_resume=True,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_directory import sequence_of
+from lightning_faulttolerant.checkpoint.incident_files import incident_paths
 from lightning_faulttolerant.checkpoint.kept_autosaves import kept_paths
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -92,8 +94,12 @@ class ReplayedRun:
         series = AutosaveSeries(open_store(self._directory).path(f"{FIT}-{self._number}"), keep_last=1)
         paths = [*kept_paths(series.store), *series.paths()]
         newest_first = sorted(paths, key=lambda path: sequence_of(os.path.basename(path)), reverse=True)
-        found = (_read(path, limit) for path in newest_first)
-        return next((one for one in found if one is not None), None)
+        autosave = _first(newest_first, limit)
+        incident = None if limit is None else _first(reversed(incident_paths(series.store)), limit)
+        if autosave is None or incident is None:
+            return autosave or incident
+        # Of two with the same state, the one that is named after the step.
+        return max(incident, autosave, key=lambda one: progress_of(one[1], one[1][KEY]))
 
     def _exception(self) -> tuple[str, StepPlace]:
         """Return the exception that ended the fit last, and the step in which it was raised."""
@@ -106,6 +112,11 @@ class ReplayedRun:
                 f" {reason}. There is none to replay. Name a step instead: --until STEP."
             )
         return str(ends[-1]["text"]), StepPlace(epoch=ends[-1]["epoch"], batch=ends[-1]["batch"])
+
+
+def _first(paths: Iterable[str], limit: StepPlace | None) -> tuple[str, dict[str, Any]] | None:
+    found = (_read(path, limit) for path in paths)
+    return next((one for one in found if one is not None), None)
 
 
 def _read(path: str, limit: StepPlace | None) -> tuple[str, dict[str, Any]] | None:

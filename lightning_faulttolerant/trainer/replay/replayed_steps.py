@@ -26,8 +26,11 @@ from lightning_faulttolerant.records.replay import (
     read_start,
     replay_requested,
     write_outcome,
+    write_sums,
 )
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
+from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, sums_of_step
+from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
@@ -108,6 +111,8 @@ class ReplayedSteps:
         self._first, self._last, self._ranks, self._close_workers = first, last, ranks, loaders.close_workers
         if self.request.dumps is not None:
             self._dump = StepDump(self._trainer, loaders, self.request.dumps, self._patches)
+        if self.request.sums_after is not None:
+            StepSeams(self._trainer, self._patches, after_backward=self._write_sums)
         self._patches.around(self._trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._patches.around(self._trainer.fit_loop, "run", self._around_run)
 
@@ -126,6 +131,11 @@ class ReplayedSteps:
             self._dump.write()
         if not self.request.is_of_exception and not place.is_before(self._last):
             self._end(REACHED)
+
+    def _write_sums(self, seen: SeenStep) -> None:
+        if seen.num_backward == self.request.sums_after and not self._place.is_before(self._last):
+            loss, _ = loss_and_norm(seen.loss, ())
+            write_sums(self.request, "" if loss is None else str(loss), sums_of_step(self._trainer, seen))
 
     def _here(self) -> StepPlace:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current

@@ -113,7 +113,7 @@ class StepDump:
             "fetched": fetched[0] if len(fetched) == 1 else list(fetched),
             "indices": None if indices is None else {place: _listed(each) for place, each in indices.items()},
             "worker": self._workers(indices),
-            "inputs": [leaf for batch in fetched for leaf in _leaves("", batch)],
+            "inputs": [leaf for batch in fetched for leaf in leaves_of("", batch)],
             "states": dict(states),
             "generators": dict(states),
         }
@@ -164,12 +164,12 @@ def _copied(batch: Any) -> Any:
     return batch
 
 
-def _leaves(name: str, batch: Any) -> list[tuple[str, Any]]:
+def leaves_of(name: str, batch: Any) -> list[tuple[str, Any]]:
     """Return the parts of a batch that are no containers, by their paths in it."""
     pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list) else None
     if pairs is None:
         return [(name or "batch", batch)]
-    return [leaf for key, value in pairs for leaf in _leaves(f"{name}.{key}" if name else str(key), value)]
+    return [leaf for key, value in pairs for leaf in leaves_of(f"{name}.{key}" if name else str(key), value)]
 
 
 def _told(name: str, value: Any, indices: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lightning_faulttolerant.records.history import (
     END,
     FINISHED,
     FIT,
+    INCIDENT,
     START,
     STOPPED,
     UNSAVED,
@@ -245,6 +246,17 @@ class HistoryWriter:
         self._untold = line if until is None and tries > 1 else {}
         if not self._untold:
             self._add(UNSAVED, **line)
+
+    @_without_harm
+    def incident(self, step: int, text: str, name: str) -> None:
+        """Note that the flight recorder has written an incident.
+
+        Args:
+            step: The training batch, counted from 0 over all epochs.
+            text: What happened.
+            name: The name of the file with the state before the step; empty if there is none.
+        """
+        self._add(INCIDENT, **self._here(), step=step, text=text[:_MAX_TEXT], name=name)
 
     @_without_harm
     def alive(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.incident_files import save_incident
 from lightning_faulttolerant.checkpoint.opaque import Packed, pack
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks, by_first
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead, PartHeader, part_with
@@ -19,7 +20,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.packing import blob_to_tensor
-from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
+from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
@@ -136,7 +137,7 @@ class Autosaver:
         began = self.pace.now()
         self._writer.wait()
         self._take_failure()
-        checkpoint = self._gathered(position, self._run_state.state_dict(position))
+        checkpoint = self._taken(position, self._run_state.state_dict(position))
         self._by_first(position, began, lambda series: self._save_in_background(series, checkpoint, position, began))
 
     def _save_first(self, position: TrainerPosition) -> None:
@@ -183,7 +184,7 @@ class Autosaver:
         began = self.pace.now()
         self.before_save()
         self.settle()
-        self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
+        self._save(self._taken(position, self._run_state.state_dict(position)), position, began)
 
     def save_unless_saved(self, position: TrainerPosition) -> None:
         """Save the state of this instant, unless it was just saved."""
@@ -204,9 +205,37 @@ class Autosaver:
         # They stay until the file is written: a state_dict holds the buffers themselves, not copies.
         load_buffers(module, capture.buffers)
         try:
-            self._save(self._gathered(capture.position, capture.state, capture), capture.position, began)
+            self._save(self._taken(capture.position, capture.state, capture), capture.position, began)
         finally:
             load_buffers(module, now)
+
+    def write_incident(self, capture: Capture, *, name: str) -> None:
+        """Write the state of `capture` to a file of an incident, which is no autosave. Call it on a sole rank.
+
+        Parameters and optimizer states are taken from the trainer now.
+
+        Args:
+            capture: The state before a step.
+            name: The name of the file.
+
+        Raises:
+            Exception: If it can't be written.
+        """
+        assert self._series is not None
+        self.before_save()
+        self._writer.wait()  # it needs what was packed for it
+        module = self._trainer.lightning_module
+        with buffers_replaced(module, capture.buffers):
+            checkpoint = self._gathered(capture.position, capture.state, capture)
+            self._check(self._series, checkpoint)
+            self._run_state.files.flush()
+            path = save_incident(self._series, checkpoint, name)
+        self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=False)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the autosaves are directories of shards."""
+        return self._shards is not None
 
     def settle(self) -> None:
         """Wait for the background write. If it failed, only warn: the next save makes up for it."""
@@ -258,12 +287,18 @@ class Autosaver:
         part["parts"], part[WITHOUT_STATE] = list(TITLES), without_state(self._trainer)
         return part
 
+    def _taken(
+        self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
+    ) -> dict[str, Any]:
+        """Return what `_gathered` returns, for an autosave."""
+        self.pace.note_taken(position, None if capture is None else capture.taken_at)
+        return self._gathered(position, state, capture)
+
     def _gathered(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, Any]:
         """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part."""
         self._replicas.check()
-        self.pace.note_taken(position, None if capture is None else capture.taken_at)
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):

@@ -356,11 +356,16 @@ class Pace:
             self._set_due(position)
 
     @property
+    def num_after_saved(self) -> int:
+        """How many batches have begun since the state of the last autosave was taken."""
+        return num_begun_in_all(self._trainer) - self._num_begun.get(self.saved, 0)
+
+    @property
     def unsaved(self) -> str:
         """The message about the last save, if it failed: why, and how much older the previous autosave is."""
         if self.failed is None:
             return ""
-        number = num_begun_in_all(self._trainer) - self._num_begun.get(self.saved, 0)
+        number = self.num_after_saved
         older = f"{number} batch{'es' if number != 1 else ''} older"
         return f"The state could not be saved: {self.failed[1]}. The last autosave, {self.saved}, is {older}"
 

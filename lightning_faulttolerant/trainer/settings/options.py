@@ -14,11 +14,12 @@ from pathlib import PurePath
 
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import HANG_NAMES
+from lightning_faulttolerant.trainer.incidents.rules import RULES, Rule
 from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
 from lightning_faulttolerant.trainer.run.launched import Script
 
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
-_FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save")
+_FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save", "attribute", "stop_on_incident")
 _HANG = HANG_NAMES[1:]
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
@@ -48,6 +49,9 @@ class Options:
     hang: str | None = None
     hang_timeout: float | None = None
     keep_every: int | None = None
+    record: str | Rule | None = None
+    attribute: bool = False
+    stop_on_incident: bool = False
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -77,6 +81,13 @@ class Options:
             raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
         for name in self.stop_signals:
             _check_signal(name)
+        if self.record is not None and self.record not in RULES and not callable(self.record):
+            raise ValueError(
+                f"record must be one of {', '.join(map(repr, RULES))}, a function, or None; got {self.record!r}."
+            )
+        for name in ("attribute", "stop_on_incident"):
+            if getattr(self, name) and self.record is None:
+                raise ValueError(f"{name}=True has no effect without record: pass record='nan', too.")
         if self.hang is not None and self.hang not in _HANG:
             raise ValueError(f"hang must be one of {', '.join(map(repr, _HANG))}, or None; got {self.hang!r}.")
         if self.hang_timeout is not None and not self.hang_timeout > 0:

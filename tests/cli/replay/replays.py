@@ -52,7 +52,7 @@ def content(directory: Path) -> dict[str, object]:
 
 
 def _start(where: Path, *words: str, **variables: str) -> Replayed:
-    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM")
+    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM", "FLIPPED")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(where), **variables}
     outside = where.with_name(f"{where.name}-output")

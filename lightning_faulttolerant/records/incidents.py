@@ -1,0 +1,126 @@
+"""Incidents: the reports that the flight recorder of a run writes, and their names.
+
+They are in the directory ``incidents`` of a fit: ``incident-<step>.json``, and beside it ``incident-<step>.ckpt``, the
+state before the step, if it could be written. Ranks other than 0 write ``incident-<step>-rank-<r>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+INCIDENTS_FOLDER = "incidents"
+"""The directory, in that of a fit, of its incidents."""
+
+INCIDENT_NAME = re.compile(r"incident-(?P<step>\d{8,})(?:-rank-(?P<rank>\d+))?\.(?P<kind>ckpt|json)")
+"""The name of a file of an incident."""
+
+MAX_INCIDENTS = 5
+"""How many incidents of a fit each rank writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """The report of one incident.
+
+    Args:
+        step: The training batch, counted from 0 over all epochs.
+        epoch: Its epoch, from 0.
+        batch: Its number in the epoch, from 0.
+        rank: The rank that noticed it.
+        what: What happened, in words.
+        time: When, in seconds since 1970.
+        loss: The loss of the step as text, ``nan`` and ``inf`` included; empty if it is not known.
+        gradients: Names of the parameters whose gradients are not finite.
+        checkpoint: The name of the file with the state before the step; empty if there is none.
+        without: Why there is none.
+        autosave: Where the last autosave was taken, in words.
+        num_batches: How many batches a replay from the last autosave runs, including that of the step.
+        second_run: What a second run of the step has shown, in words; empty if there was none.
+        replay: The line to type.
+        sums: Sums of the bits of the step's tensors by their names, in the order in which the step computes them.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    rank: int
+    what: str
+    time: float
+    loss: str = ""
+    gradients: tuple[str, ...] = ()
+    checkpoint: str = ""
+    without: str = ""
+    autosave: str = ""
+    num_batches: int = 0
+    second_run: str = ""
+    replay: str = ""
+    sums: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The step, in words."""
+        return f"step {self.step} (batch {self.batch} of epoch {self.epoch})"
+
+    def lines(self) -> list[str]:
+        """Return the report in words, without the line to type."""
+        cause = f"The second run of the step {self.second_run}." if self.second_run else ""
+        return [
+            line
+            for line in (
+                f"Incident in {self.place}, rank {self.rank}: {self.what}.",
+                f"The state before the step is in {self.checkpoint}." if self.checkpoint else self._without(),
+                cause,
+            )
+            if line
+        ]
+
+    def _without(self) -> str:
+        batches = f"{self.num_batches} batch{'' if self.num_batches == 1 else 'es'}"
+        return (
+            f"The state before the step could not be written: {self.without}. A replay runs {batches} from the last"
+            f" autosave, {self.autosave}."
+        )
+
+    def to_json(self) -> str:
+        """Return the report as text."""
+        return json.dumps({"version": 1, **asdict(self)}, indent=1)
+
+
+def incident_name(step: int, *, rank: int, kind: str) -> str:
+    """Return the name of a file of an incident.
+
+    Args:
+        step: The training batch, counted from 0 over all epochs.
+        rank: The rank that noticed it.
+        kind: ``ckpt`` or ``json``.
+
+    Example:
+        >>> incident_name(25, rank=0, kind="ckpt"), incident_name(25, rank=3, kind="json")
+        ('incident-00000025.ckpt', 'incident-00000025-rank-3.json')
+    """
+    return f"incident-{step:08d}{f'-rank-{rank}' if rank else ''}.{kind}"
+
+
+def step_of_incident(name: str) -> int | None:
+    """Return the step of a checkpoint of an incident; ``None`` for any other name."""
+    match = INCIDENT_NAME.fullmatch(name)
+    return int(match["step"]) if match is not None and match["kind"] == "ckpt" else None
+
+
+def read_incident(text: str | bytes) -> Incident | None:
+    """Return the report in a text; ``None`` if it is none that this version can read.
+
+    Args:
+        text: The content of the file.
+    """
+    try:
+        found: dict[str, Any] = json.loads(text)
+        if found.pop("version") != 1:
+            return None
+        return Incident(**{**found, "gradients": tuple(found["gradients"])})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -1,0 +1,167 @@
+"""Writes incidents: the state before the step, and the report with the line to type.
+
+Each rank writes its own report. Nothing is sent between ranks: another one may not have come to the same place. So with
+several ranks, no state is written, and the report names the last autosave instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.records.history import FIT
+from lightning_faulttolerant.records.incidents import (
+    INCIDENT_NAME,
+    INCIDENTS_FOLDER,
+    MAX_INCIDENTS,
+    Incident,
+    incident_name,
+)
+from lightning_faulttolerant.storage.store import open_store
+from lightning_faulttolerant.trainer.boundary import Boundary
+from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
+from lightning_faulttolerant.trainer.identity.starts import start_of_process
+from lightning_faulttolerant.trainer.incidents.second_run import second_run_of
+from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.save.pace import Pace
+
+_log = logging.getLogger(__name__)
+
+
+class IncidentWriter:
+    """Writes the incidents of one fit, and never disturbs it.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        beginning: Knows the ranks, the directory, and the history.
+        pace: Knows the last autosave.
+        boundary: Returns what has the last capture; ``None`` before the first batch.
+        is_stopping: Returns whether this process has to stop. ``None`` if no step is run a second time.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        beginning: Beginning,
+        pace: Pace,
+        *,
+        boundary: Callable[[], Boundary | None],
+        is_stopping: Callable[[], bool] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._beginning = beginning
+        self._pace = pace
+        self._boundary = boundary
+        self._is_stopping = is_stopping
+        self._store = open_store(f"{beginning.directory.rstrip('/')}/{FIT}-{beginning.number}")
+        self._command = start_of_process(sys.argv, os.environ).command
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._beginning.ranks
+
+    def make(self, what: str, *, is_exception: bool = False) -> Incident:
+        """Return the report of an incident in the step in progress, with nothing written yet.
+
+        Args:
+            what: What happened.
+            is_exception: Whether it is an exception.
+        """
+        step = num_completed_in_all(self._trainer)
+        return Incident(
+            step=step,
+            epoch=self._trainer.current_epoch,
+            batch=num_completed(self._trainer),
+            rank=self._ranks.rank,
+            what=what,
+            time=round(time.time(), 3),
+            autosave=str(self._pace.saved),
+            num_batches=self._pace.num_after_saved,
+            replay=self._line("--at-exception" if is_exception else f"--until {step}"),
+        )
+
+    def write(self, incident: Incident, *, after_backward: int | None = None) -> Incident | None:
+        """Write an incident, tell of it, and return it; ``None`` if it was not written.
+
+        Args:
+            incident: The report.
+            after_backward: After how many backward passes of its step it was noticed; ``None`` for an exception.
+        """
+        if not self._has_room(incident, is_exception=after_backward is None):
+            return None
+        try:
+            incident = self._with_state(incident)
+            self._write_report(incident)
+            if incident.checkpoint and self._is_stopping is not None:
+                incident = replace(incident, second_run=self._second_run(incident, after_backward, self._is_stopping))
+                self._write_report(incident)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            _log.warning("The incident in %s could not be written: %r", incident.place, error)
+            return None
+        self._beginning.history.incident(incident.step, incident.what, incident.checkpoint)
+        self._tell("\n".join([*incident.lines(), f"To see it, type: {incident.replay}"]))
+        return incident
+
+    def _has_room(self, incident: Incident, *, is_exception: bool) -> bool:
+        """Return whether this incident may be written: it is new, and there are not too many."""
+        if self._pace.saved is None:
+            if not is_exception:
+                self._tell(f"Incident in {incident.place}: {incident.what}. It is not recorded: nothing is saved yet.")
+            return False
+        names = self._store.folder(INCIDENTS_FOLDER).names()
+        found = (INCIDENT_NAME.fullmatch(name) for name in names)
+        own = {int(match["step"]) for match in found if match is not None and int(match["rank"] or 0) == incident.rank}
+        if incident.step in own:
+            return is_exception
+        if len(own) >= MAX_INCIDENTS:
+            self._tell(
+                f"Incident in {incident.place}: {incident.what}. It is not recorded: there are {len(own)} in"
+                f" {self._store.path(INCIDENTS_FOLDER)} already. Delete them to record more."
+            )
+            return False
+        return True
+
+    def _with_state(self, incident: Incident) -> Incident:
+        """Write the state before the step, if that is possible, and return the report with its name."""
+        boundary, name = self._boundary(), incident_name(incident.step, rank=incident.rank, kind="ckpt")
+        try:
+            why = "no batch had begun" if boundary is None else boundary.write_incident(name)
+        except Exception as error:  # noqa: BLE001 - the last autosave is there
+            why = repr(error)
+        return replace(incident, without=why) if why else replace(incident, checkpoint=name)
+
+    def _second_run(self, incident: Incident, after_backward: int | None, is_stopping: Callable[[], bool]) -> str:
+        self._tell(f"Incident in {incident.place}: {incident.what}. The step is run a second time now.")
+        return second_run_of(
+            incident,
+            self._command,
+            fit=self._beginning.number,
+            after_backward=after_backward,
+            is_stopping=is_stopping,
+        )
+
+    def _write_report(self, incident: Incident) -> None:
+        name = incident_name(incident.step, rank=incident.rank, kind="json")
+        with self._store.writer(f"{INCIDENTS_FOLDER}/{name}") as file:
+            file.write(incident.to_json().encode())
+
+    def _line(self, which: str) -> str:
+        """Return the line to type, in the directory that the run was started in."""
+        number, words = self._beginning.number, self._command.words
+        fit = f" --fit {number}" if number > 1 else ""
+        return f"lightning-faulttolerant replay {which}{fit} -- {shlex.join(words) if words else 'COMMAND'}"
+
+    def _tell(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            tell(text)
+        else:
+            _log.warning("%s", text)
