@@ -83,6 +83,7 @@ class Changes(_Changes):
 class _Header(_Origin, _Changes, total=False):
     run: str
     buckets: Mapping[str, Any]
+    skipped: Mapping[str, list[list[int]]]
 
 
 @final

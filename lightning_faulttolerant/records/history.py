@@ -21,6 +21,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``validation``: a validation run inside a fit is over, or several short ones are. The place of the last one,
   ``number``, ``since``, ``until``, ``first``, ``num_batches`` (those that this process evaluated), ``seconds`` (without
   waiting for autosaves). Short ones are written together, before the next line.
+- ``skipped``: a training batch is left out. Its place, ``text`` (why it could not be loaded, or empty). ``start`` has
+  ``skipped``, a list of [epoch, batch], if earlier processes have left batches out.
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
   only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
   ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).
@@ -48,6 +50,7 @@ AUTOSAVE = "autosave"
 AUTOSAVES = "autosaves"
 VALIDATION = "validation"
 UNSAVED = "unsaved"
+SKIPPED = "skipped"
 ALIVE = "alive"
 END = "end"
 DONE = "done"
@@ -198,6 +201,21 @@ class Validations:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedBatch:
+    """A training batch that was left out.
+
+    Args:
+        epoch: Its epoch, from 0.
+        batch: Its number in the epoch, from 0.
+        text: Why it could not be loaded; empty if it was, or if that is not known.
+    """
+
+    epoch: int
+    batch: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FitHistory:
     """One fit in one process, or one evaluation.
 
@@ -219,6 +237,7 @@ class FitHistory:
         text: The same at length.
         last_place: The last known place.
         saved: Where its last autosave was taken, as recorded at its end.
+        skipped: The training batches that it has left out, in order of time, and those that earlier processes had.
     """
 
     number: int
@@ -237,6 +256,7 @@ class FitHistory:
     text: str = ""
     last_place: RunPlace | None = None
     saved: RunPlace | None = None
+    skipped: tuple[SkippedBatch, ...] = ()
 
     @property
     def is_evaluation(self) -> bool:
@@ -309,6 +329,16 @@ class Chapter:
     def fits(self) -> tuple[FitHistory, ...]:
         """All fits of all processes."""
         return tuple(fit for process in self.processes for fit in process.fits)
+
+    def skipped(self) -> dict[int, list[SkippedBatch]]:
+        """Return the training batches that were left out, by the number of the fit, each once."""
+        found: dict[int, dict[tuple[int, int], SkippedBatch]] = {}
+        for fit in self.fits:
+            for one in fit.skipped:
+                of_fit = found.setdefault(fit.number, {})
+                if one.text or (one.epoch, one.batch) not in of_fit:
+                    of_fit[one.epoch, one.batch] = one
+        return {number: [skips[place] for place in sorted(skips)] for number, skips in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,6 +64,8 @@ class AnySession(ABC):
         self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
         self.on_saved.append(self._supervision.saved)
+        self.on_skipped: list[Callable[[int, int], None]] = []
+        """Called with epoch and batch of each training batch that is left out, once it is loaded."""
 
     @property
     @abstractmethod

@@ -33,6 +33,7 @@ from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
 
 
@@ -157,7 +158,20 @@ class Session(AnySession):
             self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
-        autosaver = self._make_autosaver(run_state, buckets)
+        skipped = SkippedBatches(
+            self._trainer,
+            self._loaders,
+            self._beginning.ranks,
+            self._options.skip_batches,
+            self._beginning.history,
+        )
+        skipped.on_skipped = self.on_skipped
+        if self._resume is None:
+            skipped.begin(self._patches, None, None)
+        else:
+            notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
+            self._resume.notes += notes
+        autosaver = self._make_autosaver(run_state, buckets, skipped)
         self._training = Training(
             self._trainer,
             self._loaders,
@@ -167,12 +181,13 @@ class Session(AnySession):
             beginning=self._beginning,
             supervision=self._supervision,
         )
+        self._training.skipped = skipped
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
         if self._replay is not None:
             self._replay.begin(self._loaders, self._beginning.ranks)
 
-    def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
+    def _make_autosaver(self, run_state: RunState, buckets: Buckets, skipped: SkippedBatches) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
         mark, here = self._files.mark, surroundings(self._trainer)
         autosaver = Autosaver(
@@ -187,6 +202,7 @@ class Session(AnySession):
                 "origin": origin,
                 "surroundings": here,
                 BUCKETS: buckets.state_dict(),
+                **skipped.header(),  # type: ignore[typeddict-item]  # it has one key, or none
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
@@ -244,7 +260,11 @@ class Session(AnySession):
                 training.before_batch()
             if supervision.marks is not None:
                 supervision.in_batch(section)
-            original(data_fetcher)
+            skipped = None if training is None else training.skipped
+            if skipped is not None and skipped.is_next(data_fetcher):
+                skipped.pass_over(data_fetcher)
+            else:
+                original(data_fetcher)
 
         return advance
 

@@ -15,6 +15,7 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
+from lightning_faulttolerant.trainer.skips.skipped_batches import SkippedBatches
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
 
@@ -49,6 +50,8 @@ class Training:
         self._stopping = stopping
         self._beginning = beginning
         self._supervision = supervision
+        self.skipped: SkippedBatches | None = None
+        """The batches that the fit leaves out, if any."""
         self.boundary: Boundary | None = None
         """The work between two batches, from the first batch or validation run on."""
         place = None if resume is None else resume.place_in_epoch
@@ -88,6 +91,8 @@ class Training:
             self._resume.restore(self.checkpointer.run_state)
             compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
         self._note_start()
+        if self.skipped is not None and not is_pending:
+            self.skipped.end()
         if not is_pending:
             self.checkpointer.autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("after the end of the fit", self.checkpointer.autosaver.pace.unsaved)

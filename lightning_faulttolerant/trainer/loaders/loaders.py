@@ -80,6 +80,8 @@ class Loaders:
         self.prefetches = PrefetchStates()
         """Where the training loaders were when batches were fetched ahead of their use."""
         self._holds_back = False
+        self.guards_samples = False
+        """Whether loaders that are processed from now on count a batch that can't be loaded."""
         self.fetches_ahead = False
         """Whether each training batch is fetched before the previous one is trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
@@ -105,6 +107,19 @@ class Loaders:
             self.end_fetch()
             # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
             self._combined.update(compat.combined_loaders(self._trainer))
+
+    def count_failed_fetch(self) -> bool:
+        """Count a training batch that its loader has moved past, but could not return.
+
+        Returns:
+            Whether it is known which loader that was, and that it can return the next batch.
+        """
+        training = list(self._training().values())
+        tracker = training[0] if len(training) == 1 and not self.untracked else None
+        if not isinstance(tracker, TrackedLoader) or tracker.iterable is not None or tracker.iteration is None:
+            return False
+        tracker.iteration.count()
+        return True
 
     def begin_fetch(self) -> None:
         """Count later iterations as the trainer's: of several validation loaders, all but the first begin late."""
@@ -238,6 +253,7 @@ class Loaders:
             default_worker_init=init,
             seeds=seeds,
             known=before,
+            is_guarded=self.guards_samples and place.startswith(TRAIN),
         )
         tracked = tracker.copy_of(loader)
         if keeps_own_position(loader):

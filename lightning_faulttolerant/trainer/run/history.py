@@ -30,6 +30,7 @@ from lightning_faulttolerant.records.history import (
     END,
     FINISHED,
     FIT,
+    SKIPPED,
     START,
     STOPPED,
     UNSAVED,
@@ -37,6 +38,7 @@ from lightning_faulttolerant.records.history import (
     name_of,
 )
 from lightning_faulttolerant.records.shortening import sum_of_validations
+from lightning_faulttolerant.records.skips import Skip
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
@@ -95,6 +97,8 @@ class HistoryWriter:
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
+        self.skips: list[Skip] = []
+        """The batches that the fit has left out before it was resumed."""
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
@@ -162,6 +166,7 @@ class HistoryWriter:
             num_ranks=self._trainer.world_size,
             continues=choice is not None and choice.continues,
             resumed=resumed,
+            **({"skipped": [list(skip) for skip in self.skips]} if self.skips else {}),
         )
 
     @_without_harm
@@ -190,6 +195,17 @@ class HistoryWriter:
             behind=is_in_background,
         )
         self.saved = position
+
+    @_without_harm
+    def skip(self, skip: Skip, text: str) -> None:
+        """Note that a batch is left out.
+
+        Args:
+            skip: Epoch and batch.
+            text: Why it could not be loaded; empty if it was.
+        """
+        self._write_validated()
+        self._add(SKIPPED, epoch=skip[0], batch=skip[1], global_step=self._trainer.global_step, text=text[:_MAX_TEXT])
 
     def note_wait(self, seconds: float) -> None:
         """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""
