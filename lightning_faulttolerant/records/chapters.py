@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.records.branches import parent_from
 from lightning_faulttolerant.records.history import (
     ALIVE,
     AUTOSAVE,
@@ -209,6 +210,7 @@ class _Reader:
         if not continues and fit.number == 1 and len(self._processes[-1].fits) == 1:
             self._start_over()
         fit.skipped += _skipped(line.get("skipped"))
+        fit.known["parent"] = parent_from(line.get("parent"))
         fit.known.update(started=self._now, num_ranks=_whole(line.get("num_ranks")), place=place_of(line))
         if isinstance(resumed, dict):
             fit.known["resumed"] = Resumed(

@@ -14,6 +14,7 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
   restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
+  A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
   taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background).
 - ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
@@ -43,6 +44,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+
+from lightning_faulttolerant.records.branches import Parent
 
 BEGIN = "begin"
 START = "start"
@@ -237,6 +240,7 @@ class FitHistory:
         text: The same at length.
         last_place: The last known place.
         saved: Where its last autosave was taken, as recorded at its end.
+        parent: What the run began from, if it is a branch.
         skipped: The training batches that it has left out, in order of time, and those that earlier processes had.
     """
 
@@ -257,6 +261,7 @@ class FitHistory:
     last_place: RunPlace | None = None
     saved: RunPlace | None = None
     skipped: tuple[SkippedBatch, ...] = ()
+    parent: Parent | None = None
 
     @property
     def is_evaluation(self) -> bool:

@@ -6,10 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.checkpoint.schema import MARK
+from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
@@ -202,6 +203,7 @@ class Session(AnySession):
                 "origin": origin,
                 "surroundings": here,
                 BUCKETS: buckets.state_dict(),
+                **self._parent(),
                 **skipped.header(),  # type: ignore[typeddict-item]  # it has one key, or none
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
@@ -213,6 +215,11 @@ class Session(AnySession):
         if self._replay is not None:
             autosaver.is_saved_before = lambda position: True
         return autosaver
+
+    def _parent(self) -> dict[str, Any]:
+        """Return what each checkpoint says of the parent, if this run is a branch."""
+        parent = None if self._resume is None else self._resume.parent
+        return {} if parent is None else {PARENT: parent.state_dict()}
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(self._reloads.follow(original(loader)))

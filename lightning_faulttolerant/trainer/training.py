@@ -171,4 +171,5 @@ class Training:
     def _note_start(self) -> None:
         report, position = (None, None) if self._resume is None else (self._resume.report, self._resume.position)
         self._supervision.start(position)
-        self._beginning.history.start(self._beginning.choice, report, position)
+        parent = None if self._resume is None else self._resume.parent
+        self._beginning.history.start(self._beginning.choice, report, position, parent)

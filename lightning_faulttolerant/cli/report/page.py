@@ -27,17 +27,19 @@ _NUM_TEXT = 300
 _NUM_FIRM = 28
 
 
-def page(report: RunReport) -> str:
+def page(report: RunReport, tree: Sequence[str] = ()) -> str:
     """Return the page of a run, a single file that makes no requests.
 
     Args:
         report: Report of the run.
+        tree: The tree of its branches, as lines of text with a title.
     """
     *earlier, last = report.chapters
     return document(
         f"Run {report.run_id}",
         _head(report, last),
         _chapter(last, report),
+        _branches(tree),
         (_earlier(chapter, report) for chapter in reversed(earlier)),
         _surroundings(report, last),
         _foot(),
@@ -256,6 +258,13 @@ def _notes(chapter: ChapterReport) -> Child:
     if len(texts) > len(shown):
         shown.append(f"and {len(texts) - len(shown):,} more")
     return tag("section", tag("h2", "Notes"), tag("ul", (tag("li", text) for text in shown)))
+
+
+def _branches(tree: Sequence[str]) -> Child:
+    if not tree:
+        return None
+    title, *lines = tree
+    return tag("section", tag("h2", title), tag("pre", "\n".join(lines)))
 
 
 def _surroundings(report: RunReport, last: ChapterReport) -> Markup:

@@ -94,15 +94,30 @@ class Finder:
         self, options: Options, default_root_dir: str, fingerprint: StartFingerprint, *, function: str = FIT
     ) -> None:
         self._options = options
+        self._default_root_dir = default_root_dir
         self._function = function
         self._fingerprint = fingerprint
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
-        self._start: ProcessStart = start_of_process(sys.argv, os.environ)
+        source = "" if options.resume_from is None else str(options.resume_from)
+        self._start: ProcessStart = start_of_process(sys.argv, os.environ, resume_from=source)
         self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
         self._script: Script = options.script
         self._is_sweep = trials.sweep() is not None
+
+    @property
+    def run_id(self) -> str:
+        """The run id of the fit's run."""
+        return self._run_id
+
+    def with_options(self, options: Options) -> Finder:
+        """Return a finder for the same fit with other options.
+
+        Args:
+            options: The options of the callback.
+        """
+        return Finder(options, self._default_root_dir, self._fingerprint, function=self._function)
 
     def find(self) -> FoundFit:
         """Open the run, and begin the fit in it.

@@ -22,6 +22,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.records.replay import replay_requested
+from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -130,6 +131,7 @@ class Beginning:
         self._files = files
         request = replay_requested()
         self._replayed = None if request is None else ReplayedRun(options, request)
+        self._branch = branch_of(options) if request is None else None
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
         self.number = 0
@@ -162,8 +164,8 @@ class Beginning:
                     self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
-                self.choice = self._chosen(found.series, given[0])
-                if self._replayed is None:  # otherwise the files stay as they are
+                self.choice = self._chosen(found, given[0])
+                if self.choice.parent is None and self._replayed is None:  # otherwise the files stay as they are
                     self._files.experiments.tell_unknown()
                     go_on_in_files(self._files, found.run, self.choice)
         except Exception as error:
@@ -171,10 +173,12 @@ class Beginning:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _chosen(self, series: AutosaveSeries, path: object) -> Choice:
+    def _chosen(self, found: FoundFit, path: object) -> Choice:
         if self._replayed is not None:
             return self._replayed.choose(path)
-        return choose(self._trainer, series, path, self._options)
+        if self._branch is not None and self._branch.begins(found):
+            return self._branch.choose(path)
+        return choose(self._trainer, found.series, path, self._options)
 
     def _open(self, checkpoint: object) -> FoundFit:
         options, function = self._options, self._function
@@ -185,7 +189,8 @@ class Beginning:
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
         finder = Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
-        found = self._found = finder.find() if self._replayed is None else self._replayed.find(finder)
+        finds = self._replayed or self._branch
+        found = self._found = finder.find() if finds is None else finds.find(finder)
         self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
             self._set_other_aside(found, fingerprint)
@@ -229,7 +234,7 @@ class Beginning:
         choice, error = None, None
         if self.ranks.rank == 0 and self._found is not None:
             try:
-                choice = self._chosen(self._found.series, checkpoint_path)
+                choice = self._chosen(self._found, checkpoint_path)
             except Exception as failure:
                 if self.ranks.num_ranks == 1:
                     raise

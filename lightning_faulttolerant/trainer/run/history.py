@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.records.branches import Parent
 from lightning_faulttolerant.records.history import (
     ALIVE,
     ALIVE_EVERY_SECONDS,
@@ -143,7 +144,11 @@ class HistoryWriter:
 
     @_without_harm
     def start(
-        self, choice: Choice | None, report: ResumeReport | None, position: TrainerPosition | None = None
+        self,
+        choice: Choice | None,
+        report: ResumeReport | None,
+        position: TrainerPosition | None = None,
+        parent: Parent | None = None,
     ) -> None:
         """Note that the first batch can be fetched. Only the first call of a fit has an effect.
 
@@ -151,6 +156,7 @@ class HistoryWriter:
             choice: The checkpoint that the fit continues from.
             report: The report of the resume, if anything was restored.
             position: Where the checkpoint was taken.
+            parent: What the run begins from, if it is a branch.
         """
         if self._has_started:
             return
@@ -166,6 +172,7 @@ class HistoryWriter:
             num_ranks=self._trainer.world_size,
             continues=choice is not None and choice.continues,
             resumed=resumed,
+            **({} if parent is None else {"parent": parent.state_dict()}),
             **({"skipped": [list(skip) for skip in self.skips]} if self.skips else {}),
         )
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
 
+from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.records.skips import Skip, checked_skips
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import HANG_NAMES
@@ -195,10 +196,14 @@ def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
 def checked_resume_from(source: int | str | os.PathLike[str] | None) -> int | str | None:
     """Return where a branch begins: a number of optimizer steps, ``EPOCH:BATCH``, or an absolute path or URL.
 
+    Without an argument, the environment decides.
+
     Raises:
         TypeError: If `source` is something else.
         ValueError: If `source` is empty or negative, or a URL that `Path` has spoilt.
     """
+    if source is None:
+        source = os.environ.get(RESUME_FROM_VARIABLE) or None
     if source is None:
         return None
     if not isinstance(source, (str, os.PathLike)):
