@@ -88,6 +88,7 @@ class ReplayRequest:
         opens_debugger: Whether rank 0 opens the debugger before the first of these steps.
         detects_anomalies: Whether autograd looks for the operation that produced a NaN.
         dumps: Where to write what belongs to each of these steps; ``None`` for nowhere.
+        without: The batches that the replay leaves out, though the run may not have: epoch and batch.
     """
 
     directory: str
@@ -97,6 +98,7 @@ class ReplayRequest:
     opens_debugger: bool = False
     detects_anomalies: bool = False
     dumps: str | None = None
+    without: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_of_exception(self) -> bool:
@@ -128,7 +130,8 @@ def replay_requested(environment: Mapping[str, str] = os.environ) -> ReplayReque
         return None
     found = json.loads(text)
     places = {name: None if found[name] is None else StepPlace(**found[name]) for name in ("since", "until")}
-    return ReplayRequest(**{**found, **places})
+    without = tuple((epoch, batch) for epoch, batch in found["without"])
+    return ReplayRequest(**{**found, **places, "without": without})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

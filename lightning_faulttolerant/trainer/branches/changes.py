@@ -1,7 +1,7 @@
 """What a branch changes on purpose: settings that a resume would refuse, or restore as they were.
 
-A checkpoint holds the learning rate and the other settings of optimizers and schedulers, and Lightning restores them. On
-a branch, those that the script has changed keep their new values.
+A checkpoint holds the learning rate and the other settings of optimizers and schedulers, and Lightning restores them.
+On a branch, those that the script has changed keep their new values.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class ChangedSettings:
                     elif _same(group.get(name), then):
                         group[name] = value
                     else:
-                        lines.append(
-                            f"optimizer {number}, group {index}: {name} stays {group.get(name)!r}, as training had set it"
-                        )
+                        kept = f"{name} stays {group.get(name)!r}, as training had set it"
+                        lines.append(f"optimizer {number}, group {index}: {kept}")
         return [*lines, *self._apply_to_schedulers(ratios)]
 
     def apply_window(self) -> None:
