@@ -158,6 +158,13 @@ class RemainingBatches:
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
+def without_bytes(deal: RemainingBatches) -> dict[str, Any]:
+    """Return the state of a deal whose order has a seed in a form that JSON can hold."""
+    state = deal.state_dict()
+    del state["order"]["generator"]
+    return state
+
+
 def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None

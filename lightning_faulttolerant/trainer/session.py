@@ -108,6 +108,8 @@ class Session(AnySession):
     def _save_interrupted(self, exception: BaseException) -> None:
         saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
         if self._training is not None:
+            if self._training.boundary is not None:
+                self._training.note_order()
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
             end_interrupted(self._trainer, boundary if saves else None, autosaver, exception, source)
         elif isinstance(exception, TrainingStopped):
@@ -203,8 +205,8 @@ class Session(AnySession):
                 "origin": origin,
                 "surroundings": here,
                 BUCKETS: buckets.state_dict(),
-                **self._parent(),
-                **skipped.header(),  # type: ignore[typeddict-item]  # it has one key, or none
+                **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
+                **skipped.header(),
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },

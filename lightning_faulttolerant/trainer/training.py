@@ -137,11 +137,16 @@ class Training:
     def end_epoch(self, original: Method) -> None:
         """Replace the fit loop's ``on_advance_end``."""
         self._supervision.in_section(END_OF_EPOCH)
+        self.note_order()
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if resumed is None:
             original()
         else:
             resumed.end(original)
+
+    def note_order(self) -> None:
+        """Note in the history in which order the epoch in progress has its samples."""
+        self._beginning.history.order(self._trainer.current_epoch, self._loaders.orders())
 
     def before_batch(self) -> None:
         """Pass the boundary before a training batch."""

@@ -76,10 +76,18 @@ class Branch:
         """
         if self._path is None:
             self._parent = finder.look()
-        own = finder.with_options(replace(self._options, run_id=self._run_id(finder.run_id)))
+        own = self.finder(finder)
         if own.look() is None:  # before anything is written
             self._found = self._autosave()
         return own.find()
+
+    def finder(self, finder: Finder) -> Finder:
+        """Return what finds the run of the branch.
+
+        Args:
+            finder: Finds the run that the command has without the request.
+        """
+        return finder.with_options(replace(self._options, run_id=self._run_id(finder.run_id)))
 
     def _run_id(self, run_id: str) -> str:
         key = str(self._source).replace(":", "-") if self._path is None else _key_of(self._path)
@@ -211,8 +219,8 @@ def _epoch_and_batch(path: str) -> tuple[int, int]:
     match = AUTOSAVE_NAME.fullmatch(name_of(path))
     if match is None:
         raise BranchError(
-            f"resume_from is {path}, which is not the name of an autosave. Pass a number of optimizer steps, EPOCH:BATCH,"
-            " or the path of an autosave, as `lightning-faulttolerant list` shows it."
+            f"resume_from is {path}, which is not the name of an autosave. Pass a number of optimizer steps,"
+            " EPOCH:BATCH, or the path of an autosave, as `lightning-faulttolerant list` shows it."
         )
     return int(match["epoch"]), int(match["batch"])
 

@@ -20,6 +20,7 @@ from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, f
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
+from lightning_faulttolerant.records.history import FILE_NAME as HISTORY_NAME
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
@@ -96,7 +97,8 @@ class Finder:
         self._options = options
         self._default_root_dir = default_root_dir
         self._function = function
-        self._fingerprint = fingerprint
+        self.fingerprint = self._fingerprint = fingerprint
+        """How the fit starts."""
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
         source = "" if options.resume_from is None else str(options.resume_from)
         self._start: ProcessStart = start_of_process(sys.argv, os.environ, resume_from=source)
@@ -156,6 +158,14 @@ class Finder:
         if fit_folders(open_store(default).listing().folders):
             return default
         return self._elsewhere(default)
+
+    def look_for_history(self) -> str | None:
+        """Return the directory of the run, even if it has finished; ``None`` if there is none. Nothing is opened."""
+        found = self.look()
+        default = directory_of(self._dirpath, self._run_id)
+        if found is None and HISTORY_NAME in open_store(default).listing().files:
+            return default
+        return found
 
     def number_in(self, directory: str | None, begun: list[int]) -> int:
         """Return the number that the fit has in a run, without opening it.

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.process_end import leave_process
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
+from lightning_faulttolerant.records.lookup import lookup_requested, write_lookup
 from lightning_faulttolerant.records.replay import replay_requested
 from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
@@ -151,6 +153,18 @@ class Beginning:
         self.choice: Choice | None = None
         """The checkpoint that the fit continues from; ``None`` until it is chosen."""
 
+    def look_up(self) -> None:
+        """End this process if the command ``batch`` has started it. Rank 0 first tells where the run is."""
+        path = lookup_requested()
+        if path is None:
+            return
+        if not (self._trainer.local_rank or self._trainer.node_rank):
+            finder = self._finder(None)
+            own = finder if self._branch is None else self._branch.finder(finder)
+            write_lookup(path, own.look_for_history())
+        # Lightning's parent waits for a result of the processes that it has created, unless they fail.
+        leave_process(1 if self._options.script.is_elsewhere else 0)
+
     def begin(self) -> None:
         """Open the run and choose, on rank 0. Call this before the loggers begin their files."""
         if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
@@ -180,7 +194,7 @@ class Beginning:
             return self._branch.choose(path)
         return choose(self._trainer, found.series, path, self._options)
 
-    def _open(self, checkpoint: object) -> FoundFit:
+    def _finder(self, checkpoint: object) -> Finder:
         options, function = self._options, self._function
         fingerprint = start_fingerprint(
             self._trainer,
@@ -188,12 +202,16 @@ class Beginning:
             function=function,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
-        finder = Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
+        return Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
+
+    def _open(self, checkpoint: object) -> FoundFit:
+        options, function = self._options, self._function
+        finder = self._finder(checkpoint)
         finds = self._replayed or self._branch
         found = self._found = finder.find() if finds is None else finds.find(finder)
         self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
-            self._set_other_aside(found, fingerprint)
+            self._set_other_aside(found, finder.fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
         self.history.begin(options.script)
         return found

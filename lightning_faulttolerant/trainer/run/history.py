@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_faulttolerant.records.history import (
     END,
     FINISHED,
     FIT,
+    ORDER,
     SKIPPED,
     START,
     STOPPED,
@@ -213,6 +214,17 @@ class HistoryWriter:
         """
         self._write_validated()
         self._add(SKIPPED, epoch=skip[0], batch=skip[1], global_step=self._trainer.global_step, text=text[:_MAX_TEXT])
+
+    @_without_harm
+    def order(self, epoch: int, loaders: Mapping[str, object]) -> None:
+        """Note in which order an epoch has its samples.
+
+        Args:
+            epoch: The epoch.
+            loaders: By place, the order in a form that JSON can hold, or ``None``.
+        """
+        self._write_validated()
+        self._add(ORDER, epoch=epoch, loaders=dict(loaders))
 
     def note_wait(self, seconds: float) -> None:
         """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""
