@@ -6,6 +6,8 @@ all ranks together have consumed are therefore its beginning, for any number of 
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -158,11 +160,18 @@ class RemainingBatches:
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
-def without_bytes(deal: RemainingBatches) -> dict[str, Any]:
-    """Return the state of a deal whose order has a seed in a form that JSON can hold."""
+def deal_as_json(deal: RemainingBatches) -> dict[str, Any]:
+    """Return the state of a deal in a form that JSON can hold."""
     state = deal.state_dict()
-    del state["order"]["generator"]
+    state["order"]["generator"] = base64.b64encode(zlib.compress(deal.order.generator)).decode()
     return state
+
+
+def deal_from_json(state: Mapping[str, Any]) -> RemainingBatches:
+    """Return the deal that `deal_as_json` describes."""
+    order = state["order"]
+    generator = zlib.decompress(base64.b64decode(order["generator"]))
+    return RemainingBatches.from_state_dict({**state, "order": {**order, "generator": generator}})
 
 
 def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:

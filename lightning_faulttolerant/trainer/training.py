@@ -18,6 +18,9 @@ from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
 from lightning_faulttolerant.trainer.skips.skipped_batches import SkippedBatches
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
 
+_EPOCHS_WITH_GENERATORS = 100
+"""In so many epochs, the history has the states of samplers' own generators. It must not become too long."""
+
 
 class Training:
     """The training of one fit. It exists once the checkpoint is loaded, and Lightning's loops are about to run.
@@ -146,7 +149,9 @@ class Training:
 
     def note_order(self) -> None:
         """Note in the history in which order the epoch in progress has its samples."""
-        self._beginning.history.order(self._trainer.current_epoch, self._loaders.orders())
+        epoch = self._trainer.current_epoch
+        orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
+        self._beginning.history.order(epoch, orders)
 
     def before_batch(self) -> None:
         """Pass the boundary before a training batch."""

@@ -142,7 +142,9 @@ def _show_sample(sample: int, known: KnownOrders, directory: str, *, fit: int) -
     lines = []
     for epoch, deals in sorted(known.epochs.items()):
         for name, deal in deals.items():
-            for rank, batch, row in () if deal is None else places_of(deal, sample):
+            if deal is None:
+                continue
+            for rank, batch, row in places_of(deal, sample):
                 on = f", rank {rank}" if deal.share.num_ranks > 1 else ""
                 several = f" of {name}" if len(deals) > 1 else ""
                 skipped = ", which was left out" if (epoch, batch) in known.skipped else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli.part import mapping
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches, deal_from_json
 from lightning_faulttolerant.records.branches import Parent, parent_from
 from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, name_of
 from lightning_faulttolerant.records.lines import Line, parse_lines
@@ -69,8 +70,8 @@ def _in_history(directory: str, fit: int) -> KnownOrders:
         if line.get("fit") != fit:
             continue
         if line.get("event") == ORDER and isinstance(line.get("epoch"), int):
-            deals = {str(place): _deal(state) for place, state in mapping(line.get("loaders")).items()}
-            epochs[int(line["epoch"])] = deals  # type: ignore[call-overload]  # checked above
+            deals = {str(place): _of_line(state) for place, state in mapping(line.get("loaders")).items()}
+            epochs[int(line["epoch"])] = deals
         elif line.get("event") == SKIPPED:
             skipped.add((line.get("epoch"), line.get("batch")))  # type: ignore[arg-type]  # only compared
         elif line.get("event") == START:
@@ -113,6 +114,13 @@ def in_autosaves(directory: str, fit: int, epoch: int) -> Deals | None:
         if any(deals.values()):
             return deals
     return None
+
+
+def _of_line(state: Any) -> RemainingBatches | None:
+    try:
+        return deal_from_json(state)
+    except (TypeError, KeyError, ValueError, zlib.error):
+        return None
 
 
 def _of_record(record: Any) -> RemainingBatches | None:

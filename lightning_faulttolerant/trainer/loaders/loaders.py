@@ -20,7 +20,7 @@ from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.own_state import OwnState, share_a_state, stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches, without_bytes
+from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches, deal_as_json
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
@@ -407,15 +407,19 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def orders(self) -> dict[str, dict[str, Any] | None]:
-        """Return the order of the training epoch by place, for JSON; ``None`` where that is not known."""
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+        """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
+
+        Args:
+            keeps_generators: Whether it may hold the state of a generator, which is 3 KB long.
+        """
         found: dict[str, dict[str, Any] | None] = {place: None for place in self.untracked if place.startswith(TRAIN)}
         for place, tracker in self._training().items():
             has_indices = isinstance(tracker, TrackedLoader) and tracker.iterable is None
             record = getattr(tracker.iteration, "record", None) if has_indices else None
             known = None if record is None else deal_of(record)
-            # The state of a sampler's own generator is too long for a line. Autosaves have it.
-            found[place] = None if known is None or known.order.generator else without_bytes(known)
+            is_long = known is not None and bool(known.order.generator) and not keeps_generators
+            found[place] = None if known is None or is_long else deal_as_json(known)
         return found
 
     def deal(self) -> RemainingBatches | None:
