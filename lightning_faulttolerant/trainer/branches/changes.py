@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 _LR, _BASE = "lr", "initial_lr"
 _NOT_SETTINGS = ("self", "optimizer", "last_epoch", "verbose", "args", "kwargs")
 _PARAMS = "params"
+_LAST = "_last_lr"
 
 Settings = dict[str, Any]
 
@@ -75,7 +76,7 @@ class ChangedSettings:
             if ratio != 1.0 and hasattr(scheduler, "base_lrs"):
                 groups = scheduler.optimizer.param_groups
                 scheduler.base_lrs = [group.get(_BASE, group[_LR]) for group in groups]
-                scheduler._last_lr = [group[_LR] for group in groups]
+                vars(scheduler)[_LAST] = [group[_LR] for group in groups]
             for name, value in now.items():
                 then = getattr(scheduler, name)
                 if not _same(then, value):
