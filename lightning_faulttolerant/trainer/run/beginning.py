@@ -133,7 +133,7 @@ class Beginning:
         self._files = files
         request = replay_requested()
         self._replayed = None if request is None else ReplayedRun(options, request)
-        self._branch = branch_of(options) if request is None else None
+        self._branch = branch_of(options)
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
         self.number = 0
@@ -207,8 +207,11 @@ class Beginning:
     def _open(self, checkpoint: object) -> FoundFit:
         options, function = self._options, self._function
         finder = self._finder(checkpoint)
-        finds = self._replayed or self._branch
-        found = self._found = finder.find() if finds is None else finds.find(finder)
+        if self._replayed is not None:
+            found = self._replayed.find(finder if self._branch is None else self._branch.finder(finder))
+        else:
+            found = finder.find() if self._branch is None else self._branch.find(finder)
+        self._found = found
         self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
             self._set_other_aside(found, finder.fingerprint)
