@@ -14,6 +14,7 @@
     ├── UnsupportedTrainerError     this package can't serve the Trainer
     ├── LedgerError                 the ledger can't be written
     ├── ReplayError                 a replay can't be done
+    ├── BranchError                 a branch can't begin
     ├── IncidentError               an incident ended the run: the loss or a gradient is not finite, for example
     ├── DrillFault                  a drill raises this exception on purpose
     ├── StreamingError              a streaming data set can't be read, or can't deliver the planned epoch
@@ -88,6 +89,10 @@ class LedgerError(FaultToleranceError):
 
 class ReplayError(FaultToleranceError):
     """A replay can't be done, because the run tells nothing of what was asked for."""
+
+
+class BranchError(FaultToleranceError):
+    """A branch can't begin: the autosave that ``resume_from`` names does not exist, or is none."""
 
 
 class IncidentError(FaultToleranceError):

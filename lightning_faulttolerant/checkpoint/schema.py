@@ -17,6 +17,8 @@ VERSION: Final = 1
 """The version of the schema. A part of a later version is not checked here: its reader refuses it."""
 MARK: Final = "run"
 """The key for the mark of the run; each checkpoint of a run has it."""
+PARENT: Final = "parent"
+"""The key for the parent of a run that is a branch."""
 PICKLED: Final = "pickled"
 """The key for the objects of Lightning's part that are kept as bytes."""
 
@@ -48,6 +50,7 @@ class SavedFingerprint(_SavedLoaders, total=False):
     hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
     trainer: Mapping[str, Any]
+    limits: Mapping[str, Any]
 
 
 @final
@@ -83,6 +86,8 @@ class Changes(_Changes):
 class _Header(_Origin, _Changes, total=False):
     run: str
     buckets: Mapping[str, Any]
+    parent: Mapping[str, Any]
+    skipped: Mapping[str, list[list[int]]]
 
 
 @final

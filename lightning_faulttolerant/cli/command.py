@@ -30,6 +30,7 @@ _COMMANDS = {
     "run": ("supervise.command", "run a script, and start it again after each failure, until it ends"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
     "replay": ("replay.command", "run a step of a run again, exactly as it was"),
+    "batch": ("batch.command", "show which samples were in a batch, or which batches a sample was in"),
 }
 
 

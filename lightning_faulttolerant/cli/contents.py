@@ -16,7 +16,10 @@ from lightning_faulttolerant.cli.part import mapping, own_mapping, part_of, whol
 BLOBS = "blobs"
 _REFERENCE = "blob"
 # These parts are shown under their own names; the others are shown only with their sizes.
-_SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behind", "surroundings", "fingerprint")
+_SHOWN = (
+    *("version", "world_size", "position", "run", "origin", "inexact", "behind", "skipped"),
+    *("surroundings", "fingerprint"),
+)
 _SIZED = ("ranks", "opaque", "pickled")
 
 

@@ -13,6 +13,7 @@ from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli.contents import describe
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.found import content_path, open_checkpoint
+from lightning_faulttolerant.cli.part import mapping
 from lightning_faulttolerant.cli.text import safe, size_text, table
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
 from lightning_faulttolerant.storage.store import open_file, split_path
@@ -126,6 +127,10 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     yield _line("started from", part["origin"] or "the beginning")
     yield _line("ranks", part["world_size"])
     yield _line("layout version", part["version"])
+    for word, name in (("left out", "done"), ("to leave out", "wanted")):
+        for place in _items(mapping(part["skipped"]).get(name)):
+            if name == "done" or place not in _items(mapping(part["skipped"]).get("done")):
+                yield _line(word, _batch(place))
     for reason in _items(part["inexact"]):
         yield _line("not exact", reason)
     for path, reason in part["lost"].items():
@@ -147,6 +152,11 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield title
             yield from _nested_lines(part[name], level=1)
+
+
+def _batch(place: object) -> str:
+    numbers = _items(place)
+    return f"batch {numbers[1]} of epoch {numbers[0]}" if len(numbers) == 2 else str(place)
 
 
 def _items(value: object) -> list[Any]:

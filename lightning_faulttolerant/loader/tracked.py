@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
+from lightning_faulttolerant.loader.guarded import GuardedSamples
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import SOLE_RANK, IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, between
@@ -67,6 +68,7 @@ class TrackedLoader:
         default_worker_init: Called in new workers if the loader has no ``worker_init_fn``.
         seeds: The seeds of the samples of a map-style data set. Without them, the workers' states are captured.
         known: The objects of the loader that was in this place before.
+        is_guarded: Whether workers count a batch that can't be loaded. The error is raised as before.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TrackedLoader:
         default_worker_init: Callable[[int], None] | None = None,
         seeds: SampleSeeds | None = None,
         known: LoaderObjects | None = None,
+        is_guarded: bool = False,
     ) -> None:
         self.user_loader = loader
         self._seeded = None if seeds is None else SeededSamples(loader, seeds)
@@ -115,6 +118,8 @@ class TrackedLoader:
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._dataset = None if self.num_workers else stateful_dataset(loader)
+        can_be_guarded = self.num_workers > 0 and not is_iterable and self._seeded is None
+        self._guarded = GuardedSamples(loader.dataset) if is_guarded and can_be_guarded else None
         self._workers = None if not self.num_workers else self._tracked_workers(default_worker_init)
         self._loader: weakref.ref[DataLoader[object]] | None = None
 
@@ -127,6 +132,7 @@ class TrackedLoader:
             exactness=self.exactness,
             iterable=self.iterable,
             per_sample=None if self._seeded is None else self._seeded.dataset,
+            guarded=self._guarded,
         )
         state_bytes = side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
         slot_bytes = 1 if self._seeded else state_bytes
@@ -232,6 +238,9 @@ class TrackedLoader:
         return batches
 
     def _made(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
+        if self._guarded is not None:
+            with self._guarded.stand_in(self.loader):
+                return make_iterator()
         if self._seeded is None:
             return make_iterator()
         return self._seeded.make(self.loader, self.index_side, make_iterator)

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators, stateful_dataset
+from lightning_faulttolerant.loader.guarded import GuardedSamples, error_in, unloaded_now
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.objects import WorkerObjects
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
@@ -53,6 +54,7 @@ class WorkerSide:
         leaves_rest: Whether samples too few for a whole batch form one.
         has_state: Whether the state of a map-style data set continues, too.
         per_sample: Seeds the samples in that mode. No state is left in the ring then.
+        guarded: The data set of workers that count batches which can't be loaded.
     """
 
     def __init__(
@@ -66,9 +68,11 @@ class WorkerSide:
         leaves_rest: bool = True,
         has_state: bool = False,
         per_sample: PerSampleDataset | None = None,
+        guarded: GuardedSamples | None = None,
     ) -> None:
         self._exactness = exactness.of_worker()
         self._per_sample = per_sample
+        self._guarded = guarded
         self._collate_fn = collate_fn if per_sample is None else per_sample.collate
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
         self._iterable = iterable
@@ -100,6 +104,8 @@ class WorkerSide:
             object.__setattr__(get_worker_info(), "dataset", self._iterable.user_dataset)
         if self._per_sample is not None:
             self._per_sample.init_worker()
+        if self._guarded is not None:
+            self._guarded.init_worker()
         if self._init_fn is not None:
             self._init_fn(worker_id)
         if self._per_sample is not None:
@@ -119,10 +125,19 @@ class WorkerSide:
 
     def collate(self, samples: object) -> Any:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
-        batch = self._collate_fn(samples)
+        batch = self._collate_fn(samples) if self._guarded is None else self._guarded_batch(samples)
         if self._states is not None:
             self._states.leave_after_batch()
         return batch
+
+    def _guarded_batch(self, samples: object) -> Any:
+        error = error_in(samples)
+        if error is not None:
+            return error
+        try:
+            return self._collate_fn(samples)
+        except Exception:  # noqa: BLE001 - torch raises it in the main process
+            return unloaded_now().error
 
     def state_bytes(self, dataset: object) -> int:
         """Return the approximate length of a worker's state, from the main process's copy of the data set."""
@@ -255,6 +270,7 @@ def worker_side_of(
     exactness: Exactness,
     iterable: IterableSide | None,
     per_sample: PerSampleDataset | None,
+    guarded: GuardedSamples | None = None,
 ) -> WorkerSide:
     """Return the stand-in for the functions of a loader; the arguments are those of `WorkerSide`."""
     return WorkerSide(
@@ -266,6 +282,7 @@ def worker_side_of(
         leaves_rest=loader.batch_size is not None and not loader.drop_last,
         has_state=stateful_dataset(loader) is not None,
         per_sample=per_sample,
+        guarded=guarded,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.records.branches import parent_from
 from lightning_faulttolerant.records.history import (
     ALIVE,
     AUTOSAVE,
@@ -21,6 +22,7 @@ from lightning_faulttolerant.records.history import (
     FIT,
     INCIDENT,
     SHORTENED,
+    SKIPPED,
     START,
     UNSAVED,
     VALIDATION,
@@ -31,12 +33,13 @@ from lightning_faulttolerant.records.history import (
     Resumed,
     RunHistory,
     RunPlace,
+    SkippedBatch,
     Unsaved,
     Validations,
 )
 from lightning_faulttolerant.records.lines import Line
 
-_OF_FITS = (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, INCIDENT, ALIVE, END)
+_OF_FITS = (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, INCIDENT, SKIPPED, ALIVE, END)
 _MAX_NUMBER = 1e15
 _MAX_TIME = 2.5e11  # a time after the year 9892 can't be shown
 
@@ -81,6 +84,7 @@ class _Fit:
     autosaves: list[Autosave] = field(default_factory=list)
     unsaved: dict[float, Unsaved] = field(default_factory=dict)
     validations: list[Validations] = field(default_factory=list)
+    skipped: list[SkippedBatch] = field(default_factory=list)
     unfinished: Validations | None = None
     incidents: list[str] = field(default_factory=list)
     alive: list[tuple[float, RunPlace]] = field(default_factory=list)
@@ -97,6 +101,7 @@ class _Fit:
             validations=(*self.validations, *unfinished),
             incidents=tuple(self.incidents),
             alive=tuple(self.alive),
+            skipped=tuple(self.skipped),
             **self.known,
         )
 
@@ -150,6 +155,8 @@ class _Reader:
         fit = self._fit(number)
         if event == START:
             self._start(fit, line)
+        elif event == SKIPPED:
+            fit.skipped += _skipped([[line.get("epoch"), line.get("batch")]], _text(line, "text"))
         elif event in (AUTOSAVE, AUTOSAVES):
             fit.autosaves.append(_autosave(line, self._now, lowest=fit.began))
         elif event == UNSAVED:
@@ -207,6 +214,8 @@ class _Reader:
         continues = told is True or (told is not False and isinstance(resumed, dict))
         if not continues and fit.number == 1 and len(self._processes[-1].fits) == 1:
             self._start_over()
+        fit.skipped += _skipped(line.get("skipped"))
+        fit.known["parent"] = parent_from(line.get("parent"))
         fit.known.update(started=self._now, num_ranks=_whole(line.get("num_ranks")), place=place_of(line))
         if isinstance(resumed, dict):
             fit.known["resumed"] = Resumed(
@@ -285,6 +294,15 @@ def _unfinished(line: Line, fit: _Fit, now: float) -> Validations | None:
         first=first,
         is_over=False,
     )
+
+
+def _skipped(places: object, text: str = "") -> list[SkippedBatch]:
+    found = []
+    for place in places if isinstance(places, list) else []:
+        numbers = [_whole(number) for number in place] if isinstance(place, list) else []
+        if len(numbers) == 2 and numbers[0] is not None and numbers[1] is not None:
+            found.append(SkippedBatch(epoch=numbers[0], batch=numbers[1], text=text))
+    return found
 
 
 def _unsaved(line: Line, now: float, *, lowest: float) -> Unsaved:

@@ -14,6 +14,7 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
   restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
+  A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
   taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background).
 - ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
@@ -21,6 +22,10 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``validation``: a validation run inside a fit is over, or several short ones are. The place of the last one,
   ``number``, ``since``, ``until``, ``first``, ``num_batches`` (those that this process evaluated), ``seconds`` (without
   waiting for autosaves). Short ones are written together, before the next line.
+- ``skipped``: a training batch is left out. Its place, ``text`` (why it could not be loaded, or empty). ``start`` has
+  ``skipped``, a list of [epoch, batch], if earlier processes have left batches out.
+- ``order``: the order of the samples in an epoch, once it is over. ``epoch``, and ``loaders``: by place, how all ranks
+  share the samples (see `loader/remaining_batches.py`), or ``null`` where that is not known.
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
   only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
   ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).
@@ -44,6 +49,8 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from lightning_faulttolerant.records.branches import Parent
+
 BEGIN = "begin"
 START = "start"
 AUTOSAVE = "autosave"
@@ -51,6 +58,8 @@ AUTOSAVES = "autosaves"
 VALIDATION = "validation"
 UNSAVED = "unsaved"
 INCIDENT = "incident"
+SKIPPED = "skipped"
+ORDER = "order"
 ALIVE = "alive"
 END = "end"
 DONE = "done"
@@ -201,6 +210,21 @@ class Validations:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedBatch:
+    """A training batch that was left out.
+
+    Args:
+        epoch: Its epoch, from 0.
+        batch: Its number in the epoch, from 0.
+        text: Why it could not be loaded; empty if it was, or if that is not known.
+    """
+
+    epoch: int
+    batch: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FitHistory:
     """One fit in one process, or one evaluation.
 
@@ -223,6 +247,8 @@ class FitHistory:
         text: The same at length.
         last_place: The last known place.
         saved: Where its last autosave was taken, as recorded at its end.
+        parent: What the run began from, if it is a branch.
+        skipped: The training batches that it has left out, in order of time, and those that earlier processes had.
     """
 
     number: int
@@ -242,6 +268,8 @@ class FitHistory:
     text: str = ""
     last_place: RunPlace | None = None
     saved: RunPlace | None = None
+    skipped: tuple[SkippedBatch, ...] = ()
+    parent: Parent | None = None
 
     @property
     def is_evaluation(self) -> bool:
@@ -314,6 +342,16 @@ class Chapter:
     def fits(self) -> tuple[FitHistory, ...]:
         """All fits of all processes."""
         return tuple(fit for process in self.processes for fit in process.fits)
+
+    def skipped(self) -> dict[int, list[SkippedBatch]]:
+        """Return the training batches that were left out, by the number of the fit, each once."""
+        found: dict[int, dict[tuple[int, int], SkippedBatch]] = {}
+        for fit in self.fits:
+            for one in fit.skipped:
+                of_fit = found.setdefault(fit.number, {})
+                if one.text or (one.epoch, one.batch) not in of_fit:
+                    of_fit[one.epoch, one.batch] = one
+        return {number: [skips[place] for place in sorted(skips)] for number, skips in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,6 +89,7 @@ class ReplayRequest:
         detects_anomalies: Whether autograd looks for the operation that produced a NaN.
         dumps: Where to write what belongs to each of these steps; ``None`` for nowhere.
         sums_after: After how many backward passes of the last step its sums are written; ``None`` if they are not.
+        without: The batches that the replay leaves out, though the run may not have: epoch and batch.
     """
 
     directory: str
@@ -99,6 +100,7 @@ class ReplayRequest:
     detects_anomalies: bool = False
     dumps: str | None = None
     sums_after: int | None = None
+    without: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_of_exception(self) -> bool:
@@ -130,7 +132,8 @@ def replay_requested(environment: Mapping[str, str] = os.environ) -> ReplayReque
         return None
     found = json.loads(text)
     places = {name: None if found[name] is None else StepPlace(**found[name]) for name in ("since", "until")}
-    return ReplayRequest(**{**found, **places})
+    without = tuple((epoch, batch) for epoch, batch in found["without"])
+    return ReplayRequest(**{**found, **places, "without": without})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE
+
 FILE_NAME = "run.json"
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 
@@ -35,6 +37,7 @@ class Command:
         directory: The directory in which it was typed.
         run_id: The value of ``PL_FAULT_TOLERANT_RUN_ID``, or ``""``.
         content: A checksum of the script, or ``""`` if it has no file.
+        resume_from: Where the branch begins, if the run is one; else ``""``.
     """
 
     script: str = ""
@@ -44,6 +47,7 @@ class Command:
     directory: str = ""
     run_id: str = ""
     content: str = ""
+    resume_from: str = ""
 
     @property
     def name(self) -> str:
@@ -52,7 +56,7 @@ class Command:
 
     def is_alike(self, other: Command) -> bool:
         """Return whether another command is the same, with the same script in another directory."""
-        own, theirs = ((one.name, one.arguments, one.task, one.content) for one in (self, other))
+        own, theirs = ((one.name, one.arguments, one.task, one.content, one.resume_from) for one in (self, other))
         return own == theirs
 
     def line(self, *, here: str = "") -> str:
@@ -63,7 +67,8 @@ class Command:
         """
         there = "" if not here or os.path.realpath(here) == os.path.realpath(self.directory) else self.directory
         change = f"cd {shlex.quote(there)} && " if there else ""
-        variable = f"{RUN_ID_VARIABLE}={shlex.quote(self.run_id)} " if self.run_id else ""
+        variables = {RUN_ID_VARIABLE: self.run_id, RESUME_FROM_VARIABLE: self.resume_from}
+        variable = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items() if value)
         return f"{change}{variable}{shlex.join(self.words)}"
 
 

@@ -96,7 +96,8 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
         return []
     name = "validation" if "validation" in resumed["text"] else "batch"
     place = (resumed["epoch"], resumed["batch"])
-    found = (i for i, e in enumerate(events) if e["event"] == name and (e["epoch"], e["batch"]) == place)
+    kinds = ("batch", "left out") if name == "batch" else (name,)
+    found = (i for i, e in enumerate(events) if e["event"] in kinds and (e["epoch"], e["batch"]) == place)
     end = next(found, len(events))
     if resumed["num_validated"] is not None:  # this many batches of that validation run are done
         batches = [i for i, event in enumerate(events) if i > end and event["event"] == "validation batch"]
@@ -175,7 +176,8 @@ def assert_resumes_exactly(
     The comparison covers the contents of every batch, losses, learning rates, every value that a logger receives with
     its step, every validation batch and result, the final weights and optimizer states, the next draw of each global
     generator, and the states of the generators that the module and the loaders hold. The uninterrupted run has no
-    callback, except with ``worker_rng="per_sample"``: only the callback seeds each sample.
+    callback, except with ``worker_rng="per_sample"`` or ``skip_batches``: only the callback seeds samples, and leaves
+    batches out.
 
     With several ranks each run is one process per rank, as under torchrun. Each rank is compared with the same rank of
     the uninterrupted run, and all ranks must continue at the same place.
@@ -212,7 +214,9 @@ def assert_resumes_exactly(
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = Runs(fit, root, dict(options or {}), timeout_seconds, num_ranks=num_ranks)
-        expected = _uninterrupted(runs, with_callback=(options or {}).get("worker_rng") == "per_sample")
+        given = options or {}
+        needs_callback = given.get("worker_rng") == "per_sample" or bool(given.get("skip_batches"))
+        expected = _uninterrupted(runs, with_callback=needs_callback)
         interrupted = _Interrupted(runs, expected, may_begin_anew=may_begin_anew, without=without)
         return interrupted.run(faults)
 

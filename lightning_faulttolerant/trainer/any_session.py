@@ -64,6 +64,8 @@ class AnySession(ABC):
         self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
         self.on_saved.append(self._supervision.saved)
+        self.on_skipped: list[Callable[[int, int], None]] = []
+        """Called with epoch and batch of each training batch that is left out, once it is loaded."""
 
     @property
     @abstractmethod
@@ -72,6 +74,7 @@ class AnySession(ABC):
 
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
+        self._beginning.look_up()
         self._supervision.begin()
         if self._replay is not None:
             self._replay.protect()

@@ -19,7 +19,12 @@ from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.serving import is_module, served
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
-from lightning_faulttolerant.trainer.settings.options import Options, checked_dirpath, checked_ledger
+from lightning_faulttolerant.trainer.settings.options import (
+    Options,
+    checked_dirpath,
+    checked_ledger,
+    checked_resume_from,
+)
 from lightning_faulttolerant.trainer.settings.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
 
@@ -52,6 +57,11 @@ class FaultTolerance(AnyCallback):
         attribute: Whether the step of an incident is run again at once, in a process of its own. If it differs, the
             cause is the hardware or a kernel that is not deterministic. Training waits for at most ten minutes.
         stop_on_incident: Whether an incident ends the run, with an ``IncidentError``. If not, training continues.
+        resume_from: Begin a branch: a new run, with its own run id, from a kept autosave of this one. The number of
+            optimizer steps, ``"EPOCH:BATCH"``, or the path of an autosave. The same command continues the branch.
+            Default: ``PL_FAULT_TOLERANT_RESUME_FROM``, else none.
+        skip_batches: Training batches to leave out, as pairs (epoch, batch), both from 0. They are loaded, but not
+            trained. ``PL_FAULT_TOLERANT_SKIP_BATCHES=3:17,4:2`` adds more. The autosaves and reports record them.
         every_n_train_steps: Autosave after this many optimizer steps. In manual optimization, also after this many
             batches without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
@@ -113,6 +123,8 @@ class FaultTolerance(AnyCallback):
         record: str | Callable[[MeasuredStep], bool] | None = None,
         attribute: bool = False,
         stop_on_incident: bool = False,
+        resume_from: int | str | os.PathLike[str] | None = None,
+        skip_batches: Sequence[tuple[int, int]] = (),
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         overhead_budget: float = 0.01,
@@ -139,6 +151,8 @@ class FaultTolerance(AnyCallback):
             record=record,
             attribute=attribute,
             stop_on_incident=stop_on_incident,
+            resume_from=checked_resume_from(resume_from),
+            skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             overhead_budget=overhead_budget,
@@ -158,17 +172,16 @@ class FaultTolerance(AnyCallback):
             trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
         EARLY.begin(os.environ, fit_follows=True)
-        self._options.script.num_callbacks += 1
-        self._number = self._options.script.num_callbacks
-        self._set_no_fit()
-        self._registered: dict[str, Registered] = {}
+        self._number = self._options.script.count_callback()
+        self._hold_no_fit()
         self.is_from_environment = False
 
-    def _set_no_fit(self) -> None:
+    def _hold_no_fit(self) -> None:
         self._log: Any = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
+        self._registered: dict[str, Registered] = {}
 
     def register(
         self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[object], object]
@@ -200,6 +213,15 @@ class FaultTolerance(AnyCallback):
             raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
         self._registered[name] = (state_dict, load_state_dict)
         return self
+
+    def call_on_skipped(self, function: Callable[[int, int], None]) -> None:
+        """Call `function` with epoch and batch of each training batch that the fit in progress leaves out.
+
+        Args:
+            function: The function.
+        """
+        if self._session is not None:
+            self._session.on_skipped.append(function)
 
     @property
     def resume_report(self) -> ResumeReport | None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ class Recorder(AnyCallback):
         """Listen to the loggers."""
         if stage == "fit":
             served(trainer).recorded.listen(trainer, self)
+            for callback in served(trainer).compat.callbacks(trainer):
+                if isinstance(callback, FaultTolerance):
+                    callback.call_on_skipped(partial(self._left_out, trainer))
+
+    def _left_out(self, trainer: object, epoch: int, batch: int) -> None:
+        """Record that a batch is left out."""
+        self._tell_resume(trainer)
+        self.write("left out", epoch=epoch, batch=batch)
 
     def on_train_batch_start(self, trainer: object, pl_module: object, batch: object, batch_idx: int) -> None:
         """Record the contents of a batch, and the metrics that the trainer shows before it."""

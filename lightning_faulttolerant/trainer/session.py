@@ -6,10 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.checkpoint.schema import MARK
+from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
@@ -36,6 +37,7 @@ from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell
 from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
 
 
@@ -112,6 +114,8 @@ class Session(AnySession):
         if self._recorder is not None:
             self._recorder.interrupt(exception)
         if self._training is not None:
+            if self._training.boundary is not None:
+                self._training.note_order()
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
             end_interrupted(self._trainer, boundary if saves else None, autosaver, exception, source)
         elif isinstance(exception, TrainingStopped):
@@ -163,7 +167,20 @@ class Session(AnySession):
             self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
-        autosaver = self._make_autosaver(run_state, buckets)
+        skipped = SkippedBatches(
+            self._trainer,
+            self._loaders,
+            self._beginning.ranks,
+            self._options.skip_batches,
+            self._beginning.history,
+        )
+        skipped.on_skipped = self.on_skipped
+        if self._resume is None:
+            skipped.begin(self._patches, None, None)
+        else:
+            notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
+            self._resume.notes += notes
+        autosaver = self._make_autosaver(run_state, buckets, skipped)
         self._training = Training(
             self._trainer,
             self._loaders,
@@ -173,6 +190,7 @@ class Session(AnySession):
             beginning=self._beginning,
             supervision=self._supervision,
         )
+        self._training.skipped = skipped
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
         self._recorder = (
@@ -195,7 +213,7 @@ class Session(AnySession):
         training.captures_each = True
         return recorder
 
-    def _make_autosaver(self, run_state: RunState, buckets: Buckets) -> Autosaver:
+    def _make_autosaver(self, run_state: RunState, buckets: Buckets, skipped: SkippedBatches) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
         mark, here = self._files.mark, surroundings(self._trainer)
         autosaver = Autosaver(
@@ -210,6 +228,8 @@ class Session(AnySession):
                 "origin": origin,
                 "surroundings": here,
                 BUCKETS: buckets.state_dict(),
+                **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
+                **skipped.header(),
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
@@ -220,6 +240,11 @@ class Session(AnySession):
         if self._replay is not None:
             autosaver.is_saved_before = lambda position: True
         return autosaver
+
+    def _parent(self) -> dict[str, Any]:
+        """Return what each checkpoint says of the parent, if this run is a branch."""
+        parent = None if self._resume is None else self._resume.parent
+        return {} if parent is None else {PARENT: parent.state_dict()}
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self._loaders.process(self._reloads.follow(original(loader)))
@@ -267,7 +292,11 @@ class Session(AnySession):
                 training.before_batch()
             if supervision.marks is not None:
                 supervision.in_batch(section)
-            original(data_fetcher)
+            skipped = None if training is None else training.skipped
+            if skipped is not None and skipped.is_next(data_fetcher):
+                skipped.pass_over(data_fetcher)
+            else:
+                original(data_fetcher)
 
         return advance
 

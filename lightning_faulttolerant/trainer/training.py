@@ -15,7 +15,11 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
+from lightning_faulttolerant.trainer.skips.skipped_batches import SkippedBatches
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
+
+_EPOCHS_WITH_GENERATORS = 100
+"""In so many epochs, the history has the states of samplers' own generators. It must not become too long."""
 
 
 class Training:
@@ -51,6 +55,8 @@ class Training:
         self._supervision = supervision
         self.captures_each = False
         """Whether the state before each batch must be captured, for a flight recorder."""
+        self.skipped: SkippedBatches | None = None
+        """The batches that the fit leaves out, if any."""
         self.boundary: Boundary | None = None
         """The work between two batches, from the first batch or validation run on."""
         place = None if resume is None else resume.place_in_epoch
@@ -90,6 +96,8 @@ class Training:
             self._resume.restore(self.checkpointer.run_state)
             compat.set_not_restarting(self._trainer)  # or the next fit would have no sanity check
         self._note_start()
+        if self.skipped is not None and not is_pending:
+            self.skipped.end()
         if not is_pending:
             self.checkpointer.autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("after the end of the fit", self.checkpointer.autosaver.pace.unsaved)
@@ -134,11 +142,18 @@ class Training:
     def end_epoch(self, original: Method) -> None:
         """Replace the fit loop's ``on_advance_end``."""
         self._supervision.in_section(END_OF_EPOCH)
+        self.note_order()
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if resumed is None:
             original()
         else:
             resumed.end(original)
+
+    def note_order(self) -> None:
+        """Note in the history in which order the epoch in progress has its samples."""
+        epoch = self._trainer.current_epoch
+        orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
+        self._beginning.history.order(epoch, orders)
 
     def before_batch(self) -> None:
         """Pass the boundary before a training batch."""
@@ -170,4 +185,5 @@ class Training:
     def _note_start(self) -> None:
         report, position = (None, None) if self._resume is None else (self._resume.report, self._resume.position)
         self._supervision.start(position)
-        self._beginning.history.start(self._beginning.choice, report, position)
+        parent = None if self._resume is None else self._resume.parent
+        self._beginning.history.start(self._beginning.choice, report, position, parent)

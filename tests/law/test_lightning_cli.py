@@ -284,6 +284,8 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "record": [("nan", "nan"), ("spike", "spike"), ("null", None)],
     "attribute": [("false", False)],
     "stop_on_incident": [("false", False)],
+    "resume_from": [("300", 300), ("'2:7'", "2:7"), ("/here/a.ckpt", "/here/a.ckpt"), ("null", None)],
+    "skip_batches": [("[[3, 17], [4, 2]]", ((3, 17), (4, 2))), ("[]", ())],
     "every_n_train_steps": [("50", 50)],
     "train_time_interval": [("'0:30:00'", timedelta(minutes=30)), ("'1 day, 0:00:00'", timedelta(days=1))],
     "overhead_budget": [("0.05", 0.05), ("1", 1.0)],

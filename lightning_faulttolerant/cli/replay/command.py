@@ -30,6 +30,7 @@ from lightning_faulttolerant.records.replay import (
     read_outcomes,
     read_start,
 )
+from lightning_faulttolerant.records.skips import SKIP_VARIABLE, Skip, skip_from, skips_requested, text_of_skips
 
 DESCRIPTION = """\
 Run a step of a run again, exactly as it was. COMMAND is the command of the run. The script starts from the newest
@@ -38,6 +39,7 @@ autosave that is not after the step, runs up to the step, and ends there.
   lightning-faulttolerant replay --until 1200 -- python train.py
   lightning-faulttolerant replay --until 3:17 --pdb -- python train.py
   lightning-faulttolerant replay --from 1190 --until 1200 --dump steps -- python train.py
+  lightning-faulttolerant replay --until 3:40 --without 3:17 -- python train.py
   lightning-faulttolerant replay --at-exception --anomaly -- torchrun --nproc_per_node 2 train.py
 
 A STEP is a training batch of the fit, counted from 0 over all epochs, or EPOCH:BATCH, both from 0. The step of
@@ -76,6 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dump",
         metavar="DIR",
         help="write batch, samples, worker, checksums, loss, gradient norms, and generators of these steps",
+    )
+    parser.add_argument(
+        "--without",
+        metavar="EPOCH:BATCH",
+        type=_skip,
+        action="append",
+        default=[],
+        help="leave this batch out, as skip_batches does; may be repeated. Later steps are not compared",
     )
     parser.add_argument("--output", metavar="DIR", help="keep the replay's ledger and logs here")
 
@@ -118,6 +128,7 @@ def _request(arguments: argparse.Namespace, directory: str) -> ReplayRequest:
         opens_debugger=arguments.pdb,
         detects_anomalies=arguments.anomaly,
         dumps=None if arguments.dump is None else os.path.abspath(arguments.dump),
+        without=tuple(sorted(set(arguments.without))),
     )
 
 
@@ -147,6 +158,8 @@ def _is_after(since: StepPlace, until: StepPlace) -> bool:
 def _run(words: Sequence[str], request: ReplayRequest, environment: Mapping[str, str] = os.environ) -> int:
     """Run the command in the foreground: the debugger needs the terminal. Return its exit code."""
     variables = {**environment, REPLAY_VARIABLE: request.to_json()}
+    if request.without:
+        variables[SKIP_VARIABLE] = text_of_skips({*skips_requested(environment), *request.without})
     if not variables.get(_SWITCH_VARIABLE):  # the variable adds nothing if the script has the callback
         variables[_SWITCH_VARIABLE] = "1"
     with ended_by_signals():
@@ -171,7 +184,10 @@ def _result(request: ReplayRequest, code: int) -> int:
     outcome = _decisive(start, outcomes)
     can_be_compared = start.ledger is not None and os.path.exists(start.ledger)
     ranks = [rank for rank in outcomes if os.path.exists(path_of_rank(request.ledger, rank))]
-    compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks) if can_be_compared else None
+    first = min(request.without, default=None)
+    compared = None
+    if can_be_compared:
+        compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks, before=first)
     for line in lines_of(request, start, outcome, steps_of(request.ledger, fit=request.fit), compared):
         print(safe(line))
     if compared is not None and compared.difference is not None:
@@ -207,6 +223,13 @@ def _of_exception(start: ReplayStart, outcome: ReplayOutcome, outcomes: Iterable
         print(safe(f"  the run was ended by {start.exception}"))
         return _DIFFERS
     return 0 if outcome.word in (RAISED, LEFT) else _DIFFERS
+
+
+def _skip(text: str) -> Skip:
+    try:
+        return skip_from(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _step(text: str) -> StepPlace:

@@ -26,7 +26,9 @@ class Compared:
     difference: Difference | None = None
 
 
-def compare(original: str, replay: str, *, fit: int, ranks: Iterable[int]) -> Compared:
+def compare(
+    original: str, replay: str, *, fit: int, ranks: Iterable[int], before: tuple[int, int] | None = None
+) -> Compared:
     """Compare the ledgers of all ranks.
 
     Args:
@@ -34,8 +36,12 @@ def compare(original: str, replay: str, *, fit: int, ranks: Iterable[int]) -> Co
         replay: The ledger of the replay, of rank 0.
         fit: The number of the fit that was replayed.
         ranks: The ranks of the replay.
+        before: Epoch and batch of the first batch that is left out: what comes later differs on purpose.
     """
-    found = [_of_rank(rank, *(_read(path, rank) for path in (original, replay)), fit=fit) for rank in sorted(ranks)]
+    found = [
+        _of_rank(rank, *(_read(path, rank) for path in (original, replay)), fit=fit, before=before)
+        for rank in sorted(ranks)
+    ]
     differences = [one.difference for one in found if one.difference is not None]
     first = min(differences, key=lambda difference: (difference.number, difference.rank), default=None)
     return Compared(num_steps=min((one.num_steps for one in found), default=0), difference=first)
@@ -55,12 +61,16 @@ def _read(path: str, rank: int) -> RankOfRun:
     return join(rank, [read_lines(ledger.path_of_rank(path, rank))])
 
 
-def _of_rank(rank: int, original: RankOfRun, replay: RankOfRun, *, fit: int) -> Compared:
+def _of_rank(
+    rank: int, original: RankOfRun, replay: RankOfRun, *, fit: int, before: tuple[int, int] | None
+) -> Compared:
     expected: defaultdict[tuple[object, ...], list[Event]] = defaultdict(list)
     for event in original.fits.get(fit, []):
         expected[_key(event)].append(event)
     num_steps, num_before = 0, 0
     for event in replay.fits.get(fit, []):
+        if before is not None and event.place[1:3] > before:
+            break
         lines = expected[_key(event)]
         one = _comparable(lines.pop(0), event) if lines else None
         fields = None if one is None else different_fields(one, event)

@@ -20,6 +20,7 @@ from lightning_faulttolerant.records.replay import (
     ReplayRequest,
     ReplayStart,
 )
+from lightning_faulttolerant.records.skips import in_words
 
 _MAX_NAMED = 5
 
@@ -47,6 +48,8 @@ def lines_of(
         last = steps[-1]
         yield f"  loss of {last}: {shown_value(last.values.get('loss'))}"
         yield from _not_finite(steps)
+    if request.without:
+        yield f"  left out: {', '.join(map(in_words, request.without))}. Later steps are not compared with the run"
     yield from _compared(compared, len(steps), start)
     if request.dumps is not None:
         yield from _dumped(request.dumps, outcome)

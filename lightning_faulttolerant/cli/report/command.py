@@ -16,6 +16,8 @@ from pathlib import Path
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.report.page import page
 from lightning_faulttolerant.cli.report.text import report_lines
+from lightning_faulttolerant.cli.report.tree import FamilyRun, parent_of, tree_lines
+from lightning_faulttolerant.cli.report.words import end_text
 from lightning_faulttolerant.cli.text import moment_text, safe, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
@@ -72,15 +74,44 @@ def run(arguments: argparse.Namespace) -> int:
     newest, *others = runs
     report = report_of(newest.history, run_id=newest.run_id, path=newest.path, made=time.time(), is_whole=arguments.all)
     assert report is not None
+    tree = list(tree_lines(newest.run_id, _family(newest, others)))
     if arguments.html is not None:
-        Path(arguments.html).write_text(page(report), encoding="utf-8")
+        Path(arguments.html).write_text(page(report, tree), encoding="utf-8")
     if arguments.json:
-        print(json.dumps(as_json(report, others), indent=2))
+        print(json.dumps({**as_json(report, others), "tree": tree}, indent=2))
         return 0
     for line in report_lines(report):
         print(line)
+    for line in ["", *tree] if tree else ():
+        print(safe(line))
     _print_others(others)
     return 0
+
+
+def _family(run: FoundRun, others: list[FoundRun]) -> dict[str, FamilyRun]:
+    """Return what is known of the runs in the same place, by id."""
+    beside = others or _beside(run.path)
+    found = {one.run_id: one for one in (*beside, run)}
+    return {
+        name: FamilyRun(run_id=name, parent=parent_of(one.history), reason=_reason(one)) for name, one in found.items()
+    }
+
+
+def _beside(path: str) -> list[FoundRun]:
+    """Return the runs in the directory above that of a run."""
+    above = split_path(path if is_url(path) else os.path.abspath(local_path(path)))[0]
+    try:
+        return _below(above)
+    except OSError:
+        return []
+
+
+def _reason(run: FoundRun) -> str:
+    chapter = run.history.chapters[-1]
+    fits = chapter.processes[-1].fits
+    if not fits:
+        return "begun"
+    return end_text(fits[-1], is_last=chapter.done is None, made=time.time())
 
 
 def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, object]:

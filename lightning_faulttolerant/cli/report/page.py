@@ -13,6 +13,7 @@ from lightning_faulttolerant.cli.report.words import (
     RUNNING_SECONDS,
     again_text,
     end_text,
+    skipped_texts,
     unsaved_text,
     validation_text,
     who_waited,
@@ -26,17 +27,19 @@ _NUM_TEXT = 300
 _NUM_FIRM = 28
 
 
-def page(report: RunReport) -> str:
+def page(report: RunReport, tree: Sequence[str] = ()) -> str:
     """Return the page of a run, a single file that makes no requests.
 
     Args:
         report: Report of the run.
+        tree: The tree of its branches, as lines of text with a title.
     """
     *earlier, last = report.chapters
     return document(
         f"Run {report.run_id}",
         _head(report, last),
         _chapter(last, report),
+        _branches(tree),
         (_earlier(chapter, report) for chapter in reversed(earlier)),
         _surroundings(report, last),
         _foot(),
@@ -249,13 +252,20 @@ def _notes(chapter: ChapterReport) -> Child:
     fits = [(number, fit) for number, process in processes for fit in process.fits]
     unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
     incidents = [f"Process {number} {text}" for number, fit in fits for text in fit.incidents]
-    texts = dict.fromkeys((*incidents, *unsaved, *texts))
+    texts = dict.fromkeys((*skipped_texts(chapter.chapter), *incidents, *unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]
     if len(texts) > len(shown):
         shown.append(f"and {len(texts) - len(shown):,} more")
     return tag("section", tag("h2", "Notes"), tag("ul", (tag("li", text) for text in shown)))
+
+
+def _branches(tree: Sequence[str]) -> Child:
+    if not tree:
+        return None
+    title, *lines = tree
+    return tag("section", tag("h2", title), tag("pre", "\n".join(lines)))
 
 
 def _surroundings(report: RunReport, last: ChapterReport) -> Markup:

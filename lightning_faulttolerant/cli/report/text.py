@@ -12,6 +12,7 @@ from lightning_faulttolerant.cli.report.words import (
     end_text,
     from_text,
     place_text,
+    skipped_texts,
     unsaved_text,
     validation_text,
     who_waited,
@@ -71,6 +72,8 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
         for fit in process.fits:
             if fit.resumed is not None and fit.resumed.not_exact:
                 yield from _wrapped(f"Process {number} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")
+    for text in skipped_texts(chapter):
+        yield from _wrapped(text)
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             for unsaved in fit.unsaved:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.goodput import ContinuedEvaluation
-from lightning_faulttolerant.records.history import FitHistory, RunPlace, Unsaved, Validations
+from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace, Unsaved, Validations
+from lightning_faulttolerant.records.skips import in_words
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
@@ -139,6 +140,20 @@ def unsaved_text(unsaved: Unsaved, fit: FitHistory) -> str:
     still = ", to its end" if unsaved.until is None else ""
     tries = f"{unsaved.tries} {'try' if unsaved.tries == 1 else 'tries'}"
     return f"could save nothing for {duration_text(ended - unsaved.since)}{still}, {tries}: {unsaved.text}"
+
+
+def skipped_texts(chapter: Chapter) -> Iterator[str]:
+    """Yield a sentence for each training batch that was left out.
+
+    Args:
+        chapter: Any chapter.
+    """
+    has_several = any(fit.number > 1 for fit in chapter.fits)
+    for number, skips in sorted(chapter.skipped().items()):
+        of_fit = f" of fit {number}" if has_several else ""
+        for one in skips:
+            why = f". It could not be loaded: {one.text}" if one.text else ", by skip_batches"
+            yield f"{in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
 
 
 def end_text(fit: FitHistory, *, is_last: bool, made: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 
 from torch.distributed.run import get_args_parser
 
@@ -60,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         return WRONG_USAGE
     arguments.training_script, *arguments.training_script_args = words
     arguments.no_python, arguments.module, arguments.run_path = True, False, False
-    supervisor = Supervisor(RestartPolicy(arguments.max_restarts), look_every_seconds=arguments.monitor_interval)
+    policy = RestartPolicy(arguments.max_restarts, command=shlex.join(["lightning-faulttolerant", *sys.argv[1:]]))
+    supervisor = Supervisor(policy, look_every_seconds=arguments.monitor_interval)
     try:
         return run_supervised(arguments, supervisor)
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
+from lightning_faulttolerant.records.skips import SKIP_VARIABLE, skips_requested, text_of_skips
 from lightning_faulttolerant.supervision.failures import TrainingFailure
 from lightning_faulttolerant.supervision.marks import Saved
 
@@ -79,10 +80,12 @@ class RestartPolicy:
 
     Args:
         max_restarts: After how many starts in a row without a new autosave the run is given up.
+        command: The command as it was typed, for a line that leaves a batch out.
     """
 
-    def __init__(self, max_restarts: int) -> None:
+    def __init__(self, max_restarts: int, *, command: str = "") -> None:
         self._max_restarts = max_restarts
+        self._command = command
         self._saved: Saved | None = None
         self._num_without_progress = 0
         self._num_same = 0
@@ -95,7 +98,7 @@ class RestartPolicy:
             return Verdict(text=f"The run is {STOP_CODES[stops[0]]}.", exit_code=stops[0])
         self._count(ended)
         if ended.failure is not None and self._num_same >= NUM_SAME:
-            return Verdict(text=_same_failure(ended.failure), exit_code=SAME_FAILURE)
+            return Verdict(text=_same_failure(ended.failure, self._command), exit_code=SAME_FAILURE)
         if self._num_without_progress >= self._max_restarts:
             starts = f"{self._num_without_progress} starts in a row" if self._num_without_progress > 1 else "A start"
             text = f"{starts} ended without a new autosave; the last one by {ended.text}. The run is given up."
@@ -124,9 +127,18 @@ def stop_code(exit_codes: Iterable[int | None], *, signum: int) -> int:
     return next((code for code in _FIRST_STOP_CODES if code in found), 128 + signum)
 
 
-def _same_failure(failure: TrainingFailure) -> str:
+def _same_failure(failure: TrainingFailure, command: str) -> str:
     samples = f" Its samples are {failure.samples_text}." if failure.samples else ""
     return (
         f"The same exception came {NUM_SAME} starts in a row, {failure.place}, on rank {failure.rank}:"
         f" {failure.kind}: {failure.text}.{samples} The run is not started again: it would fail there again."
+        f"{_without_it(failure, command)}"
     )
+
+
+def _without_it(failure: TrainingFailure, command: str) -> str:
+    """Return the line to type to continue without the batch, if it is one of training."""
+    if failure.batch is None or failure.evaluated is not None or failure.function != "fit":
+        return ""
+    skips = text_of_skips({*skips_requested(), (failure.epoch, failure.batch)})
+    return f" To continue without this batch, type: {SKIP_VARIABLE}={skips} {command}".rstrip()

@@ -19,6 +19,7 @@ from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, f
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
+from lightning_faulttolerant.records.history import FILE_NAME as HISTORY_NAME
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
@@ -94,15 +95,31 @@ class Finder:
         self, options: Options, default_root_dir: str, fingerprint: StartFingerprint, *, function: str = FIT
     ) -> None:
         self._options = options
+        self._default_root_dir = default_root_dir
         self._function = function
-        self._fingerprint = fingerprint
+        self.fingerprint = self._fingerprint = fingerprint
+        """How the fit starts."""
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
-        self._start: ProcessStart = start_of_process(sys.argv, os.environ)
+        source = "" if options.resume_from is None else str(options.resume_from)
+        self._start: ProcessStart = start_of_process(sys.argv, os.environ, resume_from=source)
         self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
         self._script: Script = options.script
         self._is_sweep = sweep() is not None
+
+    @property
+    def run_id(self) -> str:
+        """The run id of the fit's run."""
+        return self._run_id
+
+    def with_options(self, options: Options) -> Finder:
+        """Return a finder for the same fit with other options.
+
+        Args:
+            options: The options of the callback.
+        """
+        return Finder(options, self._default_root_dir, self._fingerprint, function=self._function)
 
     def find(self) -> FoundFit:
         """Open the run, and begin the fit in it.
@@ -141,6 +158,14 @@ class Finder:
         if fit_folders(open_store(default).listing().folders):
             return default
         return self._elsewhere(default)
+
+    def look_for_history(self) -> str | None:
+        """Return the directory of the run, even if it has finished; ``None`` if there is none. Nothing is opened."""
+        found = self.look()
+        default = directory_of(self._dirpath, self._run_id)
+        if found is None and HISTORY_NAME in open_store(default).listing().files:
+            return default
+        return found
 
     def number_in(self, directory: str | None, begun: list[int]) -> int:
         """Return the number that the fit has in a run, without opening it.

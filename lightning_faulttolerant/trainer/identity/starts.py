@@ -73,12 +73,13 @@ class ProcessStart:
         return f"{stem[:_STEM_LENGTH]}-{digest}"
 
 
-def start_of_process(argv: list[str], environment: Mapping[str, str]) -> ProcessStart:
+def start_of_process(argv: list[str], environment: Mapping[str, str], *, resume_from: str = "") -> ProcessStart:
     """Return how this process was started.
 
     Args:
         argv: The arguments of the process.
         environment: The environment of the process.
+        resume_from: Where a branch begins, if it is one.
     """
     script, arguments, is_one_of_many = _script(argv, environment)
     is_child = multiprocessing.parent_process() is not None
@@ -91,6 +92,7 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Process
         directory=start_directory(environment),
         run_id=environment.get(RUN_ID_VARIABLE, ""),
         content=_content_of(script),
+        resume_from=resume_from,
     )
     is_of_ray = is_one_of_many and arguments[:1] == [_RAY]
     is_killed_at_end = is_of_ray or "PoolWorker" in multiprocessing.current_process().name

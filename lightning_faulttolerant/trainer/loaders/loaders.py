@@ -22,9 +22,10 @@ from lightning_faulttolerant.loader.exactness import (
     was_given_position,
     why_not_exact,
 )
+from lightning_faulttolerant.loader.index_record import deal_of
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches
+from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches, deal_as_json
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -91,6 +92,8 @@ class Loaders:
         self._known = KnownLoaders()
         self._combined: weakref.WeakSet[object] = weakref.WeakSet()
         self._patches = Patches()
+        self.guards_samples = False
+        """Whether loaders that are processed from now on count a batch that can't be loaded."""
         self.drawn: Drawn | None = None
         """Notes what the script drew for each loader."""
 
@@ -121,6 +124,19 @@ class Loaders:
             self.end_fetch()
             # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
             self._combined.update(compat.combined_loaders(self._trainer))
+
+    def count_failed_fetch(self) -> bool:
+        """Count a training batch that its loader has moved past, but could not return.
+
+        Returns:
+            Whether it is known which loader that was, and that it can return the next batch.
+        """
+        training = list(self._training().values())
+        tracker = training[0] if len(training) == 1 and not self.untracked else None
+        if not isinstance(tracker, TrackedLoader) or tracker.iterable is not None or tracker.iteration is None:
+            return False
+        tracker.iteration.count()
+        return True
 
     def begin_fetch(self) -> None:
         """Count later iterations as the trainer's: of several validation loaders, all but the first begin late."""
@@ -250,6 +266,7 @@ class Loaders:
             default_worker_init=init,
             seeds=seeds,
             known=before,
+            is_guarded=self.guards_samples and place.startswith(TRAIN),
         )
         tracked = tracker.copy_of(loader)
         if keeps_own_position(loader):
@@ -401,6 +418,21 @@ class Loaders:
         """Seed the samples of all ranks from rank 0's seed; a collective."""
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
+
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+        """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
+
+        Args:
+            keeps_generators: Whether it may hold the state of a generator, which is 3 KB long.
+        """
+        found: dict[str, dict[str, Any] | None] = {place: None for place in self.untracked if place.startswith(TRAIN)}
+        for place, tracker in self._training().items():
+            has_indices = isinstance(tracker, TrackedLoader) and tracker.iterable is None
+            record = getattr(tracker.iteration, "record", None) if has_indices else None
+            known = None if record is None else deal_of(record)
+            is_long = known is not None and bool(known.order.generator) and not keeps_generators
+            found[place] = None if known is None or is_long else deal_as_json(known)
+        return found
 
     def deal(self) -> RemainingBatches | None:
         """Return this rank's share of the rest of an epoch that other ranks began, until that rest begins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_directory import sequence_of
@@ -67,7 +67,10 @@ class ReplayedRun:
         is_replayed = self._number == self._request.fit
         exception, place = self._exception() if is_replayed and self._request.is_of_exception else (None, None)
         limit = (self._request.since or place) if is_replayed else None
-        found = self._newest(limit)
+        left_out = (
+            [StepPlace(epoch=epoch, batch=batch) for epoch, batch in self._request.without] if is_replayed else []
+        )
+        found = self._newest([*left_out, *([] if limit is None else [limit])])
         if is_replayed:
             start = ReplayStart(
                 run=self._directory,
@@ -83,19 +86,19 @@ class ReplayedRun:
         path, checkpoint = found
         return Choice(path=path, origin=checkpoint[KEY]["origin"], checkpoint=checkpoint, is_autosave=True)
 
-    def _newest(self, limit: StepPlace | None) -> tuple[str, dict[str, Any]] | None:
+    def _newest(self, limits: Sequence[StepPlace]) -> tuple[str, dict[str, Any]] | None:
         """Return the newest autosave that verifies, with its content.
 
         Args:
-            limit: The step that it must not be after; ``None`` for any.
+            limits: The steps that it must not be after.
         """
         if self._directory is None:
             return None
         series = AutosaveSeries(open_store(self._directory).path(f"{FIT}-{self._number}"), keep_last=1)
         paths = [*kept_paths(series.store), *series.paths()]
         newest_first = sorted(paths, key=lambda path: sequence_of(os.path.basename(path)), reverse=True)
-        autosave = _first(newest_first, limit)
-        incident = None if limit is None else _first(reversed(incident_paths(series.store)), limit)
+        autosave = _first(newest_first, limits)
+        incident = _first(reversed(incident_paths(series.store)), limits) if limits else None
         if autosave is None or incident is None:
             return autosave or incident
         # Of two with the same state, the one that is named after the step.
@@ -114,15 +117,16 @@ class ReplayedRun:
         return str(ends[-1]["text"]), StepPlace(epoch=ends[-1]["epoch"], batch=ends[-1]["batch"])
 
 
-def _first(paths: Iterable[str], limit: StepPlace | None) -> tuple[str, dict[str, Any]] | None:
-    found = (_read(path, limit) for path in paths)
+def _first(paths: Iterable[str], limits: Sequence[StepPlace]) -> tuple[str, dict[str, Any]] | None:
+    found = (_read(path, limits) for path in paths)
     return next((one for one in found if one is not None), None)
 
 
-def _read(path: str, limit: StepPlace | None) -> tuple[str, dict[str, Any]] | None:
-    """Return an autosave and its content, unless it is after `limit`, or can't be used."""
+def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, Any]] | None:
+    """Return an autosave and its content, unless it is after one of `limits`, or can't be used."""
     try:
-        return None if limit is not None and _place_of(path).is_after(limit) else (path, load_path(path))
+        is_late = bool(limits) and any(map(_place_of(path).is_after, limits))
+        return None if is_late else (path, load_path(path))
     except UnsafeCheckpointError:  # the older ones would hold the object, too
         raise
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # nothing is renamed: the files are the run's

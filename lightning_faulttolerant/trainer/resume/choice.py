@@ -18,6 +18,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.records.branches import Parent
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.parts import are_of_one_run, load
@@ -50,6 +51,8 @@ class Choice:
     """Whether the checkpoint is one of our autosaves, which the user did not name."""
     autosave: str | None = None
     """The newest autosave of this run, if the fit starts from another checkpoint."""
+    parent: Parent | None = None
+    """The parent of the branch that begins here. The checkpoint is one of its autosaves."""
 
     part: CheckpointPart | None = field(init=False)
     """Our part of the checkpoint."""
@@ -67,6 +70,15 @@ class Choice:
         return replace(self, checkpoint=checkpoint)
 
 
+def origin_of(given: Any) -> str | None:
+    """Return the checkpoint that the user named for a fit.
+
+    Args:
+        given: The path that Lightning derived from the ``ckpt_path`` of this fit.
+    """
+    return None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
+
+
 def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
     """Choose what the fit starts from.
 
@@ -76,7 +88,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         given: The path that Lightning derived from the ``ckpt_path`` of this fit.
         options: Say whether to resume at all.
     """
-    path = None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
+    path = origin_of(given)
     is_newest = path is not None and compat.is_newest_of_trainer(trainer, path)
     origin = None if is_newest else path
     if not options.auto_resume:

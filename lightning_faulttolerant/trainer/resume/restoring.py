@@ -23,6 +23,7 @@ from lightning_faulttolerant.checkpoint.schema import PICKLED, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import spikes_restored
+from lightning_faulttolerant.trainer.branches.changes import ChangedSettings
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -148,13 +149,17 @@ class Restoring:
         choice = None if self._start is None else self._start.choice
         if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
             compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
+        changes = None
         if self._optimizers is None:
+            changes = ChangedSettings(self._trainer)
             own = self._optimizers = _Optimizers(groups=ParamGroups(self._trainer), replaced=Replaced(self._trainer))
             if choice is not None and choice.part is not None:
                 if self.resume is not None:
                     self.resume.admit(own.replaced.why_not_exact(choice.part.get(REPLACED)))
                 own.groups.load_state_dict(choice.part.get(GROUPS))
         original()
+        if self.resume is not None and changes is not None:
+            self.resume.apply_changes(changes)
         if self.resume is not None:
             self.resume.prune()
 
@@ -291,7 +296,7 @@ def is_saved(trainer: Trainer, choice: Choice, resume: Resume, position: Trainer
         resume: The resume from that checkpoint.
         position: The position of the first boundary.
     """
-    if not choice.is_autosave or resume.report is None:
+    if not choice.is_autosave or choice.parent is not None or resume.report is None:
         return False
     is_of_this_start = (resume.owed("origin"), resume.owed("world_size")) == (choice.origin, trainer.world_size)
     return is_of_this_start and resume.position == position and resume.report.is_exact

@@ -10,13 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, Instead
+from lightning_faulttolerant.checkpoint.schema import PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
+from lightning_faulttolerant.records.branches import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import OwnMasks, restore_best_models, why_ended, without_masks
+from lightning_faulttolerant.trainer.branches.changes import ChangedSettings
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
@@ -83,6 +86,8 @@ class Resume:
         self._choice = choice.with_checkpoint(None)
         self._began = time.monotonic()
         self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
+        is_branch = choice.parent is not None  # on which settings may be changed
+        self._settings = Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
         self._part = choice.part
@@ -91,6 +96,7 @@ class Resume:
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
         self.position: TrainerPosition | None = None
+        self._changes: ChangedSettings | None = None
         self._report: ResumeReport | None = None
         if self._part is None:
             self._without_our_part(choice.checkpoint or {})
@@ -117,7 +123,12 @@ class Resume:
             part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._options.strict
         )  # fingerprints lack it, too
         self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
-        self.notes += self._comparison.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
+        of_settings = self._settings or self._comparison
+        texts = of_settings.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
+        if self._settings is None:
+            self.notes += texts
+        else:
+            self._settings.not_exact += texts
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
             self._state = state_of(part, rank, checkpoint)
@@ -193,6 +204,8 @@ class Resume:
                 put_into(self._trainer, self._part["instead"])
             self._callback_states = checkpoint["callbacks"]
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
+        if self._settings is not None:
+            self._forget_files(checkpoint)
         if "state_dict" in checkpoint:
             module = self._trainer.lightning_module
             here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
@@ -203,6 +216,16 @@ class Resume:
             if not self._state.get("loaders", {}).get("left"):
                 loader_states(checkpoint).clear()  # we restore each loader's place, and only once
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
+
+    def _forget_files(self, checkpoint: dict[str, Any]) -> None:
+        """Let each ModelCheckpoint begin without the parent's files: it would remove or replace them."""
+        own = {one.state_key for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
+        states = checkpoint.get("callbacks", {})
+        checkpoint["callbacks"] = {key: state for key, state in states.items() if key not in own}
+        self._callback_states = checkpoint["callbacks"]
+        if "files" in self._state:
+            files = self._state["files"]
+            self._state = {**self._state, "files": {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}}}
 
     def _keep_all_bits(self, state_dict: Mapping[str, object]) -> None:
         if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
@@ -251,7 +274,9 @@ class Resume:
         settings = self._fingerprint.settings()
         if self._resized is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
-        self._comparison.compare(saved, settings, ("optimizers", "trainer"))
+        (self._settings or self._comparison).compare(saved, settings, ("optimizers", "trainer"))
+        if self._settings is not None:
+            self._settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._state.get("loaders", {}))
         if "files" in self._state:
@@ -306,6 +331,23 @@ class Resume:
             raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
         _log.warning(reason)
         self._comparison.not_exact.append(reason)
+
+    @property
+    def parent(self) -> Parent | None:
+        """The parent of this run, if it is a branch, with all that the branch has changed."""
+        if self._choice.parent is None or self._settings is None:
+            return parent_from(self.owed(PARENT))
+        return replace(self._choice.parent, changed=tuple(dict.fromkeys(self._settings.not_exact)))
+
+    def apply_changes(self, changes: ChangedSettings) -> None:
+        """Apply the settings of this start over those of the checkpoint, if the fit begins a branch.
+
+        Args:
+            changes: The settings of this start.
+        """
+        if self._settings is not None and self._part is not None:
+            self._changes = changes
+            self._settings.not_exact += changes.apply(self._part["fingerprint"].get("optimizers", {}))
 
     @property
     def is_pending(self) -> bool:
@@ -368,6 +410,8 @@ class Resume:
         if missing and self._options.strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
         self._comparison.not_exact += missing
+        if self._changes is not None:
+            self._changes.apply_window()
         self.notes = [*self.notes, *run_state.objects.notes]
         self.settle(without=run_state.objects_not_restored)
 
@@ -395,6 +439,8 @@ class Resume:
         position = self.position
         saved = self._part["surroundings"] if self._part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
+        parent = self.parent
+        branched = () if parent is None or self._settings is None else parent.changed
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
         report = ResumeReport(
             path=self._path,
@@ -402,7 +448,7 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._state)),
             objects=without,
-            notes=(*notes, *self.notes, *self._files.notes),
+            notes=(*notes, *self.notes, *self._files.notes, *(f"changed on this branch: {line}" for line in branched)),
             seconds=time.monotonic() - self._began,
         )
         self._report, self._state, self._callback_states = report, {}, {}

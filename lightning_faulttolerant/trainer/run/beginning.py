@@ -15,13 +15,16 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.process_end import leave_process
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
+from lightning_faulttolerant.records.lookup import lookup_requested, write_lookup
 from lightning_faulttolerant.records.replay import replay_requested
+from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -130,6 +133,7 @@ class Beginning:
         self._files = files
         request = replay_requested()
         self._replayed = None if request is None else ReplayedRun(options, request)
+        self._branch = branch_of(options)
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
         self.number = 0
@@ -149,6 +153,18 @@ class Beginning:
         self.choice: Choice | None = None
         """The checkpoint that the fit continues from; ``None`` until it is chosen."""
 
+    def look_up(self) -> None:
+        """End this process if the command ``batch`` has started it. Rank 0 first tells where the run is."""
+        path = lookup_requested()
+        if path is None:
+            return
+        if not (self._trainer.local_rank or self._trainer.node_rank):
+            finder = self._finder(None)
+            own = finder if self._branch is None else self._branch.finder(finder)
+            write_lookup(path, own.look_for_history())
+        # Lightning's parent waits for a result of the processes that it has created, unless they fail.
+        leave_process(1 if self._options.script.is_elsewhere else 0)
+
     def begin(self) -> None:
         """Open the run and choose, on rank 0. Call this before the loggers begin their files."""
         if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
@@ -162,8 +178,8 @@ class Beginning:
                     self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
-                self.choice = self._chosen(found.series, given[0])
-                if self._replayed is None:  # otherwise the files stay as they are
+                self.choice = self._chosen(found, given[0])
+                if self.choice.parent is None and self._replayed is None:  # otherwise the files stay as they are
                     self._files.experiments.tell_unknown()
                     go_on_in_files(self._files, found.run, self.choice)
         except Exception as error:
@@ -171,12 +187,14 @@ class Beginning:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _chosen(self, series: AutosaveSeries, path: object) -> Choice:
+    def _chosen(self, found: FoundFit, path: object) -> Choice:
         if self._replayed is not None:
             return self._replayed.choose(path)
-        return choose(self._trainer, series, path, self._options)
+        if self._branch is not None and self._branch.begins(found):
+            return self._branch.choose(path)
+        return choose(self._trainer, found.series, path, self._options)
 
-    def _open(self, checkpoint: object) -> FoundFit:
+    def _finder(self, checkpoint: object) -> Finder:
         options, function = self._options, self._function
         fingerprint = start_fingerprint(
             self._trainer,
@@ -184,11 +202,19 @@ class Beginning:
             function=function,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
-        finder = Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
-        found = self._found = finder.find() if self._replayed is None else self._replayed.find(finder)
+        return Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
+
+    def _open(self, checkpoint: object) -> FoundFit:
+        options, function = self._options, self._function
+        finder = self._finder(checkpoint)
+        if self._replayed is not None:
+            found = self._replayed.find(finder if self._branch is None else self._branch.finder(finder))
+        else:
+            found = finder.find() if self._branch is None else self._branch.find(finder)
+        self._found = found
         self.number, self.directory = found.number, str(found.run.directory)
         if function != FIT:
-            self._set_other_aside(found, fingerprint)
+            self._set_other_aside(found, finder.fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
         self.history.begin(options.script)
         return found
@@ -229,7 +255,7 @@ class Beginning:
         choice, error = None, None
         if self.ranks.rank == 0 and self._found is not None:
             try:
-                choice = self._chosen(self._found.series, checkpoint_path)
+                choice = self._chosen(self._found, checkpoint_path)
             except Exception as failure:
                 if self.ranks.num_ranks == 1:
                     raise

@@ -200,7 +200,9 @@ class Fingerprint:
         """Return the part that is known when the fit begins."""
         if not self._settings:  # once: callbacks may change them while the fit continues
             optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
-            self._settings = {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
+            limits = {name: getattr(self._trainer, name) for name in ("max_epochs", "max_steps")}
+            settings = trainer_fingerprint(self._trainer)
+            self._settings = {"optimizers": optimizers, "trainer": settings, "limits": limits}
         return self._settings
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.records.branches import Parent
 from lightning_faulttolerant.records.history import (
     ALIVE,
     ALIVE_EVERY_SECONDS,
@@ -31,6 +32,8 @@ from lightning_faulttolerant.records.history import (
     FINISHED,
     FIT,
     INCIDENT,
+    ORDER,
+    SKIPPED,
     START,
     STOPPED,
     UNSAVED,
@@ -38,6 +41,7 @@ from lightning_faulttolerant.records.history import (
     name_of,
 )
 from lightning_faulttolerant.records.shortening import sum_of_validations
+from lightning_faulttolerant.records.skips import Skip
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
@@ -96,6 +100,8 @@ class HistoryWriter:
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
+        self.skips: list[Skip] = []
+        """The batches that the fit has left out before it was resumed."""
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
@@ -140,7 +146,11 @@ class HistoryWriter:
 
     @_without_harm
     def start(
-        self, choice: Choice | None, report: ResumeReport | None, position: TrainerPosition | None = None
+        self,
+        choice: Choice | None,
+        report: ResumeReport | None,
+        position: TrainerPosition | None = None,
+        parent: Parent | None = None,
     ) -> None:
         """Note that the first batch can be fetched. Only the first call of a fit has an effect.
 
@@ -148,6 +158,7 @@ class HistoryWriter:
             choice: The checkpoint that the fit continues from.
             report: The report of the resume, if anything was restored.
             position: Where the checkpoint was taken.
+            parent: What the run begins from, if it is a branch.
         """
         if self._has_started:
             return
@@ -163,6 +174,8 @@ class HistoryWriter:
             num_ranks=self._trainer.world_size,
             continues=choice is not None and choice.continues,
             resumed=resumed,
+            **({} if parent is None else {"parent": parent.state_dict()}),
+            **({"skipped": [list(skip) for skip in self.skips]} if self.skips else {}),
         )
 
     @_without_harm
@@ -191,6 +204,28 @@ class HistoryWriter:
             behind=is_in_background,
         )
         self.saved = position
+
+    @_without_harm
+    def skip(self, skip: Skip, text: str) -> None:
+        """Note that a batch is left out.
+
+        Args:
+            skip: Epoch and batch.
+            text: Why it could not be loaded; empty if it was.
+        """
+        self._write_validated()
+        self._add(SKIPPED, epoch=skip[0], batch=skip[1], global_step=self._trainer.global_step, text=text[:_MAX_TEXT])
+
+    @_without_harm
+    def order(self, epoch: int, loaders: Mapping[str, object]) -> None:
+        """Note in which order an epoch has its samples.
+
+        Args:
+            epoch: The epoch.
+            loaders: By place, the order in a form that JSON can hold, or ``None``.
+        """
+        self._write_validated()
+        self._add(ORDER, epoch=epoch, loaders=dict(loaders))
 
     def note_wait(self, seconds: float) -> None:
         """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""

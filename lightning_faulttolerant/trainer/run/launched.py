@@ -38,6 +38,11 @@ class Script:
         """Whether it is not this process."""
         return self.process_id != os.getpid()
 
+    def count_callback(self) -> int:
+        """Count a callback that is created, and return its number, from 1."""
+        self.num_callbacks += 1
+        return self.num_callbacks
+
     def begun(self, directory: str) -> list[int]:
         """Return the numbers of the fits of a run that were begun, in this process and in those that it created."""
         return sorted({*self.held.get(directory, ()), *self._of_run(directory)["begun"]})

@@ -12,6 +12,8 @@ from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
 
+from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE
+from lightning_faulttolerant.records.skips import Skip, checked_skips
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import HANG_NAMES
 from lightning_faulttolerant.trainer.incidents.rules import RULES, Rule
@@ -21,6 +23,7 @@ from lightning_faulttolerant.trainer.run.launched import Script
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save", "attribute", "stop_on_incident")
 _HANG = HANG_NAMES[1:]
+_EPOCH_AND_BATCH = re.compile(r"\d+:\d+")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
@@ -52,6 +55,8 @@ class Options:
     record: str | Rule | None = None
     attribute: bool = False
     stop_on_incident: bool = False
+    resume_from: int | str | None = None
+    skip_batches: tuple[Skip, ...] = ()
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -93,6 +98,7 @@ class Options:
         if self.hang_timeout is not None and not self.hang_timeout > 0:
             raise ValueError(f"hang_timeout must be positive, got {self.hang_timeout}.")
         object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
+        object.__setattr__(self, "skip_batches", checked_skips(self.skip_batches))
 
     def _check_types(self) -> None:
         for name in ("keep_last", "every_n_train_steps", "keep_every"):
@@ -196,3 +202,33 @@ def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
         raise ValueError(f"dirpath is {dirpath!r}: Path removes a slash from a URL. Pass the URL as a string.")
     return text if is_url(text) else os.path.expanduser(local_path(text))
+
+
+def checked_resume_from(source: int | str | os.PathLike[str] | None) -> int | str | None:
+    """Return where a branch begins: a number of optimizer steps, ``EPOCH:BATCH``, or an absolute path or URL.
+
+    Without an argument, the environment decides.
+
+    Raises:
+        TypeError: If `source` is something else.
+        ValueError: If `source` is empty or negative, or a URL that `Path` has spoilt.
+    """
+    if source is None:
+        source = os.environ.get(RESUME_FROM_VARIABLE) or None
+    if source is None:
+        return None
+    if not isinstance(source, (str, os.PathLike)):
+        number = _whole_number("resume_from", source)
+        if number < 0:
+            raise ValueError(f"resume_from must be a number of optimizer steps, from 0; got {number}.")
+        return number
+    text = _text("resume_from", source).strip()
+    if not text:
+        raise ValueError("resume_from must name a step or an autosave, got ''. To begin no branch, leave it out.")
+    if text.isdecimal():
+        return int(text)
+    if _EPOCH_AND_BATCH.fullmatch(text) or is_url(text):
+        return text
+    if isinstance(source, PurePath) and _SPOILT_URL.match(text):
+        raise ValueError(f"resume_from is {source!r}: Path removes a slash from a URL. Pass the URL as a string.")
+    return os.path.abspath(os.path.expanduser(local_path(text)))

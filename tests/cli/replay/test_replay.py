@@ -60,6 +60,21 @@ def test_epoch_and_batch_name_the_same_steps(finished: Path, tmp_path: Path) -> 
     assert list(tmp_path.rglob("autosave-*")) == []
 
 
+def test_a_replay_without_a_batch_differs_only_after_it(finished: Path) -> None:
+    """It begins before that batch, equals the run up to it, leaves it out, and touches nothing."""
+    before = content(finished)
+    found = replay(finished, "--until", "1:3", "--without", "1:1")
+    assert found.exit_code == 0, found.output
+    assert content(finished) == before
+    lines = found.lines()
+    assert "from step 9 (" in lines[0]
+    assert "Batch 1 of epoch 1 is left out" in found.output
+    assert "  left out: batch 1 of epoch 1. Later steps are not compared with the run" in lines
+    assert f"  no step of the replay is in {finished}/out/ledger.jsonl" in lines
+    earlier = replay(finished, "--from", "7", "--until", "1:2", "--without", "1:1")
+    assert f"  3 of 4 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
+
+
 def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
     """The variables that protected the run are those of the replay, which switches the callback on by itself."""
     options = {"PL_FAULT_TOLERANT_OPTIONS": "keep_every=3", "PL_FAULT_TOLERANT_LEDGER": f"{tmp_path}/out/mine.jsonl"}

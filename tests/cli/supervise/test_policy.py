@@ -57,6 +57,16 @@ def test_the_same_exception_three_times_in_a_row_ends_the_run() -> None:
         assert text in found[-1].text
 
 
+def test_the_message_has_the_line_that_leaves_the_batch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds to the batches that are left out already. A batch of an evaluation can't be left out."""
+    monkeypatch.setenv("PL_FAULT_TOLERANT_SKIP_BATCHES", "0:2")
+    policy = RestartPolicy(100, command="lightning-faulttolerant run -- python train.py")
+    text = [policy.judge(raised()) for _ in range(3)][-1].text
+    line = "PL_FAULT_TOLERANT_SKIP_BATCHES=0:2,1:5 lightning-faulttolerant run -- python train.py"
+    assert text.endswith(f"To continue without this batch, type: {line}")
+    assert "SKIP_BATCHES" not in verdicts(*[raised(evaluated=3)] * 3)[-1].text
+
+
 @pytest.mark.parametrize(
     "other", [raised(batch=6), raised(text="other"), raised(kind="KeyError"), raised(evaluated=0), KILLED]
 )

@@ -1,0 +1,1 @@
+"""The command ``batch``: it shows which samples were in which batch of a run."""

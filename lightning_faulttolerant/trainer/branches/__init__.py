@@ -1,0 +1,1 @@
+"""Branches: new runs that begin from a kept autosave of another one."""

@@ -1,0 +1,1 @@
+"""Training batches that a run leaves out."""
