@@ -44,7 +44,7 @@ def _norm(values: list[Tensor]) -> Tensor:
     if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6: a few kernels for all of them
         norm: Tensor = torch.nn.utils.get_total_norm(values)
         return norm
-    return torch.stack([torch.linalg.vector_norm(each) for each in values]).norm()
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in values]))
 
 
 def _wide(values: Tensor) -> Tensor:
