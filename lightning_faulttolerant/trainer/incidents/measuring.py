@@ -42,9 +42,9 @@ def loss_and_norm(loss: Tensor | None, gradients: Iterable[Tensor]) -> tuple[flo
 def _norm(values: list[Tensor]) -> Tensor:
     """Return the 2-norm of tensors of one device and type together."""
     if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6: a few kernels for all of them
-        norm: Tensor = torch.nn.utils.get_total_norm(values)
-        return norm
-    return torch.stack([torch.linalg.vector_norm(each) for each in values]).norm()
+        return torch.nn.utils.get_total_norm(values)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in values]))
+    return norm
 
 
 def _wide(values: Tensor) -> Tensor:
