@@ -13,6 +13,7 @@ from lightning_faulttolerant.cli.report.words import (
     RUNNING_SECONDS,
     again_text,
     end_text,
+    slow_texts,
     unsaved_text,
     validation_text,
     who_waited,
@@ -248,7 +249,7 @@ def _notes(chapter: ChapterReport) -> Child:
     processes = enumerate(chapter.chapter.processes, 1)
     fits = ((number, fit) for number, process in processes for fit in process.fits)
     unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
-    texts = dict.fromkeys((*unsaved, *texts))
+    texts = dict.fromkeys((*slow_texts(chapter.chapter.fits), *unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]

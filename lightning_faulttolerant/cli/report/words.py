@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.goodput import ContinuedEvaluation
 from lightning_faulttolerant.records.history import FitHistory, RunPlace, Unsaved, Validations
+from lightning_faulttolerant.records.slow_ranks import summed
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
@@ -14,14 +15,25 @@ RUNNING_SECONDS = 90.0
 KIND_NAMES = {
     goodput.TRAINING: "training that counted",
     goodput.EVALUATION: "evaluation that counted",
+    goodput.DATA: "waiting for data",
     goodput.SAVING: "waiting for autosaves",
     goodput.OUTSIDE: "rest of the script",
     goodput.STARTING: "start of the first process",
     goodput.RESTORING: "restoring",
     goodput.REDONE: "work that was done again",
+    goodput.HUNG: "hung",
     goodput.DOWN: "no process",
     goodput.RESTARTING: "starts of later processes",
 }
+
+
+SECTION_NAMES = {
+    "data": "waiting for data",
+    "step": "its steps",
+    "evaluation": "evaluation",
+    "save": "the state for its saves",
+}
+"""What a rank loses its time with, by the name of the section in a history."""
 
 
 def duration_text(seconds: float) -> str:
@@ -139,6 +151,21 @@ def unsaved_text(unsaved: Unsaved, fit: FitHistory) -> str:
     still = ", to its end" if unsaved.until is None else ""
     tries = f"{unsaved.tries} {'try' if unsaved.tries == 1 else 'tries'}"
     return f"could save nothing for {duration_text(ended - unsaved.since)}{still}, {tries}: {unsaved.text}"
+
+
+def slow_texts(fits: Sequence[FitHistory]) -> list[str]:
+    """Return which ranks kept the others waiting, and in which section each of them lost the time.
+
+    Args:
+        fits: All fits.
+    """
+    autosaves = [autosave for fit in fits for autosave in fit.autosaves]
+    number = sum(autosave.number for autosave in autosaves)
+    return [
+        f"Rank {slow.rank} was {slow.slower:.0%} slower than the median of the others, in {SECTION_NAMES[slow.section]}"
+        f" (at {slow.number} of {number} autosaves)."
+        for slow in summed([slow for autosave in autosaves for slow in autosave.slow])
+    ]
 
 
 def end_text(fit: FitHistory, *, is_last: bool, made: float) -> str:

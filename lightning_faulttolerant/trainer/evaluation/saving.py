@@ -123,6 +123,8 @@ class EvaluationSaver:
         interval = options.train_time_interval
         self._interval = None if interval is None else interval.total_seconds()
         self._budget = Budget(options.overhead_budget)
+        if options.follows_failures:
+            self._budget.begin(0.0, history.failures())
         self._outage = Outage(history, speaks=ranks.rank == 0)
         self.save_seconds = 0.0
         """The duration of the longest save."""

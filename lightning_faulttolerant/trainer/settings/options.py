@@ -17,6 +17,8 @@ from lightning_faulttolerant.supervision.marks import HANG_NAMES
 from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
 from lightning_faulttolerant.trainer.run.launched import Script
 
+DEFAULT_BUDGET = 0.01
+"""The `overhead_budget` if the user sets none."""
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save")
 _HANG = HANG_NAMES[1:]
@@ -48,6 +50,8 @@ class Options:
     hang: str | None = None
     hang_timeout: float | None = None
     keep_every: int | None = None
+    has_own_budget: bool = True
+    """Whether the user has set `overhead_budget`."""
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -104,6 +108,11 @@ class Options:
     def is_paced(self) -> bool:
         """Whether `overhead_budget` says when to save, rather than an interval."""
         return self.every_n_train_steps is None and self.train_time_interval is None
+
+    @property
+    def follows_failures(self) -> bool:
+        """Whether the failures of the run say when to save: the user has set neither an interval nor the budget."""
+        return self.is_paced and not self.has_own_budget
 
     @property
     def allows_other_ranks(self) -> bool:
