@@ -37,9 +37,9 @@ STEP_SECONDS = 0.032
 """How long a step takes, on an idle machine: what it computes takes 2 ms."""
 START_SECONDS = 4.0
 """How long a start sleeps: imports of torch and Lightning take as long."""
-_WORK = {15.0: 150.0, 60.0: 240.0, 300.0: 600.0}
+_WORK = {15.0: 100.0, 60.0: 200.0, 300.0: 600.0}
 """Seconds of training without a failure."""
-_LIMIT = 3.0
+_LIMIT = 6.0
 """A run is given up at this many times its work. Its goodput is then below the reciprocal of this."""
 _LOOK_SECONDS = 0.02
 
@@ -202,20 +202,14 @@ def main(arguments: list[str] | None = None) -> None:
             directory = Path(temporary) if options.keep is None else options.keep / f"{mean:g}"
             found = measure(mean, directory, work=work, intervals=intervals, seed=options.seed)
         cases[f"{mean:g}"] = found
+        if options.output:
+            figures = {"machine": machine(), "seed": options.seed, "step_s": STEP_SECONDS, "start_s": START_SECONDS}
+            options.output.write_text(json.dumps({**figures, "cases": cases}, indent=1) + "\n")
         for name, each in ((OURS, found["ours"]), *found["others"].items()):
             print(f"  {name:>6}: goodput {each['goodput']}, right: {each['is_right']}, {each['failures']} failures")
         print(f"  ours to the best: {found['ratio']}", flush=True)
         if options.quick:
             break
-    if options.output:
-        figures = {
-            "machine": machine(),
-            "seed": options.seed,
-            "step_s": STEP_SECONDS,
-            "start_s": START_SECONDS,
-            "cases": cases,
-        }
-        options.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

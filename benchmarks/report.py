@@ -128,6 +128,33 @@ def _growth(figures: Figures) -> str:
     return table(["", "without the callback", "with it"], [[name, *both] for name, both in megabytes.items()])
 
 
+def _goodput(figures: Figures) -> str:
+    def cell(found: Figures) -> str:
+        return "did not end" if found["goodput"] is None else f"{found['goodput']:.3f}"
+
+    measured = figures["goodput"]["cases"]
+    intervals = list(next(iter(measured.values()))["others"])
+    rows = [
+        [
+            f"{mean} s",
+            f"{found['steps'] * figures['goodput']['step_s']:.0f} s",
+            str(found["ours"]["failures"]),
+            f"**{cell(found['ours'])}**",
+            *(cell(found["others"][interval]) for interval in intervals),
+            "" if found["ratio"] is None else f"**x{found['ratio']:.3f}**",
+        ]
+        for mean, found in sorted(measured.items(), key=lambda each: float(each[0]))
+    ]
+    head = ["mean distance", "work", "failures", "`FaultTolerance()`", *(f"every {each} steps" for each in intervals)]
+    is_right = {
+        name: all(each["is_right"] for found in measured.values() for each in of(found) if each["goodput"] is not None)
+        for name, of in (("ours", lambda found: [found["ours"]]), ("others", lambda found: found["others"].values()))
+    }
+    right = f"Right results: ours {'all' if is_right['ours'] else 'not all'}, the others'"
+    right += f" {'all' if is_right['others'] else 'not all'}. Load of the machine meanwhile:"
+    return f"{table([*head, 'to the best'], rows)}\n\n{right} {figures['goodput']['machine']['load']}."
+
+
 def _samplers(figures: Figures) -> str:
     def cells(found: Figures | None) -> list[str]:
         if found is None:
@@ -236,6 +263,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "samplers": _samplers,
     "size": _size,
     "growth": _growth,
+    "goodput": _goodput,
     "ledger": _ledger,
     "ranks": _ranks,
     "gather": _gather,

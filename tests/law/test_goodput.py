@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.records.accounting import chapter_report
+from lightning_faulttolerant.supervision.marks import TRAINING_BATCH, ProcessMarks
+from lightning_faulttolerant.supervision.section_times import SectionTimes
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
@@ -157,3 +159,36 @@ def test_failures_of_the_history_set_the_pace(tmp_path: Path) -> None:
     run(lambda: script(Looks(), stop, overhead_budget=0.01))
     run(lambda: script(Looks(), stop))
     assert told(tmp_path, "failures") == [0, 0, 0, 1, 1]
+
+
+def test_hang_that_ended_a_process_is_told_by_the_next_start(tmp_path: Path) -> None:
+    """What the watcher has noted beside the autosaves becomes a part of the account of its own."""
+
+    def script(*faults: Callback) -> None:
+        fit_net([FaultTolerance(tmp_path / "runs", every_n_train_steps=1), *faults], tmp_path)
+
+    run(lambda: script(KillAt(3)))
+    hung = SectionTimes()
+    [history] = (tmp_path / "runs").glob("*/history.jsonl")
+    hung.follow(str(history.parent))
+    time.sleep(1.0)
+    marks = ProcessMarks(
+        process_id=1,
+        count=1,
+        section=TRAINING_BATCH,
+        epoch=0,
+        batch=3,
+        evaluated=-1,
+        saved=None,
+        rank=0,
+        num_ranks=1,
+        hang=0,
+        hang_timeout_seconds=0.0,
+        directory="",
+    )
+    hung.note_hang(marks, 0.5)
+    hung.writing()()
+    assert run(script).exit_code == 0
+    account = chapter_report(chapter_of(tmp_path / "runs")).account
+    assert account.hung == pytest.approx(0.5, abs=0.01)
+    assert account.down >= 0.5
