@@ -130,7 +130,7 @@ def _growth(figures: Figures) -> str:
 
 def _goodput(figures: Figures) -> str:
     def cell(found: Figures) -> str:
-        return "did not end" if found["goodput"] is None else f"{found['goodput']:.3f}"
+        return "given up" if found["goodput"] is None else f"{found['goodput']:.3f}"
 
     measured = figures["goodput"]["cases"]
     intervals = list(next(iter(measured.values()))["others"])
@@ -146,13 +146,12 @@ def _goodput(figures: Figures) -> str:
         for mean, found in sorted(measured.items(), key=lambda each: float(each[0]))
     ]
     head = ["mean distance", "work", "failures", "`FaultTolerance()`", *(f"every {each} steps" for each in intervals)]
-    is_right = {
-        name: all(each["is_right"] for found in measured.values() for each in of(found) if each["goodput"] is not None)
-        for name, of in (("ours", lambda found: [found["ours"]]), ("others", lambda found: found["others"].values()))
-    }
-    right = f"Right results: ours {'all' if is_right['ours'] else 'not all'}, the others'"
-    right += f" {'all' if is_right['others'] else 'not all'}. Load of the machine meanwhile:"
-    return f"{table([*head, 'to the best'], rows)}\n\n{right} {figures['goodput']['machine']['load']}."
+    ours = [found["ours"] for found in measured.values()]
+    others = [each for found in measured.values() for each in found["others"].values() if each["goodput"] is not None]
+    right = [f"{sum(each['is_right'] for each in runs)} of {len(runs)}" for runs in (ours, others)]
+    text = f"Runs with the right result: {right[0]} with `FaultTolerance()`, {right[1]} with `ModelCheckpoint`."
+    load = figures["goodput"]["machine"]["load"]
+    return f"{table([*head, 'to the best'], rows)}\n\n{text} Load of the machine meanwhile: {load}."
 
 
 def _samplers(figures: Figures) -> str:
