@@ -12,7 +12,21 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, growth, ledger, order, overhead, parts, report, resume, samplers, save, size, streaming
+from benchmarks import (
+    gather,
+    goodput,
+    growth,
+    ledger,
+    order,
+    overhead,
+    parts,
+    report,
+    resume,
+    samplers,
+    save,
+    size,
+    streaming,
+)
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
@@ -26,6 +40,7 @@ _RUN = {
     "save": save.main,
     "size": size.main,
     "growth": growth.main,
+    "goodput": goodput.main,
     "streaming": streaming.main,
     "order": order.main,
 }

@@ -128,6 +128,32 @@ def _growth(figures: Figures) -> str:
     return table(["", "without the callback", "with it"], [[name, *both] for name, both in megabytes.items()])
 
 
+def _goodput(figures: Figures) -> str:
+    def cell(found: Figures) -> str:
+        return "given up" if found["goodput"] is None else f"{found['goodput']:.3f}"
+
+    measured = figures["goodput"]["cases"]
+    intervals = list(next(iter(measured.values()))["others"])
+    rows = [
+        [
+            f"{mean} s",
+            f"{found['steps'] * figures['goodput']['step_s']:.0f} s",
+            str(found["ours"]["failures"]),
+            f"**{cell(found['ours'])}**",
+            *(cell(found["others"][interval]) for interval in intervals),
+            "" if found["ratio"] is None else f"**x{found['ratio']:.3f}**",
+        ]
+        for mean, found in sorted(measured.items(), key=lambda each: float(each[0]))
+    ]
+    head = ["mean distance", "work", "failures", "`FaultTolerance()`", *(f"every {each} steps" for each in intervals)]
+    ours = [found["ours"] for found in measured.values()]
+    others = [each for found in measured.values() for each in found["others"].values() if each["goodput"] is not None]
+    right = [f"{sum(each['is_right'] for each in runs)} of {len(runs)}" for runs in (ours, others)]
+    text = f"Runs with the right result: {right[0]} with `FaultTolerance()`, {right[1]} with `ModelCheckpoint`."
+    load = figures["goodput"]["machine"]["load"]
+    return f"{table([*head, 'to the best'], rows)}\n\n{text} Load of the machine meanwhile: {load}."
+
+
 def _samplers(figures: Figures) -> str:
     def cells(found: Figures | None) -> list[str]:
         if found is None:
@@ -236,6 +262,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "samplers": _samplers,
     "size": _size,
     "growth": _growth,
+    "goodput": _goodput,
     "ledger": _ledger,
     "ranks": _ranks,
     "gather": _gather,

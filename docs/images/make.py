@@ -1,8 +1,12 @@
-"""Create the pictures of the pages again, from a real drill and a real run with faults: ten minutes, needs Chromium.
+"""Create the pictures of the documentation again, from a real drill and real runs with faults: fifteen minutes.
 
-.venv/bin/python -m docs.images.make [drill] [run]      (from the root of the repository; `make browser` gets Chromium)
+.venv/bin/python -m docs.images.make [drill] [run] [goodput]      (from the root of the repository)
+
+Those of pages need Chromium (`make browser`).
 """
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -11,9 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from PIL import Image
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
 
 from lightning_faulttolerant.cli import main
+from lightning_faulttolerant.supervision.marks import PREFIX, read_marks, shared_memory
 from tests.cli.page.browser import Browser
 
 HERE = Path(__file__).parent
@@ -49,6 +55,56 @@ def run(directory: Path) -> Path:
     return path
 
 
+STRIKES = ((30, signal.SIGKILL), (25, signal.SIGSTOP), (40, signal.SIGKILL))
+"""For each fault of the supervised run: after how many seconds of training it comes, and its signal."""
+
+
+def goodput(directory: Path) -> None:
+    """Train under supervision with faults, one of them a hang, and write a picture of the printed report."""
+    environment = os.environ | {"PL_FAULT_TOLERANT_RUN_ID": "digits", "PL_FAULT_TOLERANT_OPTIONS": "hang_timeout=30"}
+    words = [sys.executable, "-m", "lightning_faulttolerant", "run", "--", *TRAIN, "300", "100"]
+    with subprocess.Popen(words, cwd=directory, env=environment) as supervisor:
+        for seconds, signum in STRIKES:
+            strike(directory, seconds, signum)
+        assert supervisor.wait() == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["report", "fault_tolerance"]) == 0
+    command = "$ lightning-faulttolerant report fault_tolerance"
+    terminal([command, *printed.getvalue().splitlines()], HERE / "goodput.png")
+
+
+def strike(directory: Path, seconds: float, signum: int) -> None:
+    """Send a signal to the training process, some time after it has begun its batches."""
+    trained, last = 0.0, -1
+    while trained < seconds:
+        time.sleep(0.5)
+        found = [
+            marks
+            for folder in shared_memory().glob(f"{PREFIX}*")
+            for marks in read_marks(folder)
+            if marks.directory.startswith(str(directory))
+        ]
+        if found and found[0].batch + 1000 * found[0].epoch != last:
+            trained, last = trained + 0.5, found[0].batch + 1000 * found[0].epoch
+    os.kill(found[0].process_id, signum)
+
+
+INK, PAPER, FONT_SIZE = "#e6e6e6", "#1e1e1e", 26
+
+
+def terminal(lines: list[str], path: Path) -> None:
+    """Write a picture of lines as a terminal shows them."""
+    font = ImageFont.truetype(font_manager.findfont("DejaVu Sans Mono"), FONT_SIZE)
+    height, width = round(1.35 * FONT_SIZE), font.getlength("m")
+    size = round(width * max(map(len, lines))) + 2 * height, height * (len(lines) + 2)
+    image = Image.new("RGB", size, PAPER)
+    drawing = ImageDraw.Draw(image)
+    for number, line in enumerate(lines, start=1):
+        drawing.text((height, number * height), line, INK, font)
+    image.quantize(32, dither=Image.Dither.NONE).save(path, optimize=True)
+    assert path.stat().st_size < MAX_BYTES, f"{path} takes {path.stat().st_size} bytes"
+
+
 def picture(page: Path, name: str) -> None:
     """Write a picture of the top of a page."""
     path = HERE / f"{name}.png"
@@ -66,11 +122,14 @@ def picture(page: Path, name: str) -> None:
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    for name in sys.argv[1:] or ["drill", "run"]:
+    for name in sys.argv[1:] or ["drill", "run", "goodput"]:
         with tempfile.TemporaryDirectory() as directory:
             before = os.getcwd()
             os.chdir(directory)
             try:
-                picture({"drill": drill, "run": run}[name](Path(directory)), name)
+                if name == "goodput":
+                    goodput(Path(directory))
+                else:
+                    picture({"drill": drill, "run": run}[name](Path(directory)), name)
             finally:
                 os.chdir(before)

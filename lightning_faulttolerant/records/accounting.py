@@ -9,6 +9,7 @@ from dataclasses import replace
 from lightning_faulttolerant.records.goodput import (
     DOWN,
     EVALUATION,
+    HUNG,
     KINDS,
     OUTSIDE,
     REDONE,
@@ -67,11 +68,14 @@ def chapter_report(chapter: Chapter, number: int = 1) -> ChapterReport:
         chapter: The chapter.
         number: Its number in the history, from 1.
     """
-    segments = segments_of(chapter)
+    cut = _cut(chapter)
+    segments = cut.segments or [Segment(kind=STARTING, began=cut.end, ended=cut.end, process=0)]
+    account = account_of(segments)
+    data = min(math.fsum(_data_seconds(cut, chapter)), account.training)
     return ChapterReport(
         number=number,
         chapter=chapter,
-        account=account_of(segments),
+        account=replace(account, data=data, training=account.training - data),
         segments=tuple(segments),
         continued=continued_of(chapter),
     )
@@ -89,15 +93,31 @@ def account_of(segments: Iterable[Segment]) -> Account:
     return Account(**{kind: math.fsum(found) for kind, found in seconds.items()})
 
 
-def segments_of(chapter: Chapter) -> list[Segment]:
-    """Return the segments of a chapter in order of time; each begins where the previous one ends.
+def _data_seconds(cut: _Cut, chapter: Chapter) -> Iterator[float]:
+    """Yield for how long the training of each fit that counts has waited for data."""
+    trained: dict[tuple[int, int | None], float] = {}
+    for segment in cut.segments:
+        if segment.kind == TRAINING:
+            key = (segment.process, segment.fit)
+            trained[key] = trained.get(key, 0.0) + segment.seconds
+    for index, process in enumerate(chapter.processes):
+        for fit in process.fits:
+            until = min(
+                (time for by, number, time in cut.redos if number == fit.number and by > index), default=math.inf
+            )
+            waited = max((seconds for time, seconds in fit.data if time <= until), default=0.0)
+            yield min(waited, trained.get((index, fit.number), 0.0))
 
-    Args:
-        chapter: A chapter with at least one process.
-    """
+
+def _cut(chapter: Chapter) -> _Cut:
+    """Return the segments of a chapter in order of time; each begins where the previous one ends."""
     cut = _Cut(chapter.processes[0].began)
     for index, process in enumerate(chapter.processes):
         if index:
+            if process.hang is not None:
+                since, until = process.hang
+                cut.until(min(since, process.began), DOWN, index - 1)
+                cut.until(min(until, process.began), HUNG, index - 1)
             cut.until(process.began, DOWN, index - 1)
         has_trained = False
         for fit in process.fits:
@@ -106,7 +126,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
                 cut.until(fit.last_seen, lead, index)
                 continue
             if index:
-                cut.redo(fit.number, continues_from(fit, chapter.processes[:index]))
+                cut.redo(index, fit.number, continues_from(fit, chapter.processes[:index]))
             restored = 0.0 if fit.resumed is None else fit.resumed.seconds
             cut.until(fit.started - restored, lead, index)
             cut.until(fit.started, RESTORING if fit.resumed is not None else lead, index)
@@ -116,7 +136,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
             cut.until(fit.last_seen, lead, index)
     if chapter.done is not None:
         cut.until(chapter.done, OUTSIDE, len(chapter.processes) - 1)
-    return cut.segments or [Segment(kind=STARTING, began=cut.end, ended=cut.end, process=0)]
+    return cut
 
 
 def continues_from(fit: FitHistory, earlier: Sequence[Process]) -> float:
@@ -169,6 +189,8 @@ class _Cut:
     def __init__(self, began: float) -> None:
         self.segments: list[Segment] = []
         self.end = began
+        self.redos: list[tuple[int, int, float]] = []
+        """For each fit that continues: the index of its process, its number, and the time of its state."""
 
     def until(self, end: float, kind: str, process: int, fit: int | None = None) -> None:
         """Add a segment up to a time, unless that time has passed already."""
@@ -176,8 +198,9 @@ class _Cut:
             self.segments.append(Segment(kind=kind, began=self.end, ended=end, process=process, fit=fit))
             self.end = end
 
-    def redo(self, fit: int, time: float) -> None:
-        """Note that a fit continues from the state of a time: what it did since then is done again."""
+    def redo(self, process: int, fit: int, time: float) -> None:
+        """Note that a process continues a fit from the state of a time: what it did since then is done again."""
+        self.redos.append((process, fit, time))
         index = len(self.segments) - 1
         while index >= 0 and self.segments[index].ended > time:
             segment = self.segments[index]

@@ -38,6 +38,7 @@ from lightning_faulttolerant.records.history import (
     Validations,
 )
 from lightning_faulttolerant.records.lines import Line
+from lightning_faulttolerant.records.slow_ranks import SECTIONS, SlowRank
 
 _OF_FITS = (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, INCIDENT, SKIPPED, ALIVE, END)
 _MAX_NUMBER = 1e15
@@ -88,6 +89,7 @@ class _Fit:
     unfinished: Validations | None = None
     incidents: list[str] = field(default_factory=list)
     alive: list[tuple[float, RunPlace]] = field(default_factory=list)
+    data: list[tuple[float, float]] = field(default_factory=list)
 
     def made(self) -> FitHistory:
         unfinished = [] if self.unfinished is None else [self.unfinished]
@@ -102,6 +104,7 @@ class _Fit:
             incidents=tuple(self.incidents),
             alive=tuple(self.alive),
             skipped=tuple(self.skipped),
+            data=tuple(self.data),
             **self.known,
         )
 
@@ -112,10 +115,12 @@ class _Process:
     began: float
     pid: int | None = None
     host: str = ""
+    hang: tuple[float, float] | None = None
     fits: list[_Fit] = field(default_factory=list)
 
     def made(self) -> Process:
-        return Process(began=self.began, pid=self.pid, host=self.host, fits=tuple(fit.made() for fit in self.fits))
+        fits = tuple(fit.made() for fit in self.fits)
+        return Process(began=self.began, pid=self.pid, host=self.host, hang=self.hang, fits=fits)
 
 
 @dataclass(slots=True)
@@ -172,6 +177,10 @@ class _Reader:
             fit.known["last_place"] = place
             if event == ALIVE:
                 fit.alive.append((self._now, place))
+        data = _number(line.get("data"))
+        if data is not None:
+            time = fit.autosaves[-1].taken if event in (AUTOSAVE, AUTOSAVES) else self._now
+            fit.data.append((time, max(data, 0.0)))
         if event == END:
             fit.known.update(reason=_text(line, "reason") or "?", text=_text(line, "text"))
             fit.known["saved"] = place_of(line.get("saved"))
@@ -192,7 +201,9 @@ class _Reader:
         if not is_same:
             told = _time(line.get("process_began"))
             began = min(self._now if told is None else max(told, before), self._now)
-            self._add_process(_Process(token=token, began=began, pid=_whole(line.get("pid")), host=_text(line, "host")))
+            process = _Process(token=token, began=began, pid=_whole(line.get("pid")), host=_text(line, "host"))
+            process.hang = _hang(line.get("hang"))
+            self._add_process(process)
         function = _text(line, "function")
         fit = _Fit(number=number, began=self._now, last_seen=self._now)
         fit.function = function if function in EVALUATIONS else FIT
@@ -236,6 +247,28 @@ class _Reader:
             self.chapters.append(_Chapter(processes=[last]))
 
 
+def _hang(told: object) -> tuple[float, float] | None:
+    since, until = (_time(told.get(name)) if isinstance(told, dict) else None for name in ("since", "until"))
+    return None if since is None or until is None else (since, max(since, until))
+
+
+def slow_of(told: object) -> tuple[SlowRank, ...]:
+    """Return the slow ranks that a line names.
+
+    Args:
+        told: The parsed JSON.
+    """
+    found = []
+    for each in told if isinstance(told, list) else ():
+        rank, slower = (
+            (_whole(each.get("rank")), _number(each.get("slower"))) if isinstance(each, dict) else (None, None)
+        )
+        if rank is not None and slower is not None and each.get("section") in SECTIONS:
+            number = max(_whole(each.get("number")) or 1, 1)
+            found.append(SlowRank(rank=rank, section=each["section"], slower=slower, number=number))
+    return tuple(found)
+
+
 def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
     seconds = max(_number(line.get("seconds")) or 0.0, 0.0)
     if line.get("event") == AUTOSAVES:
@@ -256,6 +289,7 @@ def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
         name=_text(line, "name"),
         number=number,
         longest=most,
+        slow=slow_of(line.get("slow")),
     )
 
 

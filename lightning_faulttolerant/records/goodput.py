@@ -26,6 +26,8 @@ EVALUATION = "evaluation"
 """Validation runs inside a fit, and ``validate``, ``test``, and ``predict`` from their first batch to their end: this
 time counts, too. In histories of earlier versions, validation runs are part of ``TRAINING``.
 """
+DATA = "data"
+"""Training waited for data. It is told apart in an `Account` only: in segments, it is a part of `TRAINING`."""
 SAVING = "saving"
 """Training waited for an autosave."""
 OUTSIDE = "outside"
@@ -36,6 +38,10 @@ RESTORING = "restoring"
 """From the choice of a checkpoint until the first batch could be fetched, with that checkpoint restored."""
 REDONE = "redone"
 """Training and evaluation that was done again: after the autosave that a later process resumed from."""
+HUNG = "hung"
+"""A process hung, until what watches the run noticed it. If nothing watches a run, a hang counts as `TRAINING` up to
+the last sign of life, and then as `DOWN`.
+"""
 DOWN = "down"
 """No process: from the last sign of life of one process to the start of the next."""
 RESTARTING = "restarting"
@@ -43,10 +49,10 @@ RESTARTING = "restarting"
 includes all earlier work that was already done, such as restoring finished fits.
 """
 
-KINDS = (TRAINING, EVALUATION, SAVING, OUTSIDE, STARTING, RESTORING, REDONE, DOWN, RESTARTING)
+KINDS = (TRAINING, EVALUATION, DATA, SAVING, OUTSIDE, STARTING, RESTORING, REDONE, HUNG, DOWN, RESTARTING)
 USEFUL = (TRAINING, EVALUATION)
 """The time that counted."""
-LOST = (REDONE, DOWN, RESTARTING)
+LOST = (REDONE, HUNG, DOWN, RESTARTING)
 """The cost of faults, except restoring."""
 
 
@@ -58,7 +64,7 @@ class Segment:
         kind: One of `KINDS`.
         began: When it began, in seconds since 1970.
         ended: When it ended, in seconds since 1970.
-        process: The index of the process in its chapter; for `DOWN`, of the process that was gone.
+        process: The index of the process in its chapter; for `HUNG` and `DOWN`, of the process that was gone.
         fit: The number of the fit that it belongs to; ``None`` outside fits.
     """
 
@@ -79,24 +85,28 @@ class Account:
     """The seconds of each kind; together they are the total.
 
     Args:
-        training: Training that counted.
+        training: Training that counted, without waiting for data.
         evaluation: Evaluation that counted.
+        data: Training that counted waited for data.
         saving: Training or evaluation waited for autosaves.
         outside: Between fits and evaluations, and after the last.
         starting: The first process, until its first batch.
         restoring: Checkpoints were restored.
         redone: Training and evaluation that was done again.
+        hung: A process hung.
         down: No process.
         restarting: Later processes, until their first batch.
     """
 
     training: float = 0.0
     evaluation: float = 0.0
+    data: float = 0.0
     saving: float = 0.0
     outside: float = 0.0
     starting: float = 0.0
     restoring: float = 0.0
     redone: float = 0.0
+    hung: float = 0.0
     down: float = 0.0
     restarting: float = 0.0
 

@@ -10,13 +10,15 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 
 - ``begin``: a fit begins, before anything is read or set up for it. ``process`` (a name for the process of the script,
   which may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started),
-  ``function`` (``fit``, ``validate``, ``test``, or ``predict``; without it, ``fit``).
+  ``function`` (``fit``, ``validate``, ``test``, or ``predict``; without it, ``fit``), ``hang``: ``since`` and ``until``
+  of the last hang that a watcher of this run has noticed.
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
   restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
   A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
-  taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background).
+  taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background),
+  ``slow``: the ranks that were slow over the last three autosaves (``rank``, ``section``, ``slower``, ``number``).
 - ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.
 - ``validation``: a validation run inside a fit is over, or several short ones are. The place of the last one,
@@ -39,6 +41,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``done``: the script ended normally, and its autosaves are removed. Without ``fit``.
 - ``shortened``: the first line, if whole processes were removed from the file. ``number`` (of them), ``since``.
 
+In a fit, ``autosave``, ``alive``, and ``end`` have ``data``: for how many seconds its training has waited for data.
+
 A line belongs to the ``begin`` before it. ``chapters.py`` reads the lines, ``goodput.py`` accounts for the time, and
 ``shortening.py`` shortens a file.
 """
@@ -50,6 +54,7 @@ import re
 from dataclasses import dataclass, field
 
 from lightning_faulttolerant.records.branches import Parent
+from lightning_faulttolerant.records.slow_ranks import SlowRank
 
 BEGIN = "begin"
 START = "start"
@@ -154,6 +159,7 @@ class Autosave:
         name: The name of its file; empty for several.
         number: The number of autosaves that it stands for.
         longest: How many seconds training waited for the one that took longest.
+        slow: The ranks that were slow then.
     """
 
     time: float
@@ -165,6 +171,7 @@ class Autosave:
     name: str = ""
     number: int = 1
     longest: float
+    slow: tuple[SlowRank, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,6 +248,7 @@ class FitHistory:
         validations: Its validation runs, in order of time.
         incidents: What its flight recorder has written, each in words, in order of time.
         alive: Times and places at which it is known to have been alive; at least the last one.
+        data: Times, and for how many seconds its training had waited for data by then.
         last_seen: Its last known moment, including its end.
         reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception. ``None`` if it could not write
             the reason: it was killed, or still runs.
@@ -263,6 +271,7 @@ class FitHistory:
     validations: tuple[Validations, ...] = ()
     incidents: tuple[str, ...] = ()
     alive: tuple[tuple[float, RunPlace], ...] = ()
+    data: tuple[tuple[float, float], ...] = ()
     last_seen: float
     reason: str | None = None
     text: str = ""
@@ -308,9 +317,11 @@ class Process:
         pid: The process id; ``None`` if not known.
         host: The name of the machine.
         fits: Its fits, in order of their numbers.
+        hang: When the last hang before it began, and when it was noticed; ``None`` if there was none.
     """
 
     began: float
+    hang: tuple[float, float] | None = None
     pid: int | None = None
     host: str = ""
     fits: tuple[FitHistory, ...] = ()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
-from lightning_faulttolerant.records.chapters import place_of
+from lightning_faulttolerant.records.chapters import place_of, slow_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
     AUTOSAVE,
@@ -24,6 +25,7 @@ from lightning_faulttolerant.records.history import (
     name_of,
 )
 from lightning_faulttolerant.records.lines import Line
+from lightning_faulttolerant.records.slow_ranks import summed
 
 NUM_KEPT = 200
 _MARK_BYTES = 150
@@ -151,6 +153,8 @@ def _sum(one: Line | None, other: Line) -> Line:
             "seconds": _number(other, "seconds"),
             "bytes": _number(other, "bytes"),
             "longest": longest,
+            **({"data": other["data"]} if "data" in other else {}),
+            **({"slow": other["slow"]} if "slow" in other else {}),
             **({"validation": other["validation"]} if _run_of(other) is not None else {}),
         }
     if one is None:
@@ -158,6 +162,9 @@ def _sum(one: Line | None, other: Line) -> Line:
     sums = {name: _number(one, name) + _number(other, name) for name in ("number", "seconds", "bytes")}
     candidates = [line["longest"] for line in (one, other) if isinstance(line.get("longest"), dict)]
     longest = max(candidates, key=lambda line: _number(line, "seconds"), default={})
+    slow = [each for line in (one, other) for each in slow_of(line.get("slow"))]
+    if slow:
+        other = {**other, "slow": [asdict(each) for each in summed(slow)]}
     return {**other, **sums, "since": one.get("since"), "longest": longest}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -22,6 +23,7 @@ _OF_BATCHES = frozenset({TRAINING_BATCH, EVALUATION_BATCH})
 _LEAST_SECONDS_OF_BATCHES = 300.0
 _LEAST_SECONDS = 1800.0
 _WORTH_WRITING = 1.2
+_HUNG_TIMES = "hung_times"
 
 _Place = tuple[str, int, int, int]
 
@@ -35,6 +37,7 @@ class SectionTimes:
         self._written: dict[str, float] = {}
         self._hung: tuple[_Place, int] | None = None
         """Where the last hang was, and how many there were in a row."""
+        self._hung_times: tuple[float, float] | None = None
         self._has_new_hang = False
         self.directory = ""
         """The directory of the run, or its URL; empty if it is not known yet."""
@@ -54,6 +57,9 @@ class SectionTimes:
             self._written = {name: float(seconds) for name, seconds in dict(content["slowest"]).items()}
             for name, seconds in self._written.items():
                 self._slowest[name] = max(seconds, self._slowest.get(name, 0.0))
+            if self._hung_times is None and content.get(_HUNG_TIMES):
+                began, noticed = content[_HUNG_TIMES]
+                self._hung_times = float(began), float(noticed)
             if content["hung"] and self._hung is None:
                 (name, epoch, batch, evaluated), number = content["hung"]
                 self._hung = (str(name), int(epoch), int(batch), int(evaluated)), int(number)
@@ -63,8 +69,10 @@ class SectionTimes:
         name = SECTION_NAMES[section]
         self._slowest[name] = max(seconds, self._slowest.get(name, 0.0))
 
-    def note_hang(self, marks: ProcessMarks) -> None:
-        """Note where a process was over its limit."""
+    def note_hang(self, marks: ProcessMarks, seconds: float) -> None:
+        """Note where a process was over its limit, and for how many seconds it has been there."""
+        now = round(time.time(), 3)
+        self._hung_times = (now - seconds, now)
         place = _place(marks)
         before = self._hung[1] if self._hung is not None and self._hung[0] == place else 0
         self._hung, self._has_new_hang = (place, before + 1), True
@@ -92,13 +100,27 @@ class SectionTimes:
             return _write_nothing
         self._written = {name: round(seconds, 3) for name, seconds in self._slowest.items()}
         self._has_new_hang = False
-        content = json.dumps({"slowest": self._written, "hung": self._hung}).encode()
+        found = {"slowest": self._written, "hung": self._hung, _HUNG_TIMES: self._hung_times}
+        content = json.dumps(found).encode()
 
         def write() -> None:
             with contextlib.suppress(OSError, FaultToleranceError), open_writer(path, fsync=False) as file:
                 file.write(content)
 
         return write
+
+
+def last_hang(directory: str) -> tuple[float, float] | None:
+    """Return when the last hang of a run began and when it was noticed, in seconds since 1970; ``None`` if none was.
+
+    Args:
+        directory: The directory of the run, or its URL.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FaultToleranceError):
+        with open_file(f"{directory}/{FILE_NAME}") as file:
+            began, noticed = json.load(file)[_HUNG_TIMES]
+        return float(began), float(noticed)
+    return None
 
 
 def _place(marks: ProcessMarks) -> _Place:

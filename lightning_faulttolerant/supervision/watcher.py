@@ -142,6 +142,6 @@ class HangWatcher:
         if seconds <= limit or (marks.process_id, marks.count) in self._told:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
-        self.times.note_hang(marks)
+        self.times.note_hang(marks, seconds)
         self._since_write = _WRITE_EVERY_SECONDS  # the next start needs to know it
         return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))

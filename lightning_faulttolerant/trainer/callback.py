@@ -20,6 +20,7 @@ from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.serving import is_module, served
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
 from lightning_faulttolerant.trainer.settings.options import (
+    DEFAULT_BUDGET,
     Options,
     checked_dirpath,
     checked_ledger,
@@ -67,7 +68,8 @@ class FaultTolerance(AnyCallback):
         train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
         overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves and captures in memory
             together. With one of the intervals above, it limits captures only. Autosaves come more often soon after a
-            start. 1 means no limit.
+            start. 1 means no limit. Default: 0.01 until the run has failed for the first time. After that, autosaves
+            come as often as its failures and the cost of a save make best (Young's formula).
         async_save: Write autosaves in the background. Training waits only for the copy, which takes as much memory as
             a checkpoint. At most one autosave is written at a time. With `every_n_train_steps` the next one waits for
             it; otherwise the next one is skipped. Training always waits for the first autosave of a fit, and for those
@@ -127,7 +129,7 @@ class FaultTolerance(AnyCallback):
         skip_batches: Sequence[tuple[int, int]] = (),
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
-        overhead_budget: float = 0.01,
+        overhead_budget: float | None = None,
         async_save: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
@@ -155,7 +157,8 @@ class FaultTolerance(AnyCallback):
             skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
-            overhead_budget=overhead_budget,
+            overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
+            has_own_budget=overhead_budget is not None,
             async_save=async_save,
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,

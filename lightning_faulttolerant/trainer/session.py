@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
@@ -31,6 +32,7 @@ from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+from lightning_faulttolerant.trainer.run.own_times import follow_buffers, follow_steps
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
@@ -100,12 +102,13 @@ class Session(AnySession):
         around(epoch_loop, "reset", self._once_begun(Training.reset_epoch))
         around(epoch_loop, "on_run_start", self._around_epoch_start)
         # Called for each batch: `wrap` costs one call less than `around`.
+        follow_steps(trainer, self._patches, self._beginning.history.times)
         wrap(epoch_loop, "advance", self._wrap_advance)
         wrap(epoch_loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
         wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
         around(val_loop, "reset", self._around_validation_reset)
         around(val_loop, "run", self._around_validation)
-        around(val_loop, "on_run_end", self._around_evaluation_end)
+        around(val_loop, "on_run_end", self._around_validation_end)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
 
@@ -180,6 +183,7 @@ class Session(AnySession):
         else:
             notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
             self._resume.notes += notes
+        follow_buffers(self._trainer, self._patches, self._beginning.history.times)
         autosaver = self._make_autosaver(run_state, buckets, skipped)
         self._training = Training(
             self._trainer,
@@ -301,7 +305,7 @@ class Session(AnySession):
         return advance
 
     def _wrap_before_fetch(self, original: Method) -> Method:
-        loaders = self._loaders
+        loaders, times = self._loaders, self._beginning.history.times
 
         def before_fetch() -> None:
             if loaders.prefetches.is_on:
@@ -311,11 +315,17 @@ class Session(AnySession):
                 self._stop.fetch_began = time.monotonic()
             original()
             loaders.begin_fetch()
+            times.fetch_began = perf_counter()
 
         return before_fetch
 
     def _wrap_after_fetch(self, original: Method) -> Method:
+        times = self._beginning.history.times
+
         def after_fetch() -> None:
+            if times.fetch_began:
+                times.data += perf_counter() - times.fetch_began
+                times.fetch_began = 0.0
             self._loaders.end_fetch()
             original()
             self._stop.fetch_began = None
@@ -328,6 +338,10 @@ class Session(AnySession):
             with self._ended_here():
                 return original()
         return self._once_begun(Training.validate)(original)
+
+    def _around_validation_end(self, original: Method) -> object:
+        self._beginning.history.times.end_evaluation()
+        return self._around_evaluation_end(original)
 
     def _around_validation_reset(self, original: Method) -> None:
         if self._training is not None:

@@ -164,6 +164,7 @@ class Training:
         boundary, history = self.boundary or self._make_boundary(), self._beginning.history
         history.begin_validation(continues=self.checkpointer.run_state.validation.is_continuing)
         boundary.before_validation()
+        history.times.begin_evaluation()
         results = original()
         history.end_validation()
         return results

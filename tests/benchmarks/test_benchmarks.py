@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, growth, ledger, overhead, parts, report, resume, runs, samplers, save
+from benchmarks import gather, goodput, growth, ledger, overhead, parts, report, resume, runs, samplers, save
 from benchmarks.ranks import in_ranks
 
 
@@ -75,6 +76,24 @@ def test_gathering_takes_what_its_pieces_take(tmp_path: Path) -> None:
         pieces = (many[f"{key}_s"] for key in ("network", "unpickle", "check", "write"))
         assert many["save_s"] == pytest.approx(sum(pieces))
     assert figures["exchanged"]["2"]["descriptors"] > 1
+
+
+@pytest.mark.slow
+def test_goodput_of_a_killed_run_is_measured(tmp_path: Path) -> None:
+    """Both sides end although they are killed, and only ours ends with the right result."""
+    figures = figures_of(goodput.main, [], tmp_path)
+    [found] = figures["cases"].values()
+    assert found["ours"]["is_right"]
+    assert 0 < found["ours"]["goodput"] < 1
+    assert found["ratio"] == pytest.approx(found["ours"]["goodput"] / found["others"][found["best"]]["goodput"])
+
+
+def test_failures_come_at_the_same_times_for_both_sides() -> None:
+    """The times depend on the seed only, and their mean distance is the one that is asked for."""
+    one, other, another = (list(islice(goodput.failures(60.0, seed), 4000)) for seed in (1, 1, 2))
+    assert one == other != another
+    assert one == sorted(one)
+    assert one[-1] / 4000 == pytest.approx(60.0, rel=0.1)
 
 
 def test_exchange_grows_by_what_each_rank_adds() -> None:

@@ -27,6 +27,7 @@ class Story:
         self.inside: dict[str, Any] | None = None
         self.waited = 0.0
         self.seconds_evaluated = 0.0
+        self.seconds_of_data: float | None = None
 
     def wait(self, seconds: float) -> Story:
         """Let time pass."""
@@ -38,13 +39,23 @@ class Story:
         self.batch += batches
         return self.wait(seconds)
 
-    def begin(self, *, since: float = 0.0, same: bool = False, fit: int = 1, function: str = "fit") -> Story:
+    def begin(
+        self,
+        *,
+        since: float = 0.0,
+        same: bool = False,
+        fit: int = 1,
+        function: str = "fit",
+        hang: tuple[float, float] | None = None,
+    ) -> Story:
         """Begin a fit or an evaluation, in a new process that was started `since` seconds ago, or in the same one."""
         self.num_processes += not same
         self.fit, self.function, self.inside = fit, function, None
+        self.seconds_of_data = None
         token = f"process-{self.num_processes}"
         began = self.now - since
-        more = {} if function == "fit" else {"function": function}
+        more: dict[str, Any] = {} if function == "fit" else {"function": function}
+        more |= {} if hang is None else {"hang": {"since": hang[0], "until": hang[1]}}
         return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began, **more)
 
     def start(
@@ -69,6 +80,11 @@ class Story:
         place = self.place if evaluated is None else {**self.place, "num_validated": evaluated}
         return self._add(START, **place, num_ranks=1, continues=continues and told is not None, resumed=told)
 
+    def data(self, seconds: float) -> Story:
+        """Let time pass while training waits for data."""
+        self.seconds_of_data = (self.seconds_of_data or 0.0) + seconds
+        return self.wait(seconds)
+
     def validate(self, seconds: float, batches: int = 1, *, first: int = 0, ends: bool = True) -> Story:
         """Let time pass in a validation run that begins or continues here, or in the evaluation itself."""
         self.seconds_evaluated += seconds
@@ -85,7 +101,9 @@ class Story:
             self._add(VALIDATION, **self.place, **run, **done, seconds=self.now - run["since"] - self.waited)
         return self
 
-    def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100) -> Story:
+    def autosave(
+        self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100, slow: list[Any] | None = None
+    ) -> Story:
         """Let training wait for an autosave, or write it in the background for a number of seconds more."""
         taken, place = self.now, self.place
         self.wait(seconds + written_in)
@@ -96,7 +114,8 @@ class Story:
             self.seconds_evaluated += written_in
         self.num_autosaves += 1
         waited = {"taken": taken, "seconds": seconds, "behind": written_in > 0, "bytes": num_bytes}
-        return self._add(AUTOSAVE, **place, **waited, name=self.newest)
+        more = {} if slow is None else {"slow": slow}
+        return self._add(AUTOSAVE, **place, **waited, **more, name=self.newest)
 
     def alive(self) -> Story:
         """Leave a sign of life."""
@@ -128,6 +147,8 @@ class Story:
         return place
 
     def _add(self, event: str, **more: Any) -> Story:
+        if self.seconds_of_data is not None and event in (AUTOSAVE, ALIVE, END):
+            more = {"data": self.seconds_of_data, **more}
         self.lines.append({"event": event, "fit": self.fit, "time": self.now, **more})
         return self
 
@@ -150,9 +171,11 @@ def stories(draw: st.DrawFn) -> Story:
         if number:
             story.wait(draw(lengths))
         since = draw(lengths)
+        hang = (story.now - draw(lengths), story.now - draw(lengths)) if number and draw(st.booleans()) else None
         story.wait(since)
         for fit in range(1, draw(st.integers(1, 2)) + 1):
-            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=functions[fit])
+            function = functions[fit]
+            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=function, hang=hang)
             if draw(st.integers(0, 5)) == 0:
                 break  # killed before its first batch
             _start(draw, story, saved.get(fit, []))
@@ -196,6 +219,8 @@ def _train(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
     for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive", "validate"]), max_size=12)):
         if step == "train" and story.function == "fit" and story.inside is None:
             story.train(draw(lengths), draw(st.integers(1, 120)))
+            if draw(st.booleans()):
+                story.data(draw(lengths))
         elif step in ("train", "validate"):
             story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), ends=draw(st.booleans()))
         elif step == "alive":

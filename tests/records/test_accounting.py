@@ -118,6 +118,53 @@ def test_place_tells_where_no_autosave_does() -> None:
     assert account_of(story) == {"training": 25, "redone": 10}
 
 
+# Waiting for data, and hangs.
+
+
+def test_waiting_for_data_is_no_progress() -> None:
+    """What training waits for data is taken from the time that counted."""
+    story = Story().begin().start().train(70).data(20).alive().train(5).data(5).end().done()
+    assert account_of(story) == {"training": 75, "data": 25}
+    [chapter] = history_of(story.lines).chapters
+    assert chapter_report(chapter).account.goodput == 0.75
+
+
+def test_data_of_work_that_is_done_again_is_part_of_it() -> None:
+    """Only what training had waited up to the autosave's state counts as waiting for data."""
+    story = Story().begin().start().train(70).data(20).autosave(seconds=1).train(10).data(10).alive()
+    story.begin().start(resumed=0, name=story.newest, batch=1).train(30).data(3).end().done()
+    assert account_of(story) == {"training": 100, "data": 23, "saving": 1, "redone": 20}
+
+
+def test_data_that_a_background_save_was_written_during_is_done_again() -> None:
+    """The seconds in its line are those of the state, not those of the time when it was written."""
+    story = Story().begin().start().data(20).autosave(seconds=1, written_in=10).data(9).alive()
+    story.begin().start(resumed=0, name=story.newest, batch=1).train(30).end().done()
+    assert account_of(story) == {"training": 30, "data": 20, "saving": 1, "redone": 19}
+
+
+def test_hang_is_no_time_without_a_process() -> None:
+    """From its beginning until a watcher noticed it, a process hung; only after that there was none."""
+    story = Story().begin().start().train(100).autosave().train(6).alive().wait(4)
+    since = story.now
+    story.wait(300).wait(1).begin(since=0.5, hang=(since, since + 300)).wait(2)
+    story.start(resumed=0, name=story.newest, batch=1).train(10).end().done()
+    assert account_of(story) == {"training": 110, "redone": 6, "hung": 300, "down": 4.5, "restarting": 2.5}
+    [chapter] = history_of(story.lines).chapters
+    account = chapter_report(chapter).account
+    assert account.lost == 6 + 300 + 4.5 + 2.5
+    assert account.goodput_while_up == 110 / (account.total - 4.5)
+
+
+def test_hang_of_an_earlier_process_counts_once() -> None:
+    """Each later start tells of the last hang, which is over by then."""
+    story = Story().begin().start().train(100).autosave().end("ValueError")
+    hang = (story.now, story.now + 50)
+    for _ in range(3):
+        story.wait(60).begin(hang=hang).start(resumed=0, name=story.newest, batch=1).train(10).autosave().alive()
+    assert account_of(story) == {"training": 130, "hung": 50, "down": 130}
+
+
 # Evaluation.
 
 
@@ -297,7 +344,7 @@ _anything = st.one_of(
 _names = [
     "time", "fit", "process", "process_began", "pid", "host", "epoch", "batch", "global_step", "resumed", "continues",
     "seconds", "taken", "bytes", "number", "since", "longest", "reason", "text", "saved", "name", "num_ranks",
-    "function", "num_validated", "validation", "until", "first", "num_batches",
+    "function", "num_validated", "validation", "until", "first", "num_batches", "data", "slow", "hang",
 ]  # fmt: skip
 _events = st.sampled_from([BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, ALIVE, END, DONE, SHORTENED, "else", 3])
 

@@ -103,6 +103,18 @@ def test_longest_of_many_is_remembered() -> None:
     assert (sums["number"], sums["longest"]["seconds"], sums["longest"]["batch"]) == (6, 9, 15)
 
 
+def test_slow_ranks_are_remembered() -> None:
+    """The sum of autosaves says how often each rank was slow, and by how much on average."""
+    story = Story().begin().start()
+    for share in (0.5, 0.3, 0.4, 0.4):
+        slow = {"rank": 1, "section": "data", "slower": share, "number": 1}
+        story.train(10, 5).autosave(slow=[slow]).train(10, 5).autosave()
+    lines = shortened(shortened(story.lines, max_bytes=10**6, num_kept=3), max_bytes=10**6, num_kept=1)
+    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
+    [slow] = sums["slow"]
+    assert (slow["rank"], slow["section"], slow["number"], round(slow["slower"], 6)) == (1, "data", 4, 0.4)
+
+
 def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
     """If there are too many processes, the oldest are forgotten, and this is recorded, once and again."""
     story = Story()

@@ -34,7 +34,7 @@ from lightning_faulttolerant.supervision.marks import (
     ProcessMarks,
     read_marks,
 )
-from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes
+from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes, last_hang
 from lightning_faulttolerant.supervision.stacks import SIGNAL, StackHandler, stacks_of, stacks_path, waits_for_others
 from lightning_faulttolerant.supervision.watcher import Hang, HangWatcher
 
@@ -230,6 +230,26 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     damaged = SectionTimes()
     damaged.follow(str(tmp_path / "run"))
     assert damaged.limit(marks_at(0, 1))[0] == 1800
+
+
+def test_the_next_start_knows_when_the_last_hang_was(tmp_path: Path) -> None:
+    """Its times are kept beside what was learned, over starts without a hang, and damage means that none is known."""
+    directory = str(tmp_path)
+    assert last_hang(directory) is None
+    hung, later = SectionTimes(), SectionTimes()
+    hung.follow(directory)
+    hung.note_hang(marks_at(0, 5), 300.0)
+    noticed = time.time()
+    hung.writing()()
+    later.follow(directory)
+    later.learn(TRAINING_BATCH, 1e6)
+    later.writing()()
+    times = last_hang(directory)
+    assert times is not None
+    assert times[1] - times[0] == pytest.approx(300.0, abs=0.01)
+    assert times[1] == pytest.approx(noticed, abs=1.0)
+    (tmp_path / FILE_NAME).write_text(json.dumps([1]))
+    assert last_hang(directory) is None
 
 
 def marks_at(rank: int, batch: int) -> ProcessMarks:

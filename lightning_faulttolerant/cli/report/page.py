@@ -14,6 +14,7 @@ from lightning_faulttolerant.cli.report.words import (
     again_text,
     end_text,
     skipped_texts,
+    slow_texts,
     unsaved_text,
     validation_text,
     who_waited,
@@ -252,7 +253,8 @@ def _notes(chapter: ChapterReport) -> Child:
     fits = [(number, fit) for number, process in processes for fit in process.fits]
     unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
     incidents = [f"Process {number} {text}" for number, fit in fits for text in fit.incidents]
-    texts = dict.fromkeys((*skipped_texts(chapter.chapter), *incidents, *unsaved, *texts))
+    slow = slow_texts(chapter.chapter.fits)
+    texts = dict.fromkeys((*skipped_texts(chapter.chapter), *incidents, *slow, *unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]

@@ -24,8 +24,10 @@ from lightning_faulttolerant.cli.page.plot import Area, Point, Readout, highest
 from lightning_faulttolerant.cli.report.words import KIND_NAMES
 from lightning_faulttolerant.records.accounting import marks
 from lightning_faulttolerant.records.goodput import (
+    DATA,
     DOWN,
     EVALUATION,
+    HUNG,
     OUTSIDE,
     REDONE,
     RESTARTING,
@@ -43,11 +45,13 @@ _KINDS = {
     TRAINING: "good",
     EVALUATION: "evaluation",
     REDONE: "again",
+    DATA: "data",
     SAVING: "saving",
     RESTORING: "restoring",
     RESTARTING: "restarting",
     STARTING: "starting",
     OUTSIDE: "outside",
+    HUNG: "hung",
     DOWN: "idle",
 }
 """The style class of each kind, in the order in which the kinds are shown."""

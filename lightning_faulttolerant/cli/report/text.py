@@ -13,6 +13,7 @@ from lightning_faulttolerant.cli.report.words import (
     from_text,
     place_text,
     skipped_texts,
+    slow_texts,
     unsaved_text,
     validation_text,
     who_waited,
@@ -26,6 +27,7 @@ _BAR_WIDTH = 24
 _MAX_END = 19
 _MIN_END = 8
 _MAX_CONTINUED = 10
+_MAX_SLOW = 5
 _MAX_ROWS = 40
 _NUM_FIRST_ROWS = 5
 _RIGHT = ("#", "FIT", "LASTED", "FROM", "TO", "SAVES")
@@ -68,6 +70,11 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     ranks = list(dict.fromkeys(fit.num_ranks for fit in chapter.fits if fit.num_ranks is not None))
     if ranks and ranks != [1]:
         yield f"Ranks: {', then '.join(map(str, ranks))}."
+    texts = slow_texts(chapter.fits)
+    for text in texts[:_MAX_SLOW]:
+        yield from _wrapped(text)
+    if len(texts) > _MAX_SLOW:
+        yield f"{_count(len(texts) - _MAX_SLOW, 'more line')} about slow ranks: --json tells all."
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             if fit.resumed is not None and fit.resumed.not_exact:

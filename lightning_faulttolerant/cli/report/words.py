@@ -8,6 +8,7 @@ from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.goodput import ContinuedEvaluation
 from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace, Unsaved, Validations
 from lightning_faulttolerant.records.skips import in_words
+from lightning_faulttolerant.records.slow_ranks import summed
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
@@ -15,14 +16,25 @@ RUNNING_SECONDS = 90.0
 KIND_NAMES = {
     goodput.TRAINING: "training that counted",
     goodput.EVALUATION: "evaluation that counted",
+    goodput.DATA: "waiting for data",
     goodput.SAVING: "waiting for autosaves",
     goodput.OUTSIDE: "rest of the script",
     goodput.STARTING: "start of the first process",
     goodput.RESTORING: "restoring",
     goodput.REDONE: "work that was done again",
+    goodput.HUNG: "hung",
     goodput.DOWN: "no process",
     goodput.RESTARTING: "starts of later processes",
 }
+
+
+SECTION_NAMES = {
+    "data": "waiting for data",
+    "step": "its steps",
+    "evaluation": "evaluation",
+    "save": "the state for its saves",
+}
+"""What a rank loses its time with, by the name of the section in a history."""
 
 
 def duration_text(seconds: float) -> str:
@@ -154,6 +166,21 @@ def skipped_texts(chapter: Chapter) -> Iterator[str]:
         for one in skips:
             why = f". It could not be loaded: {one.text}" if one.text else ", by skip_batches"
             yield f"{in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
+
+
+def slow_texts(fits: Sequence[FitHistory]) -> list[str]:
+    """Return which ranks kept the others waiting, and in which section each of them lost the time.
+
+    Args:
+        fits: All fits.
+    """
+    autosaves = [autosave for fit in fits for autosave in fit.autosaves]
+    number = sum(autosave.number for autosave in autosaves)
+    return [
+        f"Rank {slow.rank} was {slow.slower:.0%} slower than the median of the others, in {SECTION_NAMES[slow.section]}"
+        f" (at {slow.number} of {number} autosaves)."
+        for slow in summed([slow for autosave in autosaves for slow in autosave.slow])
+    ]
 
 
 def end_text(fit: FitHistory, *, is_last: bool, made: float) -> str:

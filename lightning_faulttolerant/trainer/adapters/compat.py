@@ -310,7 +310,11 @@ DDP_SEAMS = {
     "ddp.reducer._rebuild_buckets": "the same order",
     "ddp.reducer._set_static_graph": "the same order with static_graph=True",
     "ddp.logger._set_static_graph": "the same order with static_graph=True",
+    "ddp._sync_buffers": "slow ranks of models with buffers: the others wait there before the forward pass",
 }
+
+SYNC_BUFFERS = "_sync_buffers"
+"""The method in which DDP copies rank 0's buffers to all ranks, before each forward pass."""
 
 _REBUILT = "rebuilt_per_bucket_param_indices"
 _READY = "prev_iteration_grad_ready_order_indices"

@@ -166,12 +166,15 @@ class EvaluationPace:
 
     Args:
         options: Say when to save.
+        history: Knows the failures of the run, which decide how often to save.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, history: HistoryWriter) -> None:
         interval = options.train_time_interval
         self._interval = None if interval is None else interval.total_seconds()
         self._budget = Budget(options.overhead_budget)
+        if options.follows_failures:
+            self._budget.begin(0.0, history.failures())
         self.now = self._budget.now
         self.save_seconds = 0.0
         """The duration of the longest save."""
@@ -225,7 +228,7 @@ class EvaluationSaver:
         self._predictions = predictions
         self._on_saved = on_saved
         self._outage = Outage(history, speaks=ranks.rank == 0)
-        self.pace = EvaluationPace(options)
+        self.pace = EvaluationPace(options, history)
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
         self.has_only_start = False

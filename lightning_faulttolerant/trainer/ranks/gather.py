@@ -19,6 +19,7 @@ from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.run.own_times import OwnTimes
 
 LIGHTNINGS = "lightning"
 """The parts of Lightning's checkpoint that may differ between ranks, in the state of a rank."""
@@ -62,7 +63,11 @@ def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, train
 
 
 def gather(
-    ranks: Ranks, position: TrainerPosition, state: Mapping[str, object], full: Mapping[str, object]
+    ranks: Ranks,
+    position: TrainerPosition,
+    state: Mapping[str, object],
+    full: Mapping[str, object],
+    times: OwnTimes | None = None,
 ) -> list[dict[str, Any]] | None:
     """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
 
@@ -71,6 +76,7 @@ def gather(
         position: Where this rank is; all must be at the same place.
         state: The state of this rank, in the form kept for rank 0.
         full: The same state, from `full_state`.
+        times: What this rank has spent its time on, which travels with the state. Rank 0's hears that of all.
 
     Raises:
         RanksLostError: If the ranks are at different places, or one of them is gone.
@@ -79,13 +85,16 @@ def gather(
         return [pack_blobs(state)]
     digests = ranks.from_first("digests", digests_of(full) if ranks.rank == 0 else None)
     own = state if ranks.rank == 0 else difference(full, digests)
-    packed_states = ranks.to_first("state", (position, on_cpu(pack_blobs(own))))
-    if packed_states is None:
+    own_times = None if times is None else times.take()
+    gathered = ranks.to_first("state", (position, on_cpu(pack_blobs(own)), own_times))
+    if gathered is None:
         return None
-    elsewhere = {place: str(other) for place, (other, _) in enumerate(packed_states) if other != position}
+    elsewhere = {place: str(other) for place, (other, _, _) in enumerate(gathered) if other != position}
     if elsewhere:
         raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
-    return [packed for _, packed in packed_states]
+    if times is not None:
+        times.hear([seconds for _, _, seconds in gathered])
+    return [packed for _, packed, _ in gathered]
 
 
 def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:

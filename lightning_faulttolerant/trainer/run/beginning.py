@@ -216,7 +216,7 @@ class Beginning:
         if function != FIT:
             self._set_other_aside(found, finder.fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
-        self.history.begin(options.script)
+        self.history.begin(options.script, directory=self.directory)
         return found
 
     def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:

@@ -21,6 +21,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.branches import Parent
+from lightning_faulttolerant.records.failures import Failures, failures_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
     ALIVE_EVERY_SECONDS,
@@ -42,6 +43,7 @@ from lightning_faulttolerant.records.history import (
 )
 from lightning_faulttolerant.records.shortening import sum_of_validations
 from lightning_faulttolerant.records.skips import Skip
+from lightning_faulttolerant.supervision.section_times import last_hang
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
@@ -49,6 +51,7 @@ from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory
 from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.run.own_times import OwnTimes
 
 _MAX_TEXT = 300
 
@@ -102,6 +105,9 @@ class HistoryWriter:
         self._untold: dict[str, Any] = {}
         self.skips: list[Skip] = []
         """The batches that the fit has left out before it was resumed."""
+        self.times = OwnTimes()
+        """What this rank spends its time on."""
+        self._data_taken = 0.0
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
@@ -128,13 +134,23 @@ class HistoryWriter:
                     known = None
         return known
 
+    def failures(self) -> Failures:
+        """Return the failures of the run before this fit. None are known on ranks without a file."""
+        try:
+            return failures_of(self.file.lines(), fit=self._fit)
+        except Exception as error:  # noqa: BLE001 - no error of the history may end the training
+            self.file.announce(error)
+            return Failures()
+
     @_without_harm
-    def begin(self, script: Script) -> None:
+    def begin(self, script: Script, *, directory: str = "") -> None:
         """Note that a fit begins.
 
         Args:
             script: The process in which the callback was created.
+            directory: The directory of the run, or its URL: what watches a run notes there how it hung.
         """
+        hang = last_hang(directory)
         self._add(
             BEGIN,
             process=script.token[:12],
@@ -142,6 +158,7 @@ class HistoryWriter:
             host=socket.gethostname(),
             process_began=process_began(script.process_id),
             **({} if self._function == FIT else {"function": self._function}),
+            **({} if hang is None else {"hang": {"since": hang[0], "until": hang[1]}}),
         )
 
     @_without_harm
@@ -202,6 +219,8 @@ class HistoryWriter:
             seconds=round(seconds, 6),
             bytes=None if series is None else series.num_bytes.get(path),
             behind=is_in_background,
+            **({"data": round(self._data_taken, 3)} if self._function == FIT else {}),
+            **({"slow": [asdict(each) for each in self.times.slow]} if self.times.slow else {}),
         )
         self.saved = position
 
@@ -226,6 +245,10 @@ class HistoryWriter:
         """
         self._write_validated()
         self._add(ORDER, epoch=epoch, loaders=dict(loaders))
+
+    def note_taken(self) -> None:
+        """Note that a state is taken, for an autosave that is written later."""
+        self._data_taken = self.times.data
 
     def note_wait(self, seconds: float) -> None:
         """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""
@@ -327,7 +350,9 @@ class HistoryWriter:
     def _here(self) -> dict[str, Any]:
         """Return the current place, and whether it is in a validation run."""
         is_evaluating = self._validation is not None or self._function != FIT
-        place = self._place()
+        place: dict[str, Any] = self._place()
+        if self._function == FIT:
+            place["data"] = round(self.times.data, 3)
         return {**place, "num_validated": num_evaluated(self._trainer), **self._inside()} if is_evaluating else place
 
     def _inside(self) -> dict[str, Any]:

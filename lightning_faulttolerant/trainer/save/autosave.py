@@ -37,6 +37,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     writer_of,
 )
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
+from lightning_faulttolerant.trainer.run.own_times import OwnTimes
 from lightning_faulttolerant.trainer.save.hook_saves import HookSave, can_wait
 from lightning_faulttolerant.trainer.save.pace import Pace, described
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, put_instead
@@ -137,7 +138,7 @@ class Autosaver:
         began = self.pace.now()
         self._writer.wait()
         self._take_failure()
-        checkpoint = self._taken(position, self._run_state.state_dict(position))
+        checkpoint = self._taken(position, self._own_state(position))
         self._by_first(position, began, lambda series: self._save_in_background(series, checkpoint, position, began))
 
     def _save_first(self, position: TrainerPosition) -> None:
@@ -184,7 +185,7 @@ class Autosaver:
         began = self.pace.now()
         self.before_save()
         self.settle()
-        self._save(self._taken(position, self._run_state.state_dict(position)), position, began)
+        self._save(self._taken(position, self._own_state(position)), position, began)
 
     def save_unless_saved(self, position: TrainerPosition) -> None:
         """Save the state of this instant, unless it was just saved."""
@@ -271,6 +272,7 @@ class Autosaver:
         state: Mapping[str, Any],
         checkpoint: Mapping[str, Any],
         instead: Instead | None = None,
+        times: OwnTimes | None = None,
     ) -> CheckpointPart | None:
         """Return our part of a checkpoint on rank 0, and ``None`` on the others."""
         header = self._header()
@@ -279,7 +281,7 @@ class Autosaver:
         checkpoint = as_captured(checkpoint, instead, self._trainer)
         buffers = {} if instead is None else instead["buffers"]
         full = full_state(state, checkpoint, self._trainer.lightning_module, buffers=buffers)
-        packed = gather(ranks, position, state, full)
+        packed = gather(ranks, position, state, full, times)
         if packed is None:
             return None
         world_size = self._trainer.world_size
@@ -294,6 +296,9 @@ class Autosaver:
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         return self._gathered(position, state, capture)
 
+    def _own_state(self, position: TrainerPosition) -> dict[str, Any]:
+        return self._history.times.timed(lambda: self._run_state.state_dict(position))  # type: ignore[no-any-return]
+
     def _gathered(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, Any]:
@@ -302,7 +307,7 @@ class Autosaver:
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
-                checkpoint = compat.dump_checkpoint(self._trainer)
+                checkpoint = self._history.times.timed(lambda: compat.dump_checkpoint(self._trainer))
         finally:
             self.is_dumping = False
         make_loadable(self._trainer, checkpoint)
@@ -312,7 +317,7 @@ class Autosaver:
         packed = pack(checkpoint, leave=() if self._shards is None else IN_SHARDS)
         self._packed = Packed({}, *packed[1:])  # without the checkpoint, which need not stay in memory
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
-        part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own})
+        part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own}, times=self._history.times)
         if part is None:
             return {} if self._shards is None else packed.checkpoint
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}

@@ -3,7 +3,8 @@
 `Budget`: autosaves and captures together take at most a given share of the time. The cost of a save is measured over
 the recent saves. The first save of a process does not count: much of its work is done only once. Soon after the start,
 saves come more often than the budget allows, at intervals that double until they reach the budget's. So a run that is
-killed often still advances, and any other run pays for only a few more saves.
+killed often still advances, and any other run pays for only a few more saves. Once the run has failed, the interval
+follows from its failures instead (`best_interval`), unless the user has set the share.
 
 `every_n_train_steps` counts optimizer steps, or batches if nothing counts steps. Lightning's ``global_step`` counts the
 steps of automatic optimization, and in manual optimization the steps of the optimizers that ``self.optimizers()``
@@ -26,6 +27,7 @@ from statistics import fmean
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.records.failures import Failures, best_interval
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
@@ -178,6 +180,9 @@ class Budget:
         self._paces_saves = paces_saves
         self._capture_share = share / 2 if paces_saves and share < 1 else share
         self._soon_seconds = 0.0
+        self.failures = Failures()
+        """The failures that decide how often to save; none as long as the share does."""
+        self._began = clock()
         self._clock = clock
         self._first: float | None = None
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -192,18 +197,24 @@ class Budget:
         """Return the clock's time."""
         return self._clock()
 
-    def begin(self, start_seconds: float) -> None:
+    def begin(self, start_seconds: float, failures: Failures | None = None) -> None:
         """Note that training begins.
 
         Args:
             start_seconds: The seconds since the start of the process.
+            failures: The failures of the run so far. If there are any, they decide how often to save.
         """
+        self._began = self._clock()
+        self.failures = failures or self.failures
         if self._share < 1:
             self._soon_seconds = min(_SHARE_OF_START * start_seconds, _MAX_SOON_SECONDS)
 
     def begin_saved(self) -> None:
         """Note that an earlier process has already saved the state in which training begins."""
-        self.save_at = self._warm_up_at = self._paced_at = self._latest_at = self._clock() + self._soon_seconds
+        wait = self._soon_seconds
+        if self.failures.number and self.failures.save_seconds is not None:
+            wait = min(wait, self._wait(self.failures.save_seconds))
+        self.save_at = self._warm_up_at = self._paced_at = self._latest_at = self._clock() + wait
 
     def spend_on_save(self, began: float) -> float:
         """Note that training has waited for a save from `began` until now. Return the number of seconds."""
@@ -213,7 +224,8 @@ class Budget:
         else:
             self._recent.append(seconds)
         self._num_intervals += 1
-        self._set_save_at(seconds, typical=fmean(self._recent) if self._recent else self._first)
+        first = self.failures.save_seconds if self.failures.number else None
+        self._set_save_at(seconds, typical=fmean(self._recent or [first or self._first]))
         return seconds
 
     def spend_on_failure(self, began: float, num_failures: int) -> None:
@@ -232,19 +244,27 @@ class Budget:
         now = self._clock()
         seconds = now - began
         self.capture_at = now + seconds * (1 - self._capture_share) / self._capture_share
-        if self._paces_saves:
+        if self._paces_saves and not self.failures.number:
             self._paced_at = min(self._paced_at + seconds / self._share, self._latest_at)
             self.save_at = min(self._warm_up_at, self._paced_at)
 
     def _set_save_at(self, seconds: float, *, typical: float) -> None:
         now = self._clock()
-        wait = typical * (1 - self._share) / self._share
+        wait = self._wait(typical)
         self._paced_at = now + wait
         # Captures that must be taken at each boundary may be expensive: saves still have half of the budget.
         self._latest_at = now + 2 * wait
         first_interval = max(self._soon_seconds, _MIN_SAVES * seconds)
         self._warm_up_at = now + first_interval * 2.0 ** min(self._num_intervals - 1, 60)
         self.save_at = min(self._warm_up_at, self._paced_at)
+
+    def _wait(self, save_seconds: float) -> float:
+        """Return how long to wait after a save for the next one, after the warm-up."""
+        if self.failures.number:
+            return best_interval(
+                save_seconds, self.failures.mean_seconds_between(max(self._clock() - self._began, 0.0))
+            )
+        return save_seconds * (1 - self._share) / self._share
 
 
 class Pace:
@@ -309,7 +329,8 @@ class Pace:
 
     def begin(self) -> None:
         """Note that training begins."""
-        self.budget.begin(seconds_of_process())
+        failures = self._history.failures() if self._options.follows_failures else None
+        self.budget.begin(seconds_of_process(), failures)
 
     def begin_saved(self, position: TrainerPosition) -> None:
         """Note that training begins with a state that an earlier process has already saved."""
@@ -326,6 +347,7 @@ class Pace:
             taken_at: When it was taken, if it is a capture. Default: now.
         """
         self.taken_at = self.now() if taken_at is None else taken_at
+        self._history.note_taken()
         self.kept_steps.note_taken(position)
         self._num_begun = {self.saved: self._num_begun.get(self.saved, 0), position: num_begun_in_all(self._trainer)}
 

@@ -20,6 +20,8 @@ from lightning_faulttolerant.trainer.incidents.rules import RULES, Rule
 from lightning_faulttolerant.trainer.run.directory import check_run_id, this_process
 from lightning_faulttolerant.trainer.run.launched import Script
 
+DEFAULT_BUDGET = 0.01
+"""The `overhead_budget` if the user sets none."""
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save", "attribute", "stop_on_incident")
 _HANG = HANG_NAMES[1:]
@@ -57,6 +59,8 @@ class Options:
     stop_on_incident: bool = False
     resume_from: int | str | None = None
     skip_batches: tuple[Skip, ...] = ()
+    has_own_budget: bool = True
+    """Whether the user has set `overhead_budget`."""
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -121,6 +125,11 @@ class Options:
     def is_paced(self) -> bool:
         """Whether `overhead_budget` says when to save, rather than an interval."""
         return self.every_n_train_steps is None and self.train_time_interval is None
+
+    @property
+    def follows_failures(self) -> bool:
+        """Whether the failures of the run say when to save: the user has set neither an interval nor the budget."""
+        return self.is_paced and not self.has_own_budget
 
     @property
     def allows_other_ranks(self) -> bool:

@@ -9,7 +9,19 @@ from lightning_faulttolerant.cli.page.html import document, tag
 from tests.cli.page.parsed import Parsed
 
 ASSETS = resources.files("lightning_faulttolerant.cli.page")
-KINDS = ("good", "evaluation", "again", "saving", "restoring", "restarting", "starting", "outside", "idle")
+KINDS = (
+    "good",
+    "evaluation",
+    "data",
+    "again",
+    "saving",
+    "restoring",
+    "restarting",
+    "starting",
+    "outside",
+    "hung",
+    "idle",
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_faulttolerant.records.failures import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
 
 
@@ -34,6 +35,7 @@ class Run:
         fails: Callable[[float], bool] = lambda now: False,
         is_resumed: bool = False,
         paces_saves: bool = True,
+        failures: Failures | None = None,
     ) -> None:
         self.now = 1000.0
         self.budget = Budget(share, paces_saves=paces_saves, clock=lambda: self.now)
@@ -46,7 +48,7 @@ class Run:
         self.failures: list[float] = []
         self.seconds_saved = self.seconds_captured = 0.0
         self.num_failures = 0
-        self.budget.begin(start_seconds)
+        self.budget.begin(start_seconds, failures)
         if is_resumed:
             self.budget.begin_saved()
 
@@ -206,6 +208,48 @@ def test_failures_that_take_long_do_not_take_all_of_the_time() -> None:
     run.train(60_000)
     assert 60.0 * len(run.failures) < 0.03 * 40_000
     assert min(seconds for seconds in run.saves if seconds > 40_000) <= 46_100
+
+
+def test_failures_set_the_interval_by_youngs_formula() -> None:
+    """With a failure each 1000 s and saves of 0.2 s, an autosave comes each 20 s, and captures do not put it off."""
+    run = Run(failures=Failures(number=10, seconds=10_000.0), captures_always=True, capture_seconds=0.001)
+    run.train(600)
+    assert run.intervals()[-1] == pytest.approx(20.4, abs=0.5)  # the process lives, so the distance grows a little
+
+
+def test_rare_failures_let_saves_be_rarer_than_the_budget_does() -> None:
+    """With one failure in a million seconds, saves of 0.2 s come each 632 s rather than each 20 s."""
+    run = Run(failures=Failures(number=1, seconds=1e6), batch_seconds=1.0)
+    run.train(10_000)
+    assert run.intervals()[-1] == pytest.approx(636, rel=0.01)
+
+
+def test_without_a_failure_the_budget_sets_the_interval() -> None:
+    """Time without a failure changes nothing, nor does the cost of earlier saves."""
+    with_none, as_today = Run(failures=Failures(seconds=1e5, save_seconds=7.0)), Run()
+    for run in (with_none, as_today):
+        run.train(600)
+    assert with_none.saves == as_today.saves
+
+
+def test_resumed_run_saves_as_soon_as_its_failures_require() -> None:
+    """What a save costs is known from the history: the first one comes neither late nor by its own cold cost."""
+    run = Run(
+        is_resumed=True,
+        start_seconds=20.0,
+        failures=Failures(number=3, seconds=45.0, save_seconds=0.05),
+        save_seconds=lambda number: 0.05 if number else 5.0,
+    )
+    run.train(30)
+    assert run.saves[0] == pytest.approx(1.2, abs=0.11)
+    assert run.intervals()[0] == pytest.approx(5.0 + 1.3, abs=0.2)
+
+
+def test_saves_that_take_longer_than_the_run_lives_do_not_stop() -> None:
+    """If a save takes as long as a process lives, one comes each lifetime."""
+    run = Run(failures=Failures(number=100, seconds=1000.0, save_seconds=20.0), save_seconds=lambda number: 20.0)
+    run.train(300)
+    assert run.intervals()[-1] == pytest.approx(20 + 13, abs=1)
 
 
 def test_clock_is_one_that_goes_forward() -> None:

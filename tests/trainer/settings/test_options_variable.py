@@ -67,7 +67,7 @@ def test_values_have_the_types_of_the_signature(text: str, expected: dict[str, A
         ("strict=none", "strict must be true or false, got 'none'"),
         ("every_n_train_steps=5.5", "every_n_train_steps must be none or a whole number, got '5.5'"),
         ("keep_last=", "keep_last must be a whole number, got ''"),
-        ("overhead_budget=low", "overhead_budget must be a number, got 'low'"),
+        ("overhead_budget=low", "overhead_budget must be none or a number, got 'low'"),
         ("train_time_interval=300", "train_time_interval must be none or a time such as 0:05:00"),
         ("dirpath=", "dirpath must be none or a text, not empty"),
         ("strict", "must be pairs of name=value, separated by commas"),
