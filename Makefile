@@ -57,14 +57,20 @@ docs: $(DOCS)  ## build the documentation into site/; a warning is an error
 docs-live: $(DOCS)  ## show the documentation at http://127.0.0.1:8000, and rebuild it when a page changes
 	.venv-docs/bin/mkdocs serve
 
-# The wheel is built from the sdist, and tried in an environment that has only the package and its dependencies.
+# The wheel is built from the sdist, and tried in an environment that has only the package and its dependencies: with the
+# newest Lightning, with the oldest, and with pytorch_lightning alone.
+try_wheel = cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
 dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, check both, try the wheel in a clean environment
 	rm -rf dist
 	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
 	.venv-build/bin/python tests/release/contents.py dist
 	$(UV) pip uninstall --quiet --python .venv-dist lightning-faulttolerant
-	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt dist/*.whl
-	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
+	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt --upgrade dist/*.whl
+	$(try_wheel)
+	$(UV) pip install --quiet --python .venv-dist --constraint requirements/oldest.txt lightning pytorch-lightning
+	$(try_wheel)
+	$(UV) pip uninstall --quiet --python .venv-dist lightning  # it shares no file with pytorch-lightning
+	$(try_wheel)
 
 browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root) for the tests that open the pages of reports
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
@@ -116,7 +122,7 @@ faults: $(NEWEST)  ## let each kind of fault come at random moments of supervise
 	@echo "make faults FAULT_TRIALS=$(FAULT_TRIALS) FAULT_SEED=$(FAULT_SEED)"
 	$(BIN)/$(SUITE) tests/cli/supervise/test_faults.py --fault-trials=$(FAULT_TRIALS) --fault-seed=$(FAULT_SEED) $(PYTEST_ARGS)
 
-# Only the tests that need Lightning, and a part of the laws about data (tests/harness/oldest.py): `make test` runs the
+# Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
 # others with the same torch.
 OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)

@@ -37,8 +37,7 @@ from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
 from lightning_faulttolerant.checkpoint.ranks import RankGroup
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
-from lightning_faulttolerant.state.blobs import pack_blobs
-from lightning_faulttolerant.state.differences import difference, digests_of
+from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
 from lightning_faulttolerant.trainer.save.run_state import RunState
 

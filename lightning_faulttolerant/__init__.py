@@ -28,15 +28,13 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
-    from lightning_faulttolerant.samplers.images import DistributedShardedDataset
+    from lightning_faulttolerant.samplers.images import DistributedShardedDataset, ShardedMapDataset
     from lightning_faulttolerant.samplers.interruptible import InterruptibleDistributedSampler, InterruptibleSampler
-    from lightning_faulttolerant.samplers.metrics import MetricsTracker
-    from lightning_faulttolerant.samplers.shards import ShardedMapDataset
-    from lightning_faulttolerant.samplers.timer import TimestampedTimer
+    from lightning_faulttolerant.samplers.metrics import MetricsTracker, TimestampedTimer
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
-    from lightning_faulttolerant.streaming.stream import Stream
+    from lightning_faulttolerant.streaming.shards import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.resume.report import ResumeReport
     from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
@@ -95,11 +93,11 @@ _LAZY = {
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.resume.report",
-    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
-    "Stream": "lightning_faulttolerant.streaming.stream",
+    "ShardedMapDataset": "lightning_faulttolerant.samplers.images",
+    "Stream": "lightning_faulttolerant.streaming.shards",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
-    "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
+    "TimestampedTimer": "lightning_faulttolerant.samplers.metrics",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 

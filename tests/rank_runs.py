@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
-from lightning_faulttolerant.state.blobs import unpack_blobs
+from lightning_faulttolerant.state.packing import unpack_blobs
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.ranks.gather import state_of
 from tests.data_sets import NoisyDataset

@@ -18,6 +18,30 @@ import pytest
 PACKAGE = "lightning_faulttolerant"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_ATTRIBUTES = 12
+
+# Constructors that set more attributes, with their numbers. An entry may only shrink or disappear.
+MANY_ATTRIBUTES = {
+    "AnySession": 17,
+    "AtomicDirectory": 13,
+    "Autosaver": 22,
+    "Beginning": 15,
+    "Boundary": 16,
+    "Budget": 13,
+    "CheckpointFiles": 17,
+    "DistributedShardedDataset": 15,
+    "Encoder": 17,
+    "EvaluationResume": 18,
+    "FitLedger": 14,
+    "IndexSide": 15,
+    "Objects": 16,
+    "Pace": 16,
+    "Resume": 18,
+    "RunDirectory": 15,
+    "Supervision": 13,
+    "TrackedLoader": 20,
+    "Watch": 15,
+}
 
 # From top to bottom, as in docs and design: a module imports its own layer and those below. Lightning stops at trainer.
 LAYERS = (
@@ -253,6 +277,29 @@ def long_functions(files: Sources) -> Iterator[str]:
                     yield f"{path}:{node.lineno} {node.name}: {num_lines} lines, at most {MAX_FUNCTION_LINES}"
 
 
+def large_constructors(files: Sources) -> Iterator[str]:
+    """Yield constructors that set more attributes than allowed, and entries of `MANY_ATTRIBUTES` that are too high."""
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            own = [child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"]
+            num_set = len({name for constructor in own for name in attributes_set(constructor)})
+            allowed = MANY_ATTRIBUTES.get(node.name, MAX_ATTRIBUTES)
+            if num_set > allowed:
+                yield f"{path}:{node.lineno} {node.name}: its constructor sets {num_set} attributes, at most {allowed}"
+            elif node.name in MANY_ATTRIBUTES and num_set < allowed:
+                yield f"{path}:{node.lineno} {node.name}: set its entry in MANY_ATTRIBUTES from {allowed} to {num_set}"
+
+
+def attributes_set(constructor: ast.FunctionDef) -> Iterator[str]:
+    """Yield the names of the attributes of `self` that a constructor sets."""
+    for node in ast.walk(constructor):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
+
+
 def names_given_twice(files: Sources) -> Iterator[str]:
     """Yield class names that stand for two classes, nested ones and those in functions included."""
     places: dict[str, list[Path]] = {}
@@ -281,6 +328,7 @@ CHECKS = [
     private_lightning_names,
     long_files,
     long_functions,
+    large_constructors,
     names_given_twice,
 ]
 
@@ -298,6 +346,22 @@ def test_no_test_imports_from_another() -> None:
     files = sources(Path(__file__).parent)
     assert Path("law/test_which_run.py") in files
     assert list(imports_of_tests(files)) == []
+
+
+def test_classes_with_many_attributes_exist() -> None:
+    """No entry of `MANY_ATTRIBUTES` outlives its class, and none allows what is allowed anyway."""
+    files = sources(Path(__file__).parents[1] / PACKAGE)
+    names = {
+        node.name for text in files.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    }
+    assert set(MANY_ATTRIBUTES) <= names
+    assert min(MANY_ATTRIBUTES.values(), default=MAX_ATTRIBUTES + 1) > MAX_ATTRIBUTES
+
+
+def large_class(num_attributes: int, *, name: str = "Large") -> str:
+    """Return the source of a class whose constructor sets `num_attributes` attributes, one of them twice."""
+    lines = [f"        self.value_{number} = {number}" for number in range(num_attributes)]
+    return "\n".join([f"class {name}:", "    def __init__(self):", *lines, "        self.value_0 = None"])
 
 
 def long_function(num_lines: int) -> str:
@@ -366,6 +430,11 @@ BROKEN = {
         {"trainer/bases.py": "class AnyCallback: ...", "trainer/callback.py": "class AnyCallback: ..."},
     ),
     "a long function": (long_functions, {"errors.py": long_function(MAX_FUNCTION_LINES + 1)}),
+    "a large constructor": (large_constructors, {"errors.py": large_class(MAX_ATTRIBUTES + 1)}),
+    "a constructor that has shrunk below its entry": (
+        large_constructors,
+        {"trainer/resume/resume.py": large_class(MANY_ATTRIBUTES["Resume"] - 1, name="Resume")},
+    ),
     "a function of another test": (imports_of_tests, {"law/test_pace.py": "from tests.law.test_which_run import tell"}),
     "another test": (imports_of_tests, {"twin/test_drill.py": "from tests.cli.drill import test_real_training"}),
     "a test in a function": (imports_of_tests, {"runs.py": "def f():\n    import tests.law.test_faults as faults"}),
@@ -394,6 +463,7 @@ ALLOWED = {
         "trainer/bases.py": "if TYPE_CHECKING:\n    class AnyCallback: ...\nelse:\n    class AnyCallback: ..."
     },
     "a class and what is like it": {"state/a.py": "class Place: ...", "state/b.py": "class Places: ...\nPlace = int"},
+    "a constructor at the limit": {"errors.py": large_class(MAX_ATTRIBUTES)},
     "lengths at the limit": {"errors.py": long_function(MAX_FUNCTION_LINES), "cli.py": "\n" * MAX_FILE_LINES},
 }
 

@@ -24,7 +24,7 @@ from lightning_faulttolerant.checkpoint.verify import (
     unsafe_paths,
 )
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.state.blobs import blob_to_tensor, tensor_to_blob
+from lightning_faulttolerant.state.packing import blob_to_tensor, tensor_to_blob
 
 _WITH_PLACES = (dict, OrderedDict, list)
 _TENSOR, _PLACE = "tensor", "place"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.index_digest import START, Digest
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.digests import START, Digest
+from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.samplers import DrawLog
 
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
@@ -157,7 +157,7 @@ class IndexRecord:
     start: RandomStates | None = None
     first: RandomStates | None = None
     log: DrawLog = field(default_factory=DrawLog)
-    recent: deque[Any] = field(default_factory=deque)
+    recent: deque[object] = field(default_factory=deque)
     digests: deque[Digest] = field(default_factory=lambda: deque([START]))
     not_compared: set[str] = field(default_factory=set)
     epoch: int = 0
@@ -187,7 +187,7 @@ class IndexPlan:
     position: int = 0
     handed_out: int = 0
     log: bytes = b""
-    recent: tuple[Any, ...] = ()
+    recent: tuple[object, ...] = ()
     digests: tuple[Digest, ...] = ()
     not_compared: frozenset[str] = frozenset()
     num_samples: int = 0

@@ -18,24 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog, generators_of, order_follows_from_start
+from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.loader.index_digest import START, updated
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates
-from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.remaining_batches import (
+from lightning_faulttolerant.loader.remaining import (
     GlobalOrder,
     RankShare,
     RemainingBatches,
     order_of,
     share_of,
 )
-from lightning_faulttolerant.loader.sampler_states import SamplerStates
-from lightning_faulttolerant.loader.samplers import epoch_in
-from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.loader.sampler_states import Replay, SamplerStates
+from lightning_faulttolerant.loader.samplers import DrawLog, epoch_in, generators_of, order_follows_from_start
+from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _log = logging.getLogger(__name__)
@@ -47,11 +45,11 @@ SOLE_RANK = RankPlace(rank=0, num_replicas=1)
 class _Started:
     """The sampler's iterator, and the moment when it was started."""
 
-    indices: Iterator[Any]
+    indices: Iterator[object]
     moment: RandomStates
 
 
-class IndexIterator(Iterator[Any]):
+class IndexIterator(Iterator[object]):
     """Passes on the sampler's batches, and counts them.
 
     Args:
@@ -64,7 +62,7 @@ class IndexIterator(Iterator[Any]):
         self._record = side.record
         self._started = started
         self._is_open = False
-        self._ahead: deque[Any] = deque()
+        self._ahead: deque[object] = deque()
         self._draw: Callable[[], Any] = self._open_and_draw
         self._passes_on = self._only_counts = False
 
@@ -178,7 +176,7 @@ class IndexSide:
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        sampler: Iterable[object],
         *,
         held: HeldGenerators,
         exactness: Exactness,
@@ -269,7 +267,7 @@ class IndexSide:
             self.states.restore(parked.moment)
             self._parked = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if self._is_aside:
             return iter(self._sampler)
         if self._parked is not None:
@@ -294,7 +292,7 @@ class IndexSide:
         self._begun.iterator = IndexIterator(self, _Started(indices=self._started(plan), moment=start))
         return self._begun.iterator
 
-    def _started(self, plan: IndexPlan | None) -> Iterator[Any]:
+    def _started(self, plan: IndexPlan | None) -> Iterator[object]:
         if plan is not None and not self.states.may_draw:
             return iter(())  # `open` starts the sampler again; a list of millions of indices is not built twice
         return iter(self._sampler)
@@ -314,7 +312,7 @@ class IndexSide:
         if self._begun.iterator is not None:
             self._begun.iterator.open()
 
-    def open(self, started: _Started | None) -> Iterator[Any]:
+    def open(self, started: _Started | None) -> Iterator[object]:
         """Return the iterator to draw from. It is called right before the first index is drawn.
 
         Args:
@@ -327,7 +325,7 @@ class IndexSide:
         self.record.order = plan.order if plan is not None and plan.order is not None else self._order()
         return opened
 
-    def _open_dealt(self, plan: IndexPlan, deal: RemainingBatches) -> Iterator[Any]:
+    def _open_dealt(self, plan: IndexPlan, deal: RemainingBatches) -> Iterator[object]:
         record = self.record
         record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
         record.handed_out, record.num_samples = plan.position, plan.num_samples
@@ -346,7 +344,7 @@ class IndexSide:
         epoch = epoch_in(record.first.sampler_epochs)
         return order_of(self._sampler, epoch=epoch, generator=generator, is_own_generator=bool(held))
 
-    def _open(self, started: _Started | None, plan: IndexPlan | None) -> Iterator[Any]:
+    def _open(self, started: _Started | None, plan: IndexPlan | None) -> Iterator[object]:
         record, states = self.record, self.states
         if plan is not None and plan.start is not None and plan.first is not None:
             return self._open_at(plan, start=plan.start, first=plan.first)
@@ -360,7 +358,7 @@ class IndexSide:
         self._begun.is_first_due = True  # its first draw comes later, under the states restored here
         return iter(self._sampler)
 
-    def _open_at(self, plan: IndexPlan, *, start: RandomStates, first: RandomStates) -> Iterator[Any]:
+    def _open_at(self, plan: IndexPlan, *, start: RandomStates, first: RandomStates) -> Iterator[object]:
         record, states = self.record, self.states
         record.start, record.first, record.log = start, first, DrawLog(plan.log)
         record.go_to(plan)
@@ -374,7 +372,7 @@ class IndexSide:
             rest = indices if self._is_endless else self._run_through(replay, indices, plan)
         return rest
 
-    def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[Any]:
+    def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[object]:
         rest = replay.run_through(indices, self.states.go_back_to)
         if not replay.is_same:
             self._differs(plan)

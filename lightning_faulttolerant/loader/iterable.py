@@ -26,14 +26,12 @@ from typing import Any, Protocol
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import library_of
-from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
+from lightning_faulttolerant.loader.foreign import library_of, refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
 from lightning_faulttolerant.loader.objects import DatasetObjects
-from lightning_faulttolerant.loader.sample_digest import sample_digest
-from lightning_faulttolerant.loader.samplers import has_state
+from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -170,7 +168,7 @@ class IterableSide(IterableDataset[Any]):
         """
         self._plan, self._worker_states, self._exactness = plan, worker, exactness
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         is_in_worker = self._worker_states is not None
         if not (self._is_begun or is_in_worker):
             return _Samples(self, iter(self.user_dataset), None)
@@ -195,7 +193,7 @@ class IterableSide(IterableDataset[Any]):
         self.record.positions.append((self.record.num_batches, self.record.position()))
         return samples
 
-    def _started_over(self) -> Iterator[Any]:
+    def _started_over(self) -> Iterator[object]:
         record = self.record
         record.start = self._moment_of_start()
         record.objects = self._objects.between()
@@ -208,7 +206,7 @@ class IterableSide(IterableDataset[Any]):
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
         return _Samples(self, samples, record)
 
-    def _resumed(self, plan: Position) -> Iterator[Any]:
+    def _resumed(self, plan: Position) -> Iterator[object]:
         before, record = self._moment(), self.record
         record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
         record.start = RandomStates.from_state_dict(plan["start"])
@@ -238,7 +236,7 @@ class IterableSide(IterableDataset[Any]):
                 self._worker_states.end_iteration(record)
         return _Samples(self, samples, record)
 
-    def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:
+    def _replay(self, samples: Iterator[object], record: IterableRecord) -> None:
         if record.first is None:
             return
         self._restore(record.first)
@@ -271,7 +269,7 @@ class IterableSide(IterableDataset[Any]):
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
-    def draw(self, samples: Iterator[Any], record: IterableRecord | None) -> Any:
+    def draw(self, samples: Iterator[object], record: IterableRecord | None) -> Any:
         """Draw the next sample of an iteration, and count it."""
         self._drawing = record
         if record is None:
@@ -376,10 +374,10 @@ class IterableSide(IterableDataset[Any]):
             self.user_dataset.set_epoch(epoch)
 
 
-class _Samples(Iterator[Any]):
+class _Samples(Iterator[object]):
     """Passes on the samples of one iteration."""
 
-    def __init__(self, side: IterableSide, samples: Iterator[Any], record: IterableRecord | None) -> None:
+    def __init__(self, side: IterableSide, samples: Iterator[object], record: IterableRecord | None) -> None:
         self._side = side
         self._samples = samples
         self._record = record
@@ -434,9 +432,9 @@ def _said(values: Values, name: str) -> str:
 
 
 def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
-    is_told = callable(getattr(owner, "set_epoch", None))
+    has_setter = callable(getattr(owner, "set_epoch", None))
     for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if is_told and name == "epoch":
+        if has_setter and name == "epoch":
             continue
         if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
             yield f"{prefix}{name}", value
@@ -475,7 +473,7 @@ class DrawnAgain:
         samples: The iterator. `iter` is not called on it: a data set that is its own iterator would begin again.
     """
 
-    def __init__(self, samples: Iterator[Any]) -> None:
+    def __init__(self, samples: Iterator[object]) -> None:
         self._samples = samples
         self.num_drawn, self.digest = 0, 0
 

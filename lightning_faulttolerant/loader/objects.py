@@ -1,25 +1,31 @@
-"""What an iteration changes on a loader's own objects: on its samplers, and on the objects that its workers copy.
+"""The user's objects that a loader's iterations change: in its samplers, in its workers, and in loaders of other kinds.
 
 A sampler is started again from the state that its objects had at its start. Workers are created again from the state at
-their creation.
+their creation. The changes that fetching makes on a worker's copies travel with the worker's state. A loader that is
+not a ``DataLoader`` depends on its own objects, and on iterators in them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_faulttolerant.loader.own_attributes import has_own_class, names_of_others
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.loader.samplers import index_sampler
-from lightning_faulttolerant.state.objects.kinds import has_state_methods, is_shared
+from lightning_faulttolerant.loader.tracked_class import TORCHS, has_own_class, names_of_others
+from lightning_faulttolerant.state.objects.kinds import Namespace, has_state_methods, is_shared, is_walked
 from lightning_faulttolerant.state.objects.modules import users_namespaces
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
-from lightning_faulttolerant.state.objects.users import names_in_libraries
-from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.users import is_global, names_in_libraries
+from lightning_faulttolerant.state.objects.walk import Rules, graph_of
+from lightning_faulttolerant.state.packing import digests_of
 
 _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")
@@ -173,3 +179,264 @@ class LoaderObjects:
             self._owed_memory = {}
         with kept_as_now(self._copied, [states[_DATASET] for states in moments if _DATASET in states]):
             yield
+
+
+_LOADER, _GLOBALS = "loader", "globals"
+# Queues, pools, and processes: the data in them, and the work that runs there, is part of the next batches.
+_RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
+
+
+def _left_out_of_live(value: object) -> Collection[str]:
+    if isinstance(value, Namespace) and isinstance(value.owner, DataLoader):
+        return TORCHS | names_in_libraries(type(value.owner))
+    return names_in_libraries(type(value))
+
+
+_LIVE_RULES = Rules(
+    is_live=lambda value: isinstance(value, (nn.Module, DataLoader)) or is_shared(value),
+    goes_by_attributes=goes_by_attributes,
+    left_out=_left_out_of_live,
+)
+_NO_PART = (nn.Module, nn.Parameter, torch.optim.Optimizer, DataLoader)  # not part of what a loader reads in globals
+_NEAR = replace(_LIVE_RULES, max_items=1_000)  # no iterators are kept among this many items
+
+
+class LiveObjects:
+    """The objects of one loader.
+
+    Args:
+        loader: The user's loader.
+        older: The objects of other loaders, with older baselines: the sanity check may have changed shared ones since.
+    """
+
+    def __init__(self, loader: object, *, older: Iterable[LiveObjects] = ()) -> None:
+        self._loader = loader
+        self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another loader has another baseline
+        self._state = ObjectState(self._roots(), _LIVE_RULES)
+        self._globals = self._globals_around(loader)
+        self._older = list(older)
+        self._before: list[Mapping[str, Any]] = []
+        for other in self._older:
+            for own in (self._state, self._globals):
+                own.share(other._globals)
+                own.share(other._state)
+
+    def _globals_around(self, loader: object) -> ObjectState:
+        """Return the globals of the user's modules, without the loader's own objects."""
+        own = self._state.things_of(lambda value: True)
+        ids = {id(value) for value in own.values()}
+        rules = replace(_LIVE_RULES, is_live=lambda value: id(value) in ids or _is_no_live_part(value))
+        return ObjectState(users_namespaces({_LOADER: loader}), rules)
+
+    def _roots(self) -> dict[str, object]:
+        roots = {_LOADER: self._loader}
+        for name, inner in torch_loaders_in(self._loader).items():
+            known = {id(one) for one in roots.values()}
+            children = {f"{name}.{key}": child for key, child in vars(inner).items() if not _is_users(key)}
+            roots.update({path: child for path, child in children.items() if id(child) not in known})
+            roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))
+        return roots
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the changes since this object was created; an empty dict if there are none."""
+        self._state.add(self._roots())
+        return _if_any(self._state.state_dict())
+
+    def at_start(self) -> dict[str, object]:
+        """Return the same, with the changes on the globals of the user's modules, which an iteration may read."""
+        around = _if_any(self._globals.state_dict())
+        return {**self.state_dict(), **({_GLOBALS: around} if around else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore a state of `state_dict`, unless nothing differs; return what could not be restored."""
+        if _GLOBALS in state:  # a global that is missing now shows in the batches, if they depend on it
+            self._globals.load_state_dict(state[_GLOBALS])
+        if NODES not in state:
+            return []
+        self._state.add(self._roots())
+        own = {name: state[name] for name in (NODES, TABLE, LOST)}
+        return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
+
+    def begin_load(self, *states: Mapping[str, Any]) -> None:
+        """Prepare to load `states`: shared objects that other loaders have loaded are reset to earlier values."""
+        shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
+        for other in self._older:
+            other.unload(shared)
+        self._before = [self._state.values_of(state) for state in states if NODES in state]
+
+    def unload(self, ids: Collection[int]) -> None:
+        """Reset those of its objects with an ``id`` in `ids` to their values before `begin_load`."""
+        things = self._state.things_of(lambda value: True)
+        for state in self._before:
+            nodes = {path: content for path, content in state[NODES].items() if id(things.get(path)) in ids}
+            self._state.load_state_dict({**state, NODES: nodes})
+
+    def globals_kept(self, *states: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Restore the current values of globals after the block. The block may load them from these `states`."""
+        return kept_as_now(self._globals, [state[_GLOBALS] for state in states if _GLOBALS in state])
+
+    def live(self) -> dict[str, Any]:
+        """Return the iterators, threads, and queues that the next iteration may continue from, by path."""
+        return {path: value for path, value in _things_in(self._roots()).items() if _is_live(value)}
+
+
+def torch_loaders_in(loader: object) -> dict[str, DataLoader[object]]:
+    """Return the torch loaders that `loader` is or holds, and those that these hold, by path."""
+    found: dict[str, DataLoader[object]] = {}
+    queue = [(_LOADER, loader)]
+    while queue:
+        name, value = queue.pop()
+        if isinstance(value, DataLoader):
+            found[name] = value
+            children = {f"{name}.{key}": child for key, child in vars(value).items()}
+            things = {path: thing for path, thing in children.items() if isinstance(thing, DataLoader)}
+            things.update(_things_in({path: child for path, child in children.items() if path not in things}))
+        else:
+            things = _things_in({name: value})
+        known = {id(one) for one in found.values()}
+        queue += [(path, one) for path, one in things.items() if isinstance(one, DataLoader) and id(one) not in known]
+    return found
+
+
+def _things_in(roots: Mapping[str, object]) -> dict[str, Any]:
+    return graph_of(roots, _NEAR, lambda one: None, with_contents=False).things
+
+
+def _is_live(value: object) -> bool:
+    if isinstance(value, Iterator):
+        return not is_walked(value)
+    kind = type(value)
+    return isinstance(value, threading.Thread) or kind.__module__.partition(".")[0] in _RUNNING
+
+
+def _is_users(name: str) -> bool:
+    """Return whether an attribute of a torch loader is neither torch's nor Lightning's."""
+    return name not in TORCHS and not name.startswith("__")
+
+
+def _is_no_live_part(value: object) -> bool:
+    return isinstance(value, _NO_PART) or is_shared(value)
+
+
+def _if_any(state: dict[str, object]) -> dict[str, object]:
+    return state if state[NODES] or state[LOST] else {}
+
+
+def digest_of(state: Mapping[str, Any]) -> Any:
+    """Return a value that distinguishes the changes on objects, without the parts that could not be carried."""
+    around = state.get(_GLOBALS, {})
+    return digests_of({name: [state.get(name), around.get(name)] for name in (NODES, TABLE)})
+
+
+MAX_BYTES = 65_536
+"""The space for changes in a worker's state."""
+# This many of the nearest objects are checked after each batch. The rest takes at most this share of the time.
+_MAX_NEAR = 1_000
+_MAX_ITEMS = 1_000
+_FAR_SHARE = 0.01
+
+
+class WorkerObjects:
+    """The objects of one worker.
+
+    Objects far down are checked only as often as that takes 1 % of the time, so a change of these may be found some
+    batches late. For a container with more than 1,000 items, only the length is checked. A check of each item would
+    copy memory that workers share with the main process until one of them touches it.
+
+    Args:
+        dataset: The worker's copy. For an iterable one, its iteration handles the changes.
+        collate_fn: The worker's copy.
+        worker_init_fn: The worker's copy.
+    """
+
+    def __init__(self, *, dataset: object, collate_fn: object, worker_init_fn: object) -> None:
+        roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+        if not isinstance(dataset, IterableDataset):
+            roots = {"dataset": dataset, **roots}
+        roots |= users_namespaces({"dataset": dataset, **roots})
+        self._state = ObjectState(roots, replace(COPIES_RULES, max_items=_MAX_ITEMS))
+        paths = [path for path in self._state.paths if not self._state.is_large(path)]
+        paths.sort(key=is_global)  # the loader's own objects come first
+        near = dict.fromkeys(paths[:_MAX_NEAR])
+        self._near = self._state.unchanged(near)
+        self._far = [path for path in self._state.paths if path not in near]
+        self._changing: dict[str, None] = {}
+        self._far_seconds, self._far_at = 0.0, 0.0
+        self._lost: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the changes, and those that are too large to carry; an empty dict if there are none."""
+        self._changing.update(dict.fromkeys(self._near.take_changed()))
+        self._look_far()
+        if not self._changing and not self._lost:
+            return {}
+        state = self._state.state_dict(of=self._changing, without=self._lost, max_bytes=MAX_BYTES)
+        self._lost.update(state[LOST])  # it is not tried again after each batch
+        state[LOST] = dict(self._lost)
+        return state if state[NODES] or state[LOST] else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore a state; return a line for each thing that could not be restored."""
+        if not state:
+            return []
+        known = {*self._state.paths}
+        self._changing.update(dict.fromkeys(path for path in state[NODES] if path in known))
+        self._lost = dict(state[LOST])
+        return self._state.load_state_dict(state)
+
+    def _look_far(self) -> None:
+        began = perf_counter()
+        if (began - self._far_at) * _FAR_SHARE < self._far_seconds:
+            return
+        changed = self._state.changed_of(path for path in self._far if path not in self._changing)
+        self._changing.update(dict.fromkeys(changed))
+        self._far_at = perf_counter()
+        self._far_seconds = self._far_at - began
+
+
+AN_ITERATOR = "an iterator"
+"""The start of the reason why an iterator can't be carried."""
+
+
+def lost_in_loaders(places: Mapping[str, Any]) -> dict[str, str]:
+    """Return the changes on data sets when iterations or workers began that can't be carried, by path.
+
+    Args:
+        places: The states of loaders, by place.
+    """
+    found: dict[str, str] = {}
+    for place, state in places.items():
+        for objects in _at_moments(state or {}):
+            found.update({f"{place}.{path}": reason for path, reason in objects.get(LOST, {}).items()})
+    return found
+
+
+def _at_moments(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Return the changes on a data set at each moment that a loader's state holds."""
+    record, position = state.get("record") or {}, (state.get("iterable") or {}).get("position") or {}
+    for name in ("birth", "start", "first"):
+        yield ((record.get(name) or {}).get("objects") or {}).get("dataset", {})
+    yield from _of_position(position)
+
+
+def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    moments = (position.get("start") or {}, position.get("first") or {}, position)
+    for objects in (moment.get("objects") or {} for moment in moments):
+        # Iterators are created again where the iteration begins again, and the resulting samples are compared.
+        lost = objects.get(LOST, {}).items()
+        yield {LOST: {path: reason for path, reason in lost if not reason.startswith(AN_ITERATOR)}}
+
+
+def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
+    """Return the changes made in workers that can't be carried, by path.
+
+    Args:
+        places: The states of loaders, by place.
+    """
+    found: dict[str, str] = {}
+    for place, state in places.items():
+        for worker in (state or {}).get("workers") or ():
+            for objects in (worker.get("objects", {}), *_of_position(worker.get("iterable") or {})):
+                lost: Mapping[str, str] = objects.get(LOST, {})
+                found.update({f"{place}.{path} of a worker": reason for path, reason in lost.items()})
+    return found

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.seeds import reseed
+from lightning_faulttolerant.state.rng import reseed
 
 _PLACE = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QQQQ")
@@ -148,7 +148,7 @@ class PerSampleDataset:
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A spawned worker searches its copy for generators.
         return {**vars(self), "_held": None, "_before": None}
 
@@ -158,10 +158,10 @@ class PerSampleDataset:
     def __getitem__(self, index: Any) -> Any:
         return self._fetch(index) if isinstance(index, SeededIndices) else self._dataset[index]
 
-    def __getitems__(self, indices: Any) -> list[Any]:
+    def __getitems__(self, indices: Any) -> list[object]:
         """Return the samples of a batch, one after the other."""
         if isinstance(indices, SeededIndices):
-            samples: list[Any] = self._fetch(indices)
+            samples: list[object] = self._fetch(indices)
             return samples
         return [self._dataset[index] for index in indices]
 

@@ -19,16 +19,15 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_drawn_again
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.live_objects import torch_loaders_in
-from lightning_faulttolerant.loader.own_attributes import REPLAYED, class_of, swap
-from lightning_faulttolerant.loader.own_loader import WholeLoader
+from lightning_faulttolerant.loader.objects import torch_loaders_in
 from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer
-from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.loader.stateful_loader import WholeLoader
+from lightning_faulttolerant.loader.tracked_class import REPLAYED, class_of, is_resumable, keeps_own_position, swap
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 
 @functools.cache
-def takes_each_batch_alone(user_class: type[DataLoader[Any]]) -> bool:
+def takes_each_batch_alone(user_class: type[DataLoader[object]]) -> bool:
     """Return whether the batches of a class are torch's, each changed on its own or not at all."""
     for base in user_class.__mro__:
         if base is DataLoader:
@@ -195,23 +194,23 @@ class ReplayedLoader(WholeLoader):
             swap(self.loader, self._user_class)
             self._is_swapped = False
 
-    def _make_iterator(self) -> Iterator[Any]:
+    def _make_iterator(self) -> Iterator[object]:
         own = getattr(self._user_class, "__iter__", None)
-        made: Iterator[Any] = iter(self.loader) if own is None else own(self.loader)
+        made: Iterator[object] = iter(self.loader) if own is None else own(self.loader)
         return made
 
-    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         return self.replayer.iterate(make_iterator)
 
-    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, object]:
         """Return the position, as `Replayer.state_dict` does."""
         return self.replayer.state_dict(consumed, iteration)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Bring the loader to a position of `state_dict`."""
         self.replayer.load_state_dict(state_dict, self._make_iterator)
 
-    def replayed(self) -> list[Any]:
+    def replayed(self) -> list[object]:
         """Return the loader, and the iterators and similar objects in it, which a replay creates again."""
         return [self.loader, *self.replayer.live()]
 
@@ -222,8 +221,8 @@ class _StandIn:
     def __init__(
         self,
         loader: Any,
-        iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
-        make_iterator: Callable[[], Iterator[Any]],
+        iterate: Callable[[Callable[[], Iterator[object]]], Iterator[object]],
+        make_iterator: Callable[[], Iterator[object]],
     ) -> None:
         self.user_loader = loader
         self._iterate = iterate
@@ -234,7 +233,7 @@ class _StandIn:
             raise AttributeError(name)
         return getattr(self.user_loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self._iterate(self._make_iterator)
 
 

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import why_not_exact
-from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.per_sample import SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.resumable_run import LoaderRun
-from lightning_faulttolerant.loader.tracked_class import RESUMABLE
+from lightning_faulttolerant.loader.tracked_class import RESUMABLE, TRACKER
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class ResumableDataLoader(DataLoader[T]):
         *args: Any,
         worker_rng: Literal["capture", "per_sample"] = "capture",
         seed: int | None = None,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, object] | None = None,
         snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -110,7 +109,7 @@ class ResumableDataLoader(DataLoader[T]):
             _say_no_snapshots()
         self._seeds = self._made_seeds()
         self._run: LoaderRun | None = None
-        self.state: Mapping[str, Any] | None = None
+        self.state: Mapping[str, object] | None = None
         self._show_methods()
         reason = _why_not_resumable(self)
         if reason is not None:
@@ -148,7 +147,7 @@ class ResumableDataLoader(DataLoader[T]):
         self._started_run.end_epoch()
 
     @_shown
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the loop and the current random states.
 
         The state contains only types that JSON has, and ``torch.load`` reads it with ``weights_only=True``.
@@ -201,11 +200,11 @@ class ResumableDataLoader(DataLoader[T]):
             )
         self._run = None  # it is created again, with the new value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy is a loader that starts from the beginning, or from a loaded state that has not been used yet.
         return {name: value for name, value in vars(self).items() if name not in ("_run", *_METHODS)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update({**state, "_run": None})
         self._show_methods()
 

@@ -34,27 +34,27 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.samplers import sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.samplers.deal import RankPlace
-from lightning_faulttolerant.state.blobs import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
+from lightning_faulttolerant.samplers.order import RankPlace
+from lightning_faulttolerant.state.packing import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 
-class ToldEpochs:
+class SamplerEpochs:
     """The epochs that are set on the samplers of one loader.
 
     Args:
         samplers: All samplers that may have ``set_epoch``.
     """
 
-    def __init__(self, samplers: Sequence[Any]) -> None:
+    def __init__(self, samplers: Sequence[object]) -> None:
         found = {id(s): s for s in samplers if callable(getattr(s, "set_epoch", None)) and hasattr(s, "__dict__")}
         self._samplers = list(found.values())
-        self._told: list[_SetEpoch] = []
+        self._setters: list[_SetEpoch] = []
 
     @property
     def is_listening(self) -> bool:
         """Whether it intercepts the samplers' ``set_epoch``."""
-        return bool(self._told)
+        return bool(self._setters)
 
     def state_dict(self) -> list[int | None]:
         """Return the epoch of each sampler."""
@@ -63,28 +63,28 @@ class ToldEpochs:
     def listen(self) -> None:
         """Record the epochs that are set on the samplers from now on."""
         self.leave()
-        self._told = [_SetEpoch(sampler) for sampler in self._samplers]
-        for told, sampler in zip(self._told, self._samplers, strict=True):
-            vars(sampler)["set_epoch"] = told
+        self._setters = [_SetEpoch(sampler) for sampler in self._samplers]
+        for setter, sampler in zip(self._setters, self._samplers, strict=True):
+            vars(sampler)["set_epoch"] = setter
 
     def leave(self) -> None:
         """Restore the samplers' own ``set_epoch``."""
         for sampler in self._samplers:
             vars(sampler).pop("set_epoch", None)
-        self._told = []
+        self._setters = []
 
     @contextlib.contextmanager
-    def unheard(self) -> Iterator[None]:
+    def uncorrected(self) -> Iterator[None]:
         """Let the code that handles states set the samplers' epochs without correction."""
-        for told in self._told:
-            told.is_heard = False
+        for setter in self._setters:
+            setter.corrects = False
         try:
             yield
         finally:
-            for told in self._told:
-                told.is_heard = True
+            for setter in self._setters:
+                setter.corrects = True
 
-    def go_on(self, epochs: Sequence[int | None], begun: Sequence[int | None], *, begins_next: bool) -> None:
+    def continue_from(self, epochs: Sequence[int | None], begun: Sequence[int | None], *, begins_next: bool) -> None:
         """Bring the samplers to their epochs when an iteration begins.
 
         Args:
@@ -93,10 +93,10 @@ class ToldEpochs:
             begins_next: Whether this iteration is the one after that, and not its rest.
         """
         continues = False
-        for told, epoch, of_last in zip(self._told, epochs, begun, strict=False):
+        for setter, epoch, of_last in zip(self._setters, epochs, begun, strict=False):
             if epoch is not None and of_last is not None:
-                told.go_on(epoch, expected=of_last + begins_next)
-                continues = continues or told.offset > 0
+                setter.continue_from(epoch, expected=of_last + begins_next)
+                continues = continues or setter.offset > 0
         if not continues:
             self.leave()
 
@@ -108,19 +108,19 @@ class _SetEpoch:
         self._sampler = weakref.ref(sampler)
         self._last: int | None = None
         self.offset = 0
-        self.is_heard = True
+        self.corrects = True
 
     def __call__(self, epoch: int) -> None:
-        if self.is_heard:
+        if self.corrects:
             self._last = epoch
             epoch += self.offset
         self._set(epoch)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A pickled or copied sampler has its own ``set_epoch`` again.
         return getattr, (self._sampler(), "set_epoch")
 
-    def go_on(self, epoch: int, *, expected: int) -> None:
+    def continue_from(self, epoch: int, *, expected: int) -> None:
         """Set the epoch to `expected` if the last one set is smaller. If none was set, set `epoch`."""
         if self._last is None:
             if getattr(self._sampler(), "epoch", None) != epoch:
@@ -148,7 +148,7 @@ class LoaderRun:
         seeds: The seeds of the samples. With them, the workers' random states are not captured.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
+    def __init__(self, loader: DataLoader[object], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
         plain.__class__ = DataLoader  # the user's `__iter__` runs before this, not after
         self._tracker = TrackedLoader(plain, rank_place=_place(), seeds=seeds)
@@ -156,7 +156,8 @@ class LoaderRun:
         # torch terminates workers that don't exit by themselves. They obey only if they know that they are not needed.
         weakref.finalize(self, self._tracker.release_workers)
         self._fingerprint = _fingerprint(plain, is_per_sample=seeds is not None)
-        self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
+        inner = getattr(plain.batch_sampler, "sampler", None)
+        self._epochs = SamplerEpochs([plain.batch_sampler, inner, plain.sampler])
         self._handed: weakref.ref[_Handed] | None = None
         self._iteration: Iteration | None = None
         self._begun_epochs: list[int | None] | None = None
@@ -183,7 +184,7 @@ class LoaderRun:
         iteration = self._iteration
         consumed = None if iteration is None else iteration.num_out
         self._asked_at = consumed
-        told = self._told.state_dict() if self._loaded is None else self._loaded["sampler_epochs"]
+        epochs = self._epochs.state_dict() if self._loaded is None else self._loaded["sampler_epochs"]
         self._tracker.held.search()  # finds generators created since
         return to_json(
             {
@@ -192,8 +193,8 @@ class LoaderRun:
                 "epoch": self._epoch,
                 "in_epoch": consumed is not None,
                 "has_begun": self._begun_epochs is not None,
-                "sampler_epochs": told,
-                "begun_epochs": told if self._begun_epochs is None else self._begun_epochs,
+                "sampler_epochs": epochs,
+                "begun_epochs": epochs if self._begun_epochs is None else self._begun_epochs,
                 "loader": self._tracker.state_dict(consumed, iteration),
                 "rng": rng_state(),
                 "held": self._tracker.held.state_dict(),
@@ -225,7 +226,7 @@ class LoaderRun:
         self._begun_epochs = list(state["begun_epochs"]) if state["has_begun"] else None
         self._iteration = self._handed = None
         self.is_entangled = False
-        self._told.listen()
+        self._epochs.listen()
         if restores_rng:
             self._restore(state)
 
@@ -253,7 +254,7 @@ class LoaderRun:
 
     # The iterations.
 
-    def iterate(self) -> Iterator[Any]:
+    def iterate(self) -> Iterator[object]:
         """Begin an iteration, or continue the one that was loaded."""
         state = self._loaded if self._iteration is None else None
         is_rest = state is not None and state["in_epoch"]
@@ -264,10 +265,10 @@ class LoaderRun:
         else:
             _compare(state["fingerprint"], self._fingerprint)
             begins_next = state["has_begun"] and not is_rest
-            self._told.go_on(state["sampler_epochs"], state["begun_epochs"], begins_next=begins_next)
-        with self._told.unheard():
+            self._epochs.continue_from(state["sampler_epochs"], state["begun_epochs"], begins_next=begins_next)
+        with self._epochs.uncorrected():
             batches = iter(self.followed)
-        self._begun_epochs = self._told.state_dict()
+        self._begun_epochs = self._epochs.state_dict()
         self._iteration, self._asked_at = self._tracker.iteration, None
         self.has_iterated = True
         handed = _Handed(self, batches)
@@ -308,9 +309,9 @@ class LoaderRun:
     def fetch(self, handed: _Handed, batches: Iterator[object]) -> Any:
         """Return the next batch of an iteration."""
         self._before_fetch(handed)
-        if not self._told.is_listening:
+        if not self._epochs.is_listening:
             return next(batches)
-        with self._told.unheard():
+        with self._epochs.uncorrected():
             return next(batches)
 
     def _before_fetch(self, handed: _Handed) -> None:
@@ -336,10 +337,10 @@ class LoaderRun:
         return None if workers is None or self.followed.persistent_workers else workers.ring
 
 
-class _Handed(Iterator[Any]):
+class _Handed(Iterator[object]):
     """Yields the batches of one iteration."""
 
-    def __init__(self, run: LoaderRun, batches: Iterator[Any]) -> None:
+    def __init__(self, run: LoaderRun, batches: Iterator[object]) -> None:
         self._run = run
         self._batches = batches
         self._ring = run.workers_of()
@@ -389,7 +390,7 @@ def _place() -> RankPlace:
     return SOLE_RANK
 
 
-def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, Any]:
+def _fingerprint(loader: DataLoader[object], *, is_per_sample: bool) -> dict[str, Any]:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     place = _place()
     return {

@@ -1,19 +1,43 @@
-"""The states that the order of a loader's sampler follows from: how they are read, and how they are restored.
+"""Brings a sampler to its position: the states that its order follows from, and the batches that it has yielded.
 
-They are the random states, the epochs of samplers with ``set_epoch``, and the loader's own objects.
+The states are the random states, the epochs of samplers with ``set_epoch``, and the loader's own objects. The batches
+are drawn again, and must be the same.
+
+A running digest compares all of them, so a sampler is also detected if only its last batches happen to be the same. A
+sampler that is skipped without a walk over its batches is checked by the inputs of its order: the generator's state, or
+seed and epoch, and its length. Its last batches are compared as well.
+
+torch's and this package's samplers are not walked through: `rest_of` starts at the position. This package's samplers
+compute the index at any position. The order of torch's samplers is created as torch creates it, from the same
+generators. The unneeded indices are left out before they become Python numbers. With 10 million samples, that saves
+most of the time. torch may change how it draws, so the caller must compare the batches with earlier ones. Samplers with
+weights or with their own indices are run through: those may have changed, and all batches are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice, repeat
 from typing import Any
 
-from lightning_faulttolerant.loader.draws import draws_only_at_its_start, generators_of
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.index_record import RandomStates
+from lightning_faulttolerant.loader.index_record import IndexPlan, NotKept, RandomStates, pack_indices
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
-from lightning_faulttolerant.loader.samplers import epochs_of, is_interruptible, put_epochs
+from lightning_faulttolerant.loader.samplers import (
+    DrawLog,
+    draws_only_at_its_start,
+    epochs_of,
+    generators_of,
+    is_interruptible,
+    order_follows_from_start,
+    put_epochs,
+)
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
@@ -106,3 +130,132 @@ class SamplerStates:
     def _samplers_with_epoch(self) -> list[Any]:
         chain = (self._sampler, getattr(self._sampler, "sampler", None))
         return [s for s in chain if callable(getattr(s, "set_epoch", None))]
+
+
+class Replay:
+    """Draws the batches of a sampler again.
+
+    Args:
+        sampler: The loader's sampler.
+        plan: The position to reach.
+    """
+
+    def __init__(self, sampler: object, plan: IndexPlan) -> None:
+        self._sampler = sampler
+        self._plan = plan
+        self._num_known = plan.handed_out - len(plan.recent)
+        self.is_same = True
+        """Whether the sampler has yielded the same as before."""
+        self.not_compared: set[str] = set()
+        """The names of objects in the batches that can't be distinguished from others of their kind."""
+
+    def skipped(self) -> Iterator[object] | None:
+        """Return the batches after the position, or ``None`` if the sampler has to be run through."""
+        plan, num_known = self._plan, self._num_known
+        if not num_known or plan.log or any(isinstance(batch, NotKept) for batch in plan.recent):
+            return None
+        indices = rest_of(self._sampler, num_known - 1)
+        if indices is None:
+            return None
+        next(indices, None)  # draw now what it draws at its beginning, even if nothing is yielded again
+        again = list(islice(indices, len(plan.recent)))
+        return self._rest(again, indices) if self._is_recent(again) else None
+
+    def run_through(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[object]:
+        """Return the batches after the position of an iterator that has just been started.
+
+        Args:
+            indices: The sampler's iterator.
+            restore: Restores the random states of a moment.
+        """
+        indices = map(next, repeat(indices))  # `iter` would restart a sampler that is its own iterator
+        again: deque[object] = deque(maxlen=len(self._plan.recent))
+        digest, num_drawn = START, 0
+        for batch in self._drawn(indices, restore):
+            digest = updated(digest, batch, self.not_compared)
+            num_drawn += 1
+            again.append(batch)
+        found, expected = list(again), self._plan.digest
+        self.is_same = num_drawn == self._plan.handed_out and (
+            self._is_recent(found) if expected is None else digest == expected
+        )
+        return self._rest(found, indices)
+
+    def _drawn(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
+        num_drawn = 0
+        for number, states in DrawLog(self._plan.log).states():
+            yield from islice(indices, number - num_drawn)
+            num_drawn = number
+            restore(RandomStates.from_states(states))
+        yield from islice(indices, self._plan.handed_out - num_drawn)
+
+    def _is_recent(self, again: list[object]) -> bool:
+        return pack_indices(again) == pack_indices(list(self._plan.recent))
+
+    def _rest(self, again: list[object], indices: Iterator[object]) -> Iterator[Any]:
+        kept = list(self._plan.recent)
+        if any(isinstance(batch, NotKept) for batch in kept):
+            kept = again
+        return chain(kept[self._plan.position - self._num_known :], indices)
+
+
+def rest_of(sampler: object, num_batches: int) -> Iterator[object] | None:
+    """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it can't be skipped.
+
+    The generators must be in the state for its first index. The first ``next`` advances them as `sampler` itself would.
+    A sampler without batching counts indices.
+    """
+    if type(sampler) is not BatchSampler:
+        return _rest(sampler, num_batches)
+    inner = _rest(sampler.sampler, num_batches * sampler.batch_size)
+    if inner is None:
+        return None
+    return iter(BatchSampler(_Once(inner), sampler.batch_size, sampler.drop_last))
+
+
+class _Once(Iterable[int]):
+    """A sampler that `BatchSampler` accepts."""
+
+    def __init__(self, indices: Iterator[int]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return self._indices
+
+
+def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
+    if is_interruptible(sampler):
+        rest: Iterator[Any] = sampler.iter_from(num_indices)
+        return rest
+    skip = _SKIPS.get(type(sampler))
+    if skip is None or not order_follows_from_start(sampler) or num_indices > len(sampler):
+        return None
+    return skip(sampler, num_indices)
+
+
+def _sequential(sampler: SequentialSampler, num_indices: int) -> Iterator[int]:
+    return iter(range(num_indices, len(sampler.data_source)))
+
+
+def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
+    generator = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    length = len(sampler.data_source)
+    yield from torch.randperm(length, generator=generator)[num_indices:].tolist()
+    # torch draws once more for the leftover part of a pass, which is empty here. A user's generator advances by it.
+    torch.randperm(length, generator=generator)
+
+
+def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator[int]:
+    # Its order is a list, drawn from its own generator at the start. The list's iterator steps forward in C.
+    return islice(iter(sampler), num_indices, None)
+
+
+_SKIPS: dict[type, Callable[[Any, int], Iterator[Any]]] = {
+    DistributedSampler: _distributed,
+    RandomSampler: _random,
+    SequentialSampler: _sequential,
+}

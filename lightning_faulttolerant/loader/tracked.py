@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.exactness import Exactness, forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import SOLE_RANK, IndexSide
@@ -24,20 +24,17 @@ from lightning_faulttolerant.loader.iteration import (
     CountedBatches,
     Iteration,
     IterationOwner,
+    TrackedWorkers,
 )
 from lightning_faulttolerant.loader.objects import LoaderObjects
-from lightning_faulttolerant.loader.own_attributes import TRACKER
-from lightning_faulttolerant.loader.own_state import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.per_sample_loader import SeededSamples
-from lightning_faulttolerant.loader.remaining_batches import RemainingBatches
-from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
+from lightning_faulttolerant.loader.remaining import RemainingBatches
+from lightning_faulttolerant.loader.resized import DEAL, SeededSamples, planned, with_other_workers
 from lightning_faulttolerant.loader.samplers import index_sampler, state_of
-from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import tracked_class
-from lightning_faulttolerant.loader.tracked_workers import TrackedWorkers
+from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
+from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.worker_side import WorkerState, worker_side_of
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 
@@ -74,7 +71,7 @@ class TrackedLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[object],
         *,
         exactness: Exactness | None = None,
         owner: IterationOwner | None = None,
@@ -119,7 +116,7 @@ class TrackedLoader:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._dataset = None if self.num_workers else stateful_dataset(loader)
         self._workers = None if not self.num_workers else self._tracked_workers(default_worker_init)
-        self._loader: weakref.ref[DataLoader[Any]] | None = None
+        self._loader: weakref.ref[DataLoader[object]] | None = None
 
     def _tracked_workers(self, default_init: Callable[[int], None] | None) -> TrackedWorkers:
         loader, is_iterable = self.user_loader, self.iterable is not None
@@ -136,7 +133,7 @@ class TrackedLoader:
         return TrackedWorkers(side, num_workers=self.num_workers, slot_bytes=slot_bytes, is_iterable=is_iterable)
 
     @property
-    def loader(self) -> DataLoader[Any]:
+    def loader(self) -> DataLoader[object]:
         """The followed copy. The copy refers to this object, not the reverse, so no cycle keeps workers alive."""
         loader = self._loader() if self._loader is not None else None
         if loader is None:
@@ -148,11 +145,11 @@ class TrackedLoader:
         """Whether the copy that is followed no longer exists."""
         return self._loader is None or self._loader() is None
 
-    def is_kept_for(self, loader: DataLoader[Any]) -> bool:
+    def is_kept_for(self, loader: DataLoader[object]) -> bool:
         """Return whether the followed copy of `loader` still exists and has persistent workers."""
         return self.user_loader is loader and not self.is_gone and loader.persistent_workers
 
-    def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def copy_of(self, loader: DataLoader[object]) -> DataLoader[object]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
         tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy says it is not Hashable
@@ -192,9 +189,9 @@ class TrackedLoader:
         """Note that an iteration was requested. It begins when its iterator is created."""
         if not self._is_asked and self.owner.is_followed():
             self._is_asked = True
-            self._streamed.go_on()
+            self._streamed.continue_epochs()
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Create torch's iterator for a new iteration, at the position that `load_state_dict` set.
 
         Resuming leaves the random generators of this process unchanged.
@@ -215,7 +212,9 @@ class TrackedLoader:
         with self.objects.put_back(*(() if plan is None else plan.objects)):
             return self._iterated(make_iterator, plan, drop)
 
-    def _iterated(self, make_iterator: Callable[[], Iterator[Any]], plan: IndexPlan | None, drop: int) -> Iterator[Any]:
+    def _iterated(
+        self, make_iterator: Callable[[], Iterator[object]], plan: IndexPlan | None, drop: int
+    ) -> Iterator[object]:
         before = self.index_side.states.now() if plan is not None and plan.start is not None else None
         started = self._started()
         batches = CountedBatches(
@@ -232,7 +231,7 @@ class TrackedLoader:
             self.index_side.states.restore(before)
         return batches
 
-    def _made(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _made(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         if self._seeded is None:
             return make_iterator()
         return self._seeded.make(self.loader, self.index_side, make_iterator)
@@ -248,7 +247,7 @@ class TrackedLoader:
         )
         return self.iteration
 
-    def _iterate_aside(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _iterate_aside(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Create an iterator for other code, beside the iteration that is followed."""
         if self.loader.persistent_workers and self.num_workers:
             # There is one set of workers. torch takes it away from the iteration that uses it.

@@ -16,13 +16,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
+from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators, stateful_dataset
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
-from lightning_faulttolerant.loader.own_state import stateful_dataset
+from lightning_faulttolerant.loader.objects import WorkerObjects
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
-from lightning_faulttolerant.loader.worker_objects import WorkerObjects
-from lightning_faulttolerant.state import devices
+from lightning_faulttolerant.state import rng
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -151,7 +150,7 @@ class _WorkerStates:
         ring: WorkerRing,
         *,
         exactness: Exactness,
-        collate_fn: Callable[[Any], object],
+        collate_fn: Callable[[object], object],
         worker_init_fn: Callable[[int], None] | None,
         iterable: IterableSide | None,
         leaves_rest: bool,
@@ -165,7 +164,7 @@ class _WorkerStates:
         self._has_state = has_state
         self._held = _held_generators(_dataset(), collate_fn)
         self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        self._owed: Mapping[str, Any] = {}
+        self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
 
     def begin(self, state: WorkerState | None) -> None:
@@ -229,7 +228,7 @@ def _dataset() -> Any:
     return None if info is None else info.dataset
 
 
-def _held_generators(dataset: object, collate_fn: Callable[[Any], object]) -> HeldGenerators:
+def _held_generators(dataset: object, collate_fn: Callable[[object], object]) -> HeldGenerators:
     roots = {"dataset": dataset, "collate_fn": collate_fn}
     return HeldGenerators({**roots, **users_variables(roots)})
 
@@ -250,7 +249,7 @@ def _handle_signals(ring: WorkerRing, worker: int) -> None:
 
 def worker_side_of(
     loader: DataLoader[object],
-    collate_fn: Callable[[Any], object],
+    collate_fn: Callable[[object], object],
     default_init: Callable[[int], None] | None,
     *,
     exactness: Exactness,
@@ -284,7 +283,7 @@ def _pack(
     *,
     objects: Mapping[str, object] | None = None,
 ) -> bytes:
-    state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
+    state: dict[str, object] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
     if dataset is not None:
@@ -297,7 +296,7 @@ def _pack(
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:
     missing = held.load_state_dict(state["held"])
     # Restore a device only if this worker uses it. The main process's devices are not the worker's to set.
-    in_use = {kind for kind, _ in devices.initialised()}
-    rng: dict[str, bytes] = state["rng"]
-    set_rng_state({n: blob for n, blob in rng.items() if not devices.is_device(n) or n.partition(":")[0] in in_use})
+    in_use = {kind for kind, _ in rng.initialised()}
+    states: dict[str, bytes] = state["rng"]
+    set_rng_state({n: blob for n, blob in states.items() if not rng.is_device(n) or n.partition(":")[0] in in_use})
     return missing

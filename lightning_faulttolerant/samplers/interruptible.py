@@ -14,11 +14,18 @@ from typing import Any, Literal
 from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from lightning_faulttolerant.samplers.deal import indices_of
-from lightning_faulttolerant.samplers.order import OrderName, SampleOrder, check_order, checked_seed, order_of
-from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
-from lightning_faulttolerant.samplers.state import (
+from lightning_faulttolerant.samplers.order import (
+    OrderName,
+    SampleOrder,
+    check_order,
+    checked_seed,
+    indices_of,
+    order_of,
+)
+from lightning_faulttolerant.samplers.progress import (
     VERSION,
+    Interruptible,
+    LenMode,
     SamplerPosition,
     check_not_too_far,
     check_same,
@@ -184,7 +191,8 @@ class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
         )
 
 
-class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc]  # dataset: Sized
+# torch has attributes where these samplers have properties: the ranks are read when they are needed.
+class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc,override]
     """Deal the samples of a data set to ranks, in an order that can be continued from any position.
 
     The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning. Rank r takes
@@ -258,16 +266,6 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
             drop_last=drop_last,
             len_mode=len_mode,
         )
-
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
-        """The number of ranks."""
-        return self.place().num_replicas
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank of this process."""
-        return self.place().rank
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]

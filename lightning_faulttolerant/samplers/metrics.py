@@ -1,6 +1,9 @@
-"""Metrics that all ranks sum up (or average, or take the minimum or maximum of), over steps and epochs.
+"""Metrics of a user's loop, reduced over ranks, steps, and epochs; and a timer of its steps.
 
-Every contribution is counted once, however often it is reduced. Ranks may know different names, in any order.
+The ranks sum up a metric, average it, or take its minimum or maximum. Every contribution is counted once, however often
+it is reduced. Ranks may know different names, in any order.
+
+The timer reports how long the steps of a script take, and its total time, across restarts.
 """
 
 from __future__ import annotations
@@ -8,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_faulttolerant.errors import FaultToleranceError, NotExactError
+from lightning_faulttolerant.streaming.world import current_world
 
 _log = logging.getLogger(__name__)
 _VERSION = 2
@@ -277,3 +282,91 @@ def _plain(amounts: _Amounts) -> dict[str, list[float]]:
 
 def _amounts(plain: Mapping[str, Any]) -> _Amounts:
     return {name: Amount(float(value), int(count)) for name, (value, count) in plain.items()}
+
+
+_TIMER_VERSION = 1
+
+
+class TimestampedTimer:
+    """Report the time since the last report, and the total time.
+
+    Reports come from rank 0. The clock is monotonic: neither daylight saving nor a manual change affects it.
+
+    Args:
+        report: The text of the first report; by default "Start".
+        start_time: The start of the first step, as of ``time.monotonic()``; by default now.
+        running: Seconds that an earlier process counted.
+        sync_cuda: Whether to wait for the GPU to finish its work before a time is taken.
+        sink: Receives a line of text.
+        rank: The rank of this process; by default read from the process group or the environment.
+
+    Example:
+        >>> timer = TimestampedTimer(running=60, sink=lambda line: None)
+        >>> seconds = timer.report("loading", ret=True)
+        >>> timer.running >= 60
+        True
+    """
+
+    def __init__(
+        self,
+        report: str | None = None,
+        start_time: float | None = None,
+        running: float = 0,
+        *,
+        sync_cuda: bool = False,
+        sink: Callable[[str], object] = print,
+        rank: int | None = None,
+    ) -> None:
+        self._sync_cuda, self._sink, self._rank = sync_cuda, sink, rank
+        self.running: float = running
+        """The total seconds until the last report."""
+        self.start_time = self._now() if start_time is None else start_time
+        """The start of the current step."""
+        self._say(report or "Start", 0.0)
+
+    def report(self, annot: str, ret: bool = False) -> float | None:
+        """Report how long the step took that ends here; the next one begins.
+
+        Args:
+            annot: The name of the step.
+            ret: Whether to return its seconds.
+        """
+        now = self._now()
+        seconds = now - self.start_time
+        self.running += seconds
+        self.start_time = now
+        self._say(annot, seconds)
+        return seconds if ret else None
+
+    def _now(self) -> float:
+        if self._sync_cuda and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    def _is_reporting(self) -> bool:
+        if self._rank is not None:
+            return self._rank == 0
+        try:
+            return current_world().rank == 0
+        except FaultToleranceError:  # the rank is not known yet; an extra report does no harm
+            return True
+
+    def _say(self, text: str, seconds: float) -> None:
+        if self._is_reporting():
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            step, total = f"{1000 * seconds:,.3f}", f"{self.running:,.3f}"
+            self._sink(f"[ {stamp} ] {text:<70}{step:>12} ms, {total:>12} s total")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the total seconds, including those of the current step."""
+        return {"version": _TIMER_VERSION, "running": self.running + self._now() - self.start_time}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from the seconds of an earlier process. The current step begins now.
+
+        Raises:
+            ValueError: If it is not a state of a timer.
+        """
+        if state_dict.get("version") != _TIMER_VERSION or not isinstance(state_dict.get("running"), (int, float)):
+            raise ValueError(f"This is not a state of a TimestampedTimer: {dict(state_dict)!r}.")
+        self.running, self.start_time = float(state_dict["running"]), self._now()

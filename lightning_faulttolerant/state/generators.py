@@ -1,11 +1,15 @@
 """Random generators that objects hold as attributes: found by walking, captured and restored like the global ones.
 
-Data sets, transforms, samplers and modules often keep their own generator (``self.rng = default_rng(0)``).
+Data sets, transforms, samplers, and modules often keep their own generator (``self.rng = default_rng(0)``).
+
+Ranks and workers that a saved run did not have get separate states, the same at each resume. These follow from a saved
+state and from the caller's names, so two ranks or workers never draw the same numbers.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import logging
 import random
 import types
@@ -18,7 +22,7 @@ import torch
 
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.state import devices, packing, seeds
+from lightning_faulttolerant.state import packing, rng
 from lightning_faulttolerant.state.reachable import (
     MAX_ITEMS,
     OF_OPTIMIZERS,
@@ -196,7 +200,7 @@ class _Watched:
     kind: str
     left_out: Sequence[str]
     size: int = 0
-    empty: tuple[Any, ...] = ()
+    empty: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         self.update()
@@ -251,11 +255,11 @@ def pack_generator(generator: Any) -> bytes:
         return _tagged("python", packing.random_state(generator))
     if hasattr(generator, "get_state"):
         return _tagged("numpy.RandomState", packing.numpy_state(generator))
-    if seeds.is_sequence(generator):
-        return _tagged(f"numpy.SeedSequence {seeds.pack_sequence(generator)}", b"")
+    if rng.is_sequence(generator):
+        return _tagged(f"numpy.SeedSequence {rng.pack_sequence(generator)}", b"")
     kind, bits = ("Generator", generator.bit_generator) if _has_bits(generator) else ("BitGenerator", generator)
-    sequence = seeds.sequence_of(bits)
-    spawning = "" if sequence is None else f" {seeds.pack_sequence(sequence)}"
+    sequence = rng.sequence_of(bits)
+    spawning = "" if sequence is None else f" {rng.pack_sequence(sequence)}"
     return _tagged(f"numpy.{kind}{spawning}", packing.bits_state(bits))
 
 
@@ -272,8 +276,8 @@ def unpack_generator(generator: Any, blob: bytes) -> None:
         generator.setstate(packing.unpack_random(state))
     elif hasattr(generator, "get_state") and kind == "numpy.RandomState":
         generator.set_state(packing.unpack_numpy(state))
-    elif seeds.is_sequence(generator) and kind == "numpy.SeedSequence":
-        seeds.load_sequence(generator, spawning)
+    elif rng.is_sequence(generator) and kind == "numpy.SeedSequence":
+        rng.load_sequence(generator, spawning)
     elif _has_bits(generator) and kind == "numpy.Generator":
         _load_bits(generator.bit_generator, spawning, packing.unpack_numpy(state))
     elif hasattr(generator, "random_raw") and kind == "numpy.BitGenerator":
@@ -291,9 +295,9 @@ def _load_bits(bits: Any, spawning: str, state: Mapping[str, Any]) -> None:
         kind = state["bit_generator"]
         raise ValueError(f"A generator on {type(bits).__name__} can't take the saved state of one on {kind}.")
     bits.state = state
-    sequence = seeds.sequence_of(bits)
+    sequence = rng.sequence_of(bits)
     if spawning and sequence is not None:
-        seeds.load_sequence(sequence, spawning)
+        rng.load_sequence(sequence, spawning)
 
 
 def _parts(blob: bytes) -> tuple[str, str, bytes]:
@@ -315,9 +319,9 @@ def make_generator(blob: bytes) -> Any:
         import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
         if kind == "numpy.SeedSequence":
-            return seeds.new_sequence(spawning)
+            return rng.new_sequence(spawning)
         name = packing.unpack_numpy(state)["bit_generator"]
-        bits = getattr(np.random, name)(seeds.new_sequence(spawning))
+        bits = getattr(np.random, name)(rng.new_sequence(spawning))
         makers = {"numpy.RandomState": np.random.RandomState, "numpy.Generator": np.random.Generator}
         generator = makers[kind](bits) if kind in makers else bits
     unpack_generator(generator, blob)
@@ -325,8 +329,8 @@ def make_generator(blob: bytes) -> Any:
 
 
 def _device_name(device: torch.device) -> str:
-    is_accelerator = devices.is_device(device.type) and device.index is not None
-    return devices.name_of(device.type, device.index) if is_accelerator else str(device)
+    is_accelerator = rng.is_device(device.type) and device.index is not None
+    return rng.name_of(device.type, device.index) if is_accelerator else str(device)
 
 
 def _tagged(kind: str, state: bytes) -> bytes:
@@ -346,3 +350,61 @@ def _assign(owner: object, attribute: str, generator: object) -> bool:
     except (AttributeError, TypeError):  # a slot that does not exist, a frozen object
         return False
     return True
+
+
+def fresh_rng_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
+    """Return the global generators' states that follow from those of `source` and from `names`."""
+    seed = _seed("".join(sorted(source)).encode() + b"".join(source[name] for name in sorted(source)), *names)
+    return {name: _fresh_global(name, blob, seed) for name, blob in source.items()}
+
+
+def of_devices_here(state: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the global generators' states without those of devices that this process doesn't have."""
+    return {name: blob for name, blob in state.items() if not rng.is_device(name) or rng.is_here(name)}
+
+
+def fresh_torch_state(*names: object) -> bytes:
+    """Return the state of a torch generator on the CPU that follows from `names` alone."""
+    return packing.pack_torch(torch.Generator().manual_seed(_seed(b"", *names)).get_state())
+
+
+def fresh_held_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
+    """Return the states of held generators, by path, that follow from those of `source` and from `names`."""
+    return {path: _fresh_held(blob, _seed(blob, path, *names)) for path, blob in source.items()}
+
+
+def _seed(source: bytes, *names: object) -> int:
+    digest = hashlib.blake2b(source + repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _fresh_global(name: str, blob: bytes, seed: int) -> bytes:
+    if name == "python":
+        return packing.pack_random(random.Random(seed).getstate())
+    if name == "numpy":
+        return _fresh_numpy(blob, seed)
+    device = "cpu" if name == "torch" else name
+    return packing.pack_torch(torch.Generator(device=device).manual_seed(seed).get_state())
+
+
+def _fresh_numpy(blob: bytes, seed: int) -> bytes:
+    import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
+
+    saved = packing.unpack_numpy(blob)
+    bits = getattr(np.random, saved["bit_generator"])(seed)
+    more = {"has_gauss": 0, "gauss": 0.0} if "has_gauss" in saved else {}
+    return packing.pack_numpy({**bits.state, **more})
+
+
+def _fresh_held(blob: bytes, seed: int) -> bytes:
+    generator: object = make_generator(blob)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "get_state"):
+        tag, _, state = blob.partition(b"\n")
+        return tag + b"\n" + _fresh_numpy(state, seed)
+    else:
+        rng.reseed(generator, seed)
+    return pack_generator(generator)

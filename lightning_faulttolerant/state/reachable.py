@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import seeds
+from lightning_faulttolerant.state import rng
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def is_generator(value: object) -> bool:
     if numpy_random is None:
         return False
     kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
-    return isinstance(value, kinds) or seeds.is_sequence(value)
+    return isinstance(value, kinds) or rng.is_sequence(value)
 
 
 def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:

@@ -55,7 +55,7 @@ def _gradient(state: Any, parameter: Any) -> Any:
     return type(parameter.data).from_local(shard, parameter.device_mesh, placements, run_check=False, **like)
 
 
-def _placements(names: list[str], parameter: Any) -> list[Any]:
+def _placements(names: list[str], parameter: Any) -> list[object]:
     """Return how a gradient is spread: like its parameter, or as a sum that is not reduced yet."""
     if names == [repr(p) for p in parameter.placements]:
         return list(parameter.placements)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.merge import merge_index
-    from lightning_faulttolerant.streaming.format.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
-    from lightning_faulttolerant.streaming.format.writer import MDSWriter
+    from lightning_faulttolerant.streaming.format.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
-    from lightning_faulttolerant.streaming.local import LocalDataset
-    from lightning_faulttolerant.streaming.stream import Stream
+    from lightning_faulttolerant.streaming.sharded import LocalDataset
+    from lightning_faulttolerant.streaming.shards import Stream
 
 __all__ = [
     "CSVWriter",
@@ -29,15 +28,15 @@ __all__ = [
 
 # The modules of this package import each other through it: importing a name here immediately would be a cycle.
 _LAZY = {
-    "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
-    "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",
-    "LocalDataset": "lightning_faulttolerant.streaming.local",
+    "CSVWriter": "lightning_faulttolerant.streaming.format.writer",
+    "JSONWriter": "lightning_faulttolerant.streaming.format.writer",
+    "LocalDataset": "lightning_faulttolerant.streaming.sharded",
     "MDSWriter": "lightning_faulttolerant.streaming.format.writer",
-    "Stream": "lightning_faulttolerant.streaming.stream",
+    "Stream": "lightning_faulttolerant.streaming.shards",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
-    "TSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
-    "XSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "TSVWriter": "lightning_faulttolerant.streaming.format.writer",
+    "XSVWriter": "lightning_faulttolerant.streaming.format.writer",
     "merge_index": "lightning_faulttolerant.streaming.format.merge",
 }
 

@@ -14,16 +14,23 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
-from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart
+from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart, Plan, Samples
 from lightning_faulttolerant.streaming.order import RemainingPositions
-from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
-from lightning_faulttolerant.streaming.ordering import OrderedDataset, Ordering, Readers, Seeding
-from lightning_faulttolerant.streaming.samples import Plan, Samples
+from lightning_faulttolerant.streaming.ordering import (
+    FINGERPRINT_PARTS,
+    ORDER_PARTS,
+    VERSION,
+    OrderedDataset,
+    Ordering,
+    Readers,
+    Seeding,
+    checked_place,
+    differences,
+    fingerprint,
+    mismatch,
+)
 from lightning_faulttolerant.streaming.sharded import ShardedDataset
-from lightning_faulttolerant.streaming.shards import Ids, Wait, given_streams
-from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
-from lightning_faulttolerant.streaming.state import WHAT as FINGERPRINT
-from lightning_faulttolerant.streaming.stream import Stream
+from lightning_faulttolerant.streaming.shards import Ids, Stream, Wait, given_streams
 from lightning_faulttolerant.streaming.world import HandedWorld, World, current_world
 
 _log = logging.getLogger(__name__)
@@ -327,8 +334,8 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         """
         epoch, sample = checked_place(obj)
         own = self._ordering.describe(self._readers())
-        differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT)
-        differing += differences(obj.get("order", {}), own, ORDER)
+        differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT_PARTS)
+        differing += differences(obj.get("order", {}), own, ORDER_PARTS)
         if differing and strict:
             raise mismatch(differing)
         if differing:

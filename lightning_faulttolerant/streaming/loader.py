@@ -45,10 +45,10 @@ class StreamingDataLoader(DataLoader[Any]):
                 f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets "
                 "can't start at any position. Use ResumableDataLoader for them."
             )
-        told, own = self.dataset.batch_size, self.batch_size or 1
-        if told not in (None, own):
+        given, own = self.dataset.batch_size, self.batch_size or 1
+        if given not in (None, own):
             raise ValueError(
-                f"The data set has batch_size={told}, but the loader creates batches of {own}. Workers would take "
+                f"The data set has batch_size={given}, but the loader creates batches of {own}. Workers would take "
                 "turns at the wrong samples. Pass the same size to both, or none to the data set."
             )
         if self.num_workers > 1 and not getattr(self, "in_order", True):
@@ -127,8 +127,8 @@ class _Place:
         """Return the state of the data set after the batches that were handed out."""
         if self._dataset.book.is_moved:
             raise StreamingError(
-                "The iterator of this data set was moved by a state of its own, so how far it is can't be told by the"
-                " loader. Load the loader's state instead, or leave both to FaultTolerance."
+                "A state was loaded into the iterator of this data set, so the loader doesn't know its position."
+                " Load the loader's state instead, or leave both to FaultTolerance."
             )
         sample = self._start.sample + self.num_batches * self._step
         return self._dataset.state_at(self._start.epoch, sample, least=self._least)

@@ -8,9 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lightning_faulttolerant.testing.faults import Fault, Step, fail_with, kill_after, kill_before, lose, write_short
+from lightning_faulttolerant.testing.faults import (
+    Fault,
+    FaultyURLs,
+    Step,
+    fail_with,
+    kill_after,
+    kill_before,
+    lose,
+    write_short,
+)
 from lightning_faulttolerant.testing.faulty_files import FaultyFiles
-from lightning_faulttolerant.testing.faulty_urls import FaultyURLs
 from lightning_faulttolerant.testing.power_loss import PowerLoss, PowerLost
 
 if TYPE_CHECKING:

@@ -75,8 +75,8 @@ class RunOutcome:
         """
         places = {rank: trace.resumed for rank, trace in enumerate(self.traces) if trace.resumed or trace.events}
         if len({str(place) for place in places.values()}) > 1:
-            told = "\n".join(f"  rank {rank}: {json.dumps(place)}" for rank, place in places.items())
-            raise NotTheSame(f"The ranks continued in different places.\n{told}\n{self.output}")
+            listed = "\n".join(f"  rank {rank}: {json.dumps(place)}" for rank, place in places.items())
+            raise NotTheSame(f"The ranks continued in different places.\n{listed}\n{self.output}")
         return next(iter(places.values()), None)
 
 

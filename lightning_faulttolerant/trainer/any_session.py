@@ -18,7 +18,7 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.process import Registered
-from lightning_faulttolerant.trainer.ranks.rendezvous import apart_from_earlier_ranks
+from lightning_faulttolerant.trainer.ranks.process_group import apart_from_earlier_ranks
 from lightning_faulttolerant.trainer.replay.protection import without_saves
 from lightning_faulttolerant.trainer.replay.replayed_steps import replay_of
 from lightning_faulttolerant.trainer.resume.report import ResumeReport

@@ -117,8 +117,8 @@ class Boundary:
                 self._autosaver.save_unless_saved(position)
         else:
             place += (
-                f". There was no time left to save it: {max(self._stop.seconds_left(), 0):.1f} seconds of the grace"
-                f" period are left, and a save takes {self._autosaver.save_seconds:.1f}"
+                f". There was no time left to save it: {max(self._stop.grace.seconds_left(), 0):.1f} seconds of the"
+                f" grace period are left, and a save takes {self._autosaver.save_seconds:.1f}"
             )
         self._stopping.end_together()
         raise stopped_by(reason, place, self._pace.unsaved_at(position))

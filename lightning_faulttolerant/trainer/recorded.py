@@ -14,6 +14,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import metrics_state
 from lightning_faulttolerant.state.tensors import flags_state
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.ledger.digests import (
     digest,
@@ -22,7 +23,6 @@ from lightning_faulttolerant.trainer.ledger.digests import (
     optimizers_digest,
     weights_digest,
 )
-from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.recorder import Recorder
 from lightning_faulttolerant.trainer.save.run_state import named_callbacks
 

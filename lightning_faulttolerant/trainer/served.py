@@ -8,7 +8,7 @@ from lightning_faulttolerant.trainer import compat, recorded
 from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
 from lightning_faulttolerant.trainer.files.compat import HAS_WEIGHTS_ONLY, weights_only_argument
 from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
-from lightning_faulttolerant.trainer.ranks.supported import can_be_evaluated, check_strategy
+from lightning_faulttolerant.trainer.ranks.process_group import can_be_evaluated, check_strategy
 from lightning_faulttolerant.trainer.session import Session
 
 __all__ = [

@@ -13,8 +13,8 @@ from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.ddp_buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
@@ -252,7 +252,7 @@ class Session(AnySession):
         loaders = self._loaders
 
         def before_fetch() -> None:
-            if loaders.fetches_ahead:
+            if loaders.prefetches.is_on:
                 loaders.mark()
             boundary = None if self._training is None else self._training.boundary
             if boundary is not None and boundary.fetches_from_workers:

@@ -31,7 +31,6 @@ SHARED = (
     "recorder",
     "resume.report",
     "run.directory",
-    "identity.recorded",
     "identity.starts",
     "serving",
     "stop.signals",

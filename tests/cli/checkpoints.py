@@ -11,7 +11,7 @@ import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save
 from lightning_faulttolerant.cli import main
-from lightning_faulttolerant.state.blobs import pack_blobs
+from lightning_faulttolerant.state.packing import pack_blobs
 
 HYPER_PARAMETERS = b"not to be unpickled"
 

@@ -12,7 +12,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.contents import plain
-from lightning_faulttolerant.state.differences import difference, digests_of
+from lightning_faulttolerant.state.packing import difference, digests_of
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
 from tests.runs import Net, RaiseAt, fit_net
 
@@ -223,10 +223,10 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: Capture) -> N
 
 def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
     """The command line looks for the keys that a run writes."""
-    from lightning_faulttolerant.state import blobs
+    from lightning_faulttolerant.state import packing
 
     assert part.KEY == KEY
-    assert contents.BLOBS == blobs.POOL
+    assert contents.BLOBS == packing.POOL
 
 
 def test_a_directory_is_refused_by_naming_what_shows_it(tmp_path: Path, capsys: Capture) -> None:

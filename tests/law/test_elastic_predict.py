@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.loader.remaining_samples import Rest
-from lightning_faulttolerant.trainer.evaluation import compat, other_ranks
+from lightning_faulttolerant.loader.remaining import Rest
+from lightning_faulttolerant.trainer.evaluation import compat, evaluation_resume
 from tests.groups import run_group
 from tests.runs import make_trainer
 
@@ -446,7 +446,7 @@ def test_a_broken_deal(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if broken == "numbers":
         monkeypatch.setattr(compat, "count_from", lambda loop, first, patches: None)
     elif broken == "returned":
-        monkeypatch.setattr(other_ranks, "_joined_predictions", lambda states: states[0])
+        monkeypatch.setattr(evaluation_resume, "_joined_predictions", lambda states: states[0])
     else:
         positions = Rest.positions
         lost = lambda self: positions(self)[1:] if self.consumed else positions(self)  # noqa: E731

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.own_state import share_a_state
+from lightning_faulttolerant.loader.exactness import share_a_state
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.data_sets import NoisyCollate, SizedStream, StatefulStream, Stream, UnevenStream, secret_count
 from tests.runs import Cut, assert_goes_on, each_cut, each_num_workers, fit_net

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.testing import KillAt
 from tests.damage import Payload
 from tests.processes import run

@@ -24,7 +24,7 @@ from lightning_faulttolerant.records.runs import (
     Registry,
     RunRecord,
 )
-from lightning_faulttolerant.trainer.identity.recorded import write_record
+from lightning_faulttolerant.trainer.identity.starts import write_record
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.run.directory import open_run
 from tests.data_sets import NoisyDataset

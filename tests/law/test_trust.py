@@ -22,7 +22,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli.command import main as command_line
-from lightning_faulttolerant.state.blobs import blob_to_tensor
+from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.save.trust import Trust
 from tests.damage import Payload

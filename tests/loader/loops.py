@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 Event = tuple[int, int, Any, float, float]

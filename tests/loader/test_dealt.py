@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRa
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.remaining_batches import GlobalOrder, RankShare, RemainingBatches
+from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.resized import state_for_others
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from tests.loader.loops import safe, seed
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_faulttolerant.loader.index_digest import START, Digest, updated
+from lightning_faulttolerant.loader.digests import START, Digest, updated
 
 
 @dataclass

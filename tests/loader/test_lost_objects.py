@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.iterable import IterableSide
-from lightning_faulttolerant.loader.objects import LoaderObjects
+from lightning_faulttolerant.loader.objects import LoaderObjects, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.worker_objects import lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.objects.object_state import LOST
 from tests.data_sets import NoisyDataset
 

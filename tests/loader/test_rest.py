@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.loader.remaining_samples import ListedIndices, Rest
+from lightning_faulttolerant.loader.remaining import ListedIndices, Rest
 
 
 @given(length=st.integers(0, 60), data=st.data())

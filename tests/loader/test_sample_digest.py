@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nested import nested_tensor
 
-from lightning_faulttolerant.loader.sample_digest import sample_digest
+from lightning_faulttolerant.loader.digests import sample_digest
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_faulttolerant.loader import index_replay as replay
+from lightning_faulttolerant.loader import sampler_states as replay
 from lightning_faulttolerant.loader.index_record import record_state
-from lightning_faulttolerant.loader.index_replay import rest_of
+from lightning_faulttolerant.loader.sampler_states import rest_of
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.index_sides import begin, resume
 from tests.loader.loops import safe, seed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from lightning_faulttolerant.loader.worker_objects import MAX_BYTES, WorkerObjects, lost_in_workers
+from lightning_faulttolerant.loader.objects import MAX_BYTES, WorkerObjects, lost_in_workers
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES
 
 

@@ -3,12 +3,13 @@
     cd $(mktemp -d) && python -I smoke.py
 
 It trains, kills, and resumes a script that does not mention the package, by the environment variable. Then it uses the
-callback, the checkpoint plugin, and the loader.
+callback, the checkpoint plugin, and the loader. It uses `pytorch_lightning` if that is the only one installed.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,11 +18,12 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+LIGHTNING = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 SCRIPT = """
 import glob, os, signal, time
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from LIGHTNING import Callback, Trainer, seed_everything
+from LIGHTNING.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 class Kill(Callback):
@@ -46,7 +48,7 @@ trainer = Trainer(
 )
 trainer.fit(model, loader)
 print("weights", model.layer.weight.double().sum().item().hex())
-"""
+""".replace("LIGHTNING", LIGHTNING)
 
 
 def run_script(directory: Path, *, seed: int = 1, kill: bool = False, is_on: bool = True) -> tuple[int, str]:
@@ -78,13 +80,12 @@ def try_the_environment_variable(directory: Path) -> None:
 
 def try_in_a_trainer(directory: Path) -> None:
     """Check that the callback and the checkpoint plugin work in one Trainer, and that the written file verifies."""
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
     from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
 
+    lightning = importlib.import_module(LIGHTNING)
+    boring_model = importlib.import_module(f"{LIGHTNING}.demos.boring_classes").BoringModel()
     callback = FaultTolerance(directory / "autosaves", every_n_train_steps=1)
-    trainer = Trainer(
+    trainer = lightning.Trainer(
         max_epochs=1,
         limit_train_batches=3,
         limit_val_batches=1,
@@ -95,7 +96,7 @@ def try_in_a_trainer(directory: Path) -> None:
         callbacks=[callback],
         plugins=[AtomicCheckpointIO()],
     )
-    trainer.fit(BoringModel())
+    trainer.fit(boring_model)
     trainer.save_checkpoint(directory / "end.ckpt")
     command = [Path(sys.executable).with_name("lightning-faulttolerant"), "verify", directory / "end.ckpt"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -140,7 +141,8 @@ def main() -> None:
         try_the_environment_variable(Path(directory))
         try_in_a_trainer(Path(directory))
     try_in_a_loop()
-    print(f"lightning-faulttolerant {version} works as it was installed into {sys.prefix}")
+    used = f"{LIGHTNING} {importlib.import_module(LIGHTNING).__version__}"
+    print(f"lightning-faulttolerant {version} works with {used} as it was installed into {sys.prefix}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lightning_faulttolerant import (
     HasNotResetProgressError,
     InterruptibleDistributedGroupedBatchSampler,
 )
-from lightning_faulttolerant.samplers.deal import SkipsIndices
+from lightning_faulttolerant.samplers.order import SkipsIndices
 
 Grouped = InterruptibleDistributedGroupedBatchSampler
 

@@ -21,8 +21,7 @@ from lightning_faulttolerant import (
     InterruptibleDistributedSampler,
     InterruptibleSampler,
 )
-from lightning_faulttolerant.samplers.deal import EpochPart, SkipsIndices
-from lightning_faulttolerant.samplers.order import SequentialOrder
+from lightning_faulttolerant.samplers.order import EpochPart, SequentialOrder, SkipsIndices
 from tests.samplers.made import sampler_of
 
 

@@ -19,7 +19,7 @@ from lightning_faulttolerant import (
     ShardedMapDataset,
 )
 from lightning_faulttolerant.samplers import images
-from lightning_faulttolerant.samplers.shards import ShardPositions
+from lightning_faulttolerant.samplers.images import ShardPositions
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.state.fresh import of_devices_here
+from lightning_faulttolerant.state.generators import of_devices_here
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 SEED = 7

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.state.differences import difference, digests_of, patched
+from lightning_faulttolerant.state.packing import difference, digests_of, patched
 
 _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.binary(max_size=3))
 _VALUES = st.recursive(

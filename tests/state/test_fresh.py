@@ -7,8 +7,12 @@ import random
 import numpy as np
 import torch
 
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, fresh_torch_state
-from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.generators import (
+    HeldGenerators,
+    fresh_held_state,
+    fresh_rng_state,
+    fresh_torch_state,
+)
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 

@@ -20,8 +20,7 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
-from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.metrics import load_metrics, merged_gradients, merged_metrics, metrics_state
 
 
 class OfAllRanks(Metric):

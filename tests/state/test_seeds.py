@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.loader.per_sample import seed_generators
-from lightning_faulttolerant.state.fresh import fresh_held_state
-from lightning_faulttolerant.state.generators import HeldGenerators, make_generator, pack_generator
+from lightning_faulttolerant.state.generators import HeldGenerators, fresh_held_state, make_generator, pack_generator
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "Generator": np.random.default_rng,

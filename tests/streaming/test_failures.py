@@ -24,7 +24,7 @@ from lightning_faulttolerant.errors import (
     ShardError,
     UnsafeDataError,
 )
-from lightning_faulttolerant.streaming.cache import attempts
+from lightning_faulttolerant.streaming.cache import downloads
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.streaming.shard_files import numbers, shard_paths, write
 
@@ -35,7 +35,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries follow one another without a pause."""
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(downloads, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -1,3 +1,3 @@
 from tests.twin import translated
 
-globals().update(translated.tests_of("trainer.ddp.test_compat"))
+globals().update(translated.tests_of("trainer.adapters.test_ddp_compat"))

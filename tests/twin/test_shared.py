@@ -20,19 +20,19 @@ from lightning_faulttolerant.twin import SHARED, TRANSLATION
 TRAINER = Path(lightning_faulttolerant.__file__).parent / "trainer"
 # Values that can change, and may exist twice, one for each package. By module, with the reason.
 APART = {
-    "ddp.compat.SEAMS": "never changes",
+    "adapters.compat.DDP_SEAMS": "never changes",
     "adapters.state._ADAPTERS": "never changes, and holds classes of its package",
     "files.loggers._last_steps": "by loggers of its package",
     "files.stand_in._stand_ins": "objects that are made for a Trainer of its package",
-    "ranks.line._open_sockets": "each module closes its own in a forked process",
-    "ranks.line._PROBES": "never changes",
-    "ranks.line._LEAVES": "never changes",
+    "ranks.connection._open_sockets": "each module closes its own in a forked process",
+    "ranks.connection._PROBES": "never changes",
+    "ranks.connection._LEAVES": "never changes",
     "ranks.watch._DIED": "never changes",
-    "ranks.supported.REFUSED": "never changes, and holds classes of its package",
+    "ranks.process_group.REFUSED": "never changes, and holds classes of its package",
     "save.run_state.TITLES": "never changes",
     "experiments.experiments._ADVICE": "never changes",
     "save.hook_saves._PLACES": "never changes",
-    "logged.compat._CONNECTOR": "never changes",
+    "adapters.compat._CONNECTOR": "never changes",
 }
 
 FIXED = ("logging.", "re.", "frozenset", "tuple", "timedelta", "float", "TypeVar", "object")

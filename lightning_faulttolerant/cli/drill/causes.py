@@ -1,13 +1,26 @@
-"""All likely causes of a drill's verdict, each with its advice."""
+"""The table of causes: why two runs of a drill differ, or can't be judged, each cause with its advice.
+
+The first event that differs decides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
-from lightning_faulttolerant.cli.drill.ledgers import STAGES
+from lightning_faulttolerant.cli.drill.comparison import Mismatch, different_fields
+from lightning_faulttolerant.cli.drill.ledgers import STAGES, STEPS
 from lightning_faulttolerant.cli.drill.result import Cause
+from lightning_faulttolerant.cli.drill.running import NOT_STOPPED, RESUMED, TIMED_OUT
+from lightning_faulttolerant.records import ledger
+
+_MAX_NAMES = 5
+_MONITORED = re.compile(r"(\w+)\.on_\w+[./]")
+"""A column of DeviceStatsMonitor: its class, the hook that measures, and the measured quantity."""
+
 
 _SAVE = (
     "give its object state_dict and load_state_dict, or pass two functions that save and restore it to"
@@ -114,7 +127,7 @@ RETURNED = Cause(
     text="All batches of the evaluation are equal, but its results differ.",
     advice=(
         "If a step returns nothing, only its batch and the random generators are compared: let it return what it logs.",
-        "A step that depends on the time or on a file differs without an interruption, too: --check tells.",
+        "A step that depends on the time or on a file differs without an interruption, too: --check shows it.",
         *METRICS.advice,
     ),
 )
@@ -321,3 +334,138 @@ def batch_never_reached(num_batches: int) -> Cause:
         text="--at counts batches of the whole run, from 0: those of training, or of what --in names.",
         advice=(f"Give numbers from 1 to {num_batches - 1}." if num_batches > 1 else "Leave --at out.",),
     )
+
+
+# The table of causes: for each kind of event, and each field in which the first event that differs may differ first.
+# "" stands for all other fields.
+
+AFTER_A_RESTART: Mapping[tuple[str, str], Cause] = MappingProxyType(
+    {
+        (ledger.BATCH, "order"): DATA_ORDER,
+        (ledger.BATCH, "content"): AUGMENTATION,
+        (ledger.BATCH, "rng"): MAIN_RNG,
+        (ledger.BATCH, "learning_rates"): LEARNING_RATES,
+        (ledger.BATCH, ""): WEIGHTS,
+        (ledger.EVALUATED, "content"): EVALUATION_DATA,
+        (ledger.EVALUATED, "rng"): MAIN_RNG,
+        (ledger.EVALUATED, ""): WEIGHTS,
+        (ledger.VALIDATED, ""): METRICS,
+        (ledger.LOG, ""): LOGGED_VALUES,
+        (ledger.END, "weights"): FINAL_WEIGHTS,
+        (ledger.END, "optimizers"): OPTIMIZERS,
+        (ledger.END, "returned"): RETURNED,
+        (ledger.END, "metrics"): METRICS,
+        (ledger.END, "rng"): MAIN_RNG,
+        (ledger.END, ""): COURSE,
+    }
+)
+WITHOUT_A_RESTART: Mapping[str, Cause] = MappingProxyType(
+    {"order": CHANGING_ORDER, "content": CHANGING_CONTENTS, "loss": KERNELS}
+)
+"""The causes of two uninterrupted runs with different batches, by the first field that differs."""
+FROM_THE_START: Mapping[str, Cause] = MappingProxyType(
+    {"rng": NO_SEED, "order": NO_SEED, "content": CHANGING_CONTENTS, "loss": INITIAL_WEIGHTS}
+)
+"""The same if the first batch differs. The random generators and the order come first: the rest depends on them."""
+OF_OUTCOMES: Mapping[str, tuple[str, Cause]] = MappingProxyType(
+    {
+        RESUMED: ("The {run} run did not start from the beginning.", EXISTING_RUN),
+        TIMED_OUT: ("The {run} run did not finish in time.", TIMEOUT),
+        NOT_STOPPED: ("The run did not end within 90 seconds of SIGTERM.", NO_STOP),
+    }
+)
+"""Why a run that ended this way can't be judged: the verdict, and its cause."""
+
+
+def cause_of(mismatch: Mismatch) -> Cause:
+    """Return the likely cause of a difference after a restart, judged by the events alone.
+
+    Args:
+        mismatch: The first event that differs.
+    """
+    if not mismatch.fields:
+        return COURSE
+    source = _source_of(mismatch) if mismatch.kind == ledger.LOG else None
+    if source is not None:
+        return cause_of(source)
+    if mismatch.kind in (ledger.VALIDATED, ledger.LOG) and not _continues_equal(mismatch):
+        return WEIGHTS
+    field = "weights" if mismatch.kind == ledger.END and "weights" in mismatch.fields else mismatch.fields[0]
+    cause = AFTER_A_RESTART.get((mismatch.kind, field), AFTER_A_RESTART[mismatch.kind, ""])
+    if cause is AUGMENTATION:
+        has_order = mismatch.expected is not None and mismatch.expected.values.get("order") is not None
+        cause = AUGMENTATION if has_order else ITERABLE_DATA
+        return and_main_rng(cause) if "rng" in mismatch.fields else cause
+    return cause
+
+
+def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
+    """Return the reason why a script differs from run to run without any interruption.
+
+    Args:
+        mismatch: The first event that differs.
+        difference_place: The place of that event, in words.
+    """
+    if mismatch.kind == ledger.LOG:
+        return changing_values(_patterns(_logged_names(mismatch)))
+    if mismatch.kind == ledger.BATCH:
+        is_first = mismatch.number == 0
+        drawn = [name for name in ("rng", "order") if is_first and name in mismatch.fields]
+        [field] = [*drawn, *mismatch.fields, ""][:1]
+        cause = (FROM_THE_START if is_first else WITHOUT_A_RESTART).get(field)
+        if cause is not None:
+            return cause
+    return differs_at(difference_place, cause_of(mismatch))
+
+
+def _continues_equal(mismatch: Mismatch) -> bool:
+    """Return whether the weights are the same in everything that follows the mismatch."""
+    if any(event.kind in STEPS for event in mismatch.expected_next):
+        return mismatch.num_batches_equal_behind > 0
+    ends = [
+        next((event for event in events if event.kind == ledger.END), None)
+        for events in (mismatch.expected_next, mismatch.found_next)
+    ]
+    weights = [end.values.get("weights", "not of an evaluation") if end is not None else None for end in ends]
+    return weights[0] is not None and weights[0] == weights[1]
+
+
+def _source_of(log: Mismatch) -> Mismatch | None:
+    """Return the mismatch of the batch, validation run, or evaluation that logged the values, if it differs too.
+
+    The values that a step, or the end of an evaluation, logs are written before its own line.
+    """
+    rests = (list(log.expected_next), list(log.found_next))
+    places = [next((i for i, event in enumerate(rest) if event.kind != ledger.LOG), None) for rest in rests]
+    if None in places:
+        return None
+    (one, one_next), (other, other_next) = (
+        (rest[place], rest[place + 1 :]) for rest, place in zip(rests, places, strict=True) if place is not None
+    )
+    fields = different_fields(one, other)
+    if not fields or (one.kind == ledger.END and "returned" not in fields):
+        return None
+    return Mismatch(
+        rank=log.rank,
+        expected=one,
+        found=other,
+        fields=fields,
+        number=log.number,
+        num_evaluated=log.num_evaluated,
+        expected_next=one_next,
+        found_next=other_next,
+    )
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """Return patterns that match `names`: a single one for all columns that a monitor prefixes with its own name."""
+    monitors = (_MONITORED.match(name) for name in names)
+    found = [name if monitor is None else f"{monitor[1]}.*" for name, monitor in zip(names, monitors, strict=True)]
+    return list(dict.fromkeys(found))[:_MAX_NAMES]
+
+
+def _logged_names(mismatch: Mismatch) -> list[str]:
+    if mismatch.expected is None or mismatch.found is None:
+        return []
+    one, other = (event.values.get("metrics") or {} for event in (mismatch.expected, mismatch.found))
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]

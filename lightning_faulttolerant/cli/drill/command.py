@@ -1,4 +1,4 @@
-"""``drill``: run a script uninterrupted and with faults, and compare the two runs."""
+"""``drill``: run a script uninterrupted and with faults, compare the two runs, and print the result."""
 
 from __future__ import annotations
 
@@ -6,26 +6,132 @@ import argparse
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
-from lightning_faulttolerant.cli.drill.ledgers import STAGES
+from lightning_faulttolerant.cli.drill.ledgers import STAGES, TRAIN
 from lightning_faulttolerant.cli.drill.page import page
-from lightning_faulttolerant.cli.drill.printing import command_text, print_result
-from lightning_faulttolerant.cli.drill.progress import progress_on
-from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.progress import duration, progress_on
+from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike, equal_before
 from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSettings
-from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.cli.text import safe, table
+
+_WIDTH = 80
+_STYLES = {result.EXACT: "1;32", result.DIFFERS: "1;31", result.NOT_JUDGED: "1;33"}
+_BOLD = "1"
+_LONGEST_VALUE = 24
+_MOST_VALUES = 8
+
+
+def print_result(found: DrillResult, stream: TextIO, *, is_kept: bool) -> None:
+    """Print the result of a drill.
+
+    Args:
+        found: The result of the drill.
+        stream: The stream to print to.
+        is_kept: Whether the ledgers and outputs are kept.
+    """
+    lines = []
+    if found.strikes:
+        lines += ["", *_strikes(found.strikes)]
+    verdict = found.verdict
+    lines += ["", _styled(verdict.word.upper(), _STYLES[verdict.word], stream), *_wrapped(verdict.text)]
+    if verdict.difference is not None:
+        lines += ["", *_difference(verdict.difference, found)]
+    if verdict.cause is not None:
+        lines += ["", *_cause(verdict.cause, stream)]
+    for note in verdict.notes:
+        lines += ["", *_wrapped(note)]
+    if is_kept:
+        lines += ["", f"Ledgers and outputs: {safe(found.directory)}"]
+    print("\n".join(lines), file=stream)
+
+
+def _strikes(strikes: Sequence[Strike]) -> list[str]:
+    header = ["STRIKE", "IN", "AT BATCH", "EPOCH", "RESUMED AT", "DONE TWICE", "FIRST BATCH IN"]
+    rows = [
+        [
+            f"{strike.number} {strike.kind}",
+            *_places(strike),
+            f"{strike.num_twice:,}",
+            "-" if strike.seconds_to_first_batch is None else duration(strike.seconds_to_first_batch),
+        ]
+        for strike in strikes
+    ]
+    return table(header, rows, right=header[2:])
+
+
+def _places(strike: Strike) -> list[str]:
+    """Return the cells for what was struck, and where: in training the batch of the run, else of the evaluation."""
+    number = "" if strike.fit == 1 else f" {strike.fit}"
+    stage = f"{strike.stage}{number}" if strike.epoch is None else strike.stage
+    epoch = "-" if strike.epoch is None else f"{strike.epoch} of fit{number}" if number else f"{strike.epoch}"
+    if strike.stage == TRAIN:
+        return [stage, f"{strike.at:,}", epoch, f"{strike.resumed_at:,}"]
+    resumed = f"{TRAIN} {strike.resumed_at:,}" if strike.resumed_batch is None else f"{strike.resumed_batch:,}"
+    return [stage, f"{strike.batch:,}", epoch, resumed]
+
+
+def _difference(difference: Difference, found: DrillResult) -> list[str]:
+    other = "AGAIN" if found.verdict.word == result.NOT_JUDGED else "INTERRUPTED"
+    rows = [[value.name, _short(value.expected), _short(value.found)] for value in difference.values]
+    lines = table(["", "UNINTERRUPTED", other], rows[:_MOST_VALUES], right=[], indent=2)
+    if len(rows) > _MOST_VALUES:
+        lines.append(f"  and {len(rows) - _MOST_VALUES} more values")
+    if difference.equal:
+        lines += _wrapped(f"Equal there: {', '.join(difference.equal)}.", indent="  ")
+    return [*lines, *_wrapped(equal_before(difference, found.strikes), indent="  ")]
+
+
+def _cause(cause: Cause, stream: TextIO) -> list[str]:
+    lines = [_styled(f"Likely cause: {cause.part}", _BOLD, stream), *_wrapped(cause.text, indent="  ")]
+    for advice in cause.advice:
+        lines += _wrapped(advice, indent="    ", first="  - ")
+    return lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def _wrapped(text: str, *, indent: str = "", first: str | None = None) -> list[str]:
+    begin = indent if first is None else first
+    return textwrap.wrap(
+        safe(text),
+        _WIDTH,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _styled(text: str, style: str, stream: TextIO) -> str:
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+def command_text(words: Sequence[str]) -> str:
+    """Return a command as the user would type it.
+
+    Args:
+        words: Words of the command.
+    """
+    return safe(shlex.join(words))
+
 
 DESCRIPTION = """\
 Prove on your own script that an interrupted run equals an uninterrupted one. The drill runs COMMAND once uninterrupted.
@@ -90,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="pass over this logged value; * stands for anything",
+        help="ignore this logged value; * stands for anything",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the loss curves, the strikes and the verdict")
     parser.add_argument("--output", metavar="DIR", help="keep ledgers and outputs of the script here")
@@ -100,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=_seconds,
         default=None,
-        help="end a run that takes longer, restarts and all",
+        help="end a run that takes longer, including its restarts",
     )
 
 
@@ -141,10 +247,10 @@ def run(arguments: argparse.Namespace) -> int:
         print_result(found, sys.stdout, is_kept=is_kept)
         sys.stdout.flush()  # print the result even if the page can't be written
         if arguments.html is not None:
-            told = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
-            Path(arguments.html).write_text(page(told), encoding="utf-8")
+            shown = found if is_kept else replace(found, directory="")  # don't name a directory that is removed
+            Path(arguments.html).write_text(page(shown), encoding="utf-8")
     except (KeyboardInterrupt, SystemExit):
-        print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
+        print("\nInterrupted. The drill has ended everything that it started.", file=sys.stderr)
         is_kept = arguments.output is not None
         raise
     except OSError:  # a command that could not be started left nothing to look at

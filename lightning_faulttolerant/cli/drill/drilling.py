@@ -15,10 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.cli.drill import causes, judging, running
+from lightning_faulttolerant.cli.drill import causes, running, verdicts
 from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
 from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun
-from lightning_faulttolerant.cli.drill.moments import counted_batches
 from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import Progress
 from lightning_faulttolerant.cli.drill.result import (
@@ -34,7 +33,7 @@ from lightning_faulttolerant.cli.drill.result import (
 )
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.cli.drill.strikes import counted_batches, stretches_of, strikes_of
 from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
@@ -109,13 +108,13 @@ class Drill:
             return verdict
         if self._settings.is_checked:
             ran, found, verdict = self._uninterrupted(REPEATED, numbers, self._follower(expected))
-            verdict = verdict or judging.of_repeated(expected, found, ran, self._settings)
+            verdict = verdict or verdicts.of_repeated(expected, found, ran, self._settings)
             if verdict is not None:
                 return verdict
         ran = self._runner.run_interrupted(INTERRUPTED, numbers, _gaps(steps), self._follower(expected))
         self._keep(ran, ran.ranks())
         self._strikes = strikes_of(stretches_of(ran.processes, numbers), self._settings.kind)
-        return judging.of_interrupted(expected, ran, self._strikes, self._settings, num_wanted=self._num_wanted)
+        return verdicts.of_interrupted(expected, ran, self._strikes, self._settings, num_wanted=self._num_wanted)
 
     def _follower(self, expected: Sequence[RankOfRun]) -> Follower:
         return Follower(expected[0], self._settings.ignored)
@@ -126,16 +125,16 @@ class Drill:
         ran = self._runner.run_uninterrupted(name, numbers, follower)
         ranks = ran.ranks()
         self._keep(ran, ranks)
-        return ran, ranks, judging.of_uninterrupted(ran, ranks)
+        return ran, ranks, verdicts.of_uninterrupted(ran, ranks)
 
     def _keep(self, ran: Ran, ranks: Sequence[RankOfRun]) -> None:
         if not ranks:
             return
         first = ranks[0]
         if not self._versions and first.begun:
-            told = first.begun[0][1].get("surroundings") or {}
+            surroundings = first.begun[0][1].get("surroundings") or {}
             own = {"lightning-faulttolerant": metadata.version("lightning-faulttolerant")}
-            self._versions = {**own, **{name: str(value) for name, value in told.items() if value is not None}}
+            self._versions = {**own, **{name: str(value) for name, value in surroundings.items() if value is not None}}
         self._runs[ran.name] = RunOfDrill(
             name=ran.name,
             curve=_curve(first.batches),

@@ -1,126 +1,179 @@
-"""One start of the user's command, with its ledger read while it runs."""
+"""One start of the user's command, with everything that it starts, and its ledger read while it runs.
+
+Launchers, ranks, and loader workers belong to it even if they left its process group.
+"""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import re
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 from lightning_faulttolerant.cli.drill.ledgers import FIT, STEPS, VALIDATION, Place, Resumption, place_of, resumption_of
 from lightning_faulttolerant.cli.drill.settings import DrillSettings, StrikePlan
-from lightning_faulttolerant.cli.drill.tree import ProcessTree
+from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.lines import Line, each_line, parse_lines
+
+_PROCESSES = Path("/proc")
+
+
+@final
+class ProcessTree:
+    """One start of a command, as the leader of its own session: a Ctrl-C at the drill does not reach it.
+
+    Args:
+        command: Words of the command.
+        environment: The complete environment.
+        token: A unique text that is put into the environment.
+        output: A file for everything that the command prints.
+    """
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], token: str, output: Path) -> None:
+        self._command = list(command)
+        self._environment = {**environment, DRILL_VARIABLE: token}
+        self._token = token
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the command. If the start is interrupted, the command may be running; `close` ends it then too.
+
+        Raises:
+            OSError: If it can't be started.
+        """
+        with self._output.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the started process: negative for a signal, None before the start and while it is alive."""
+        return None if self._process is None else self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask the started process to end, as a scheduler does. A launcher passes the signal on."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all processes together, like a machine that goes away: no process sees another one die."""
+        stopped: set[int] = set()
+        while True:  # a stopped process starts no others
+            found = self._alive() - stopped
+            if not found:
+                break
+            for process_id in found:
+                _send(process_id, signal.SIGSTOP)
+            stopped |= found
+        for process_id in stopped:
+            _send(process_id, signal.SIGKILL)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self, *, patience_seconds: float = 10.0) -> None:
+        """Kill the remaining processes, and wait until none is left.
+
+        Args:
+            patience_seconds: How long to wait for processes that are being killed.
+        """
+        deadline = time.monotonic() + patience_seconds
+        self.kill()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_seconds)
+        while self._alive() and time.monotonic() < deadline:
+            self.kill()
+            time.sleep(0.01)
+
+    def _alive(self) -> set[int]:
+        """Return the ids of all processes that belong to the command and are not zombies."""
+        started = {self._process.pid} if self._process is not None and self.exit_code is None else set()
+        if not _PROCESSES.is_dir():
+            return _by_ps(started)
+        parents, states = parents_and_states()
+        own = {process_id for process_id in parents if _has_token(process_id, self._token)} | started
+        return {process_id for process_id in with_children(own, parents) if states.get(process_id, "Z") not in "ZX"}
+
+
+def _has_token(process_id: int, token: str) -> bool:
+    try:
+        variables = (_PROCESSES / str(process_id) / "environ").read_bytes()
+    except OSError:  # gone, or owned by another user
+        return False
+    return f"{DRILL_VARIABLE}={token}".encode() in variables.split(b"\0")
+
+
+def _by_ps(process_ids: set[int]) -> set[int]:
+    """Return processes and their descendants on systems without ``/proc``."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    pairs = (line.split() for line in listed.splitlines())
+    return with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
+
+
+def _send(process_id: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process_id, signum)
+
 
 _RANK = re.compile(r"\.rank-(\d+)$")
 _TAIL_BYTES = 20_000
 
 
 @final
-class DrillProcess:
-    """One process of one of the drill's runs, with everything that it starts.
+@dataclass(kw_only=True, slots=True)
+class ProcessProgress:
+    """The progress of one process, from the lines that its rank 0 has written so far.
 
     Args:
-        settings: Settings of the drill.
-        run: Name of the run.
         number: Number of the process in its run, from 0.
-        environment: Environment variables of the drill.
-        plan: What the process has to do for its strikes.
-        follow: Called with each line that is read while the process runs.
     """
 
-    def __init__(
-        self,
-        settings: DrillSettings,
-        run: str,
-        number: int,
-        *,
-        environment: Mapping[str, str] = os.environ,
-        plan: StrikePlan | None = None,
-        follow: Callable[[Line], None] | None = None,
-    ) -> None:
-        directory = settings.directory / run
-        directory.mkdir(parents=True, exist_ok=True)
-        self.run = run
-        self.number = number
-        plan = plan or StrikePlan()
-        self.faults = plan.faults
-        """The places where the process raises an exception."""
-        self.saves = plan.saves
-        """The batches before which the process saves."""
-        self._follow = follow
-        self.output = directory / f"process-{number}.log"
-        self.ledger = directory / f"process-{number}.jsonl"
-        self.began = time.time()
-        self.seconds: float | None = None
-        """Time from the start to the end of the process, or to the strike."""
-        self.last_line_at = time.monotonic()
-        self.resumed: list[Resumption] = []
-        """The places where fits continued before the first batch."""
-        self.autosaves: list[Place] = []
-        self.last_saved: Place | None = None
-        """The furthest of the autosaves."""
-        self.done: Place | None = None
-        """The place of rank 0's last batch, of training or of an evaluation."""
-        self.num_batches = 0
-        """Batches so far, of training and of evaluations."""
-        self.num_trained = 0
-        self.evaluating = ""
-        """The evaluation in progress and its finished batches, in words; empty while the process trains."""
-        self._trained: list[Place] = []
-        self._function = FIT
-        self.last_ended = 0
-        """Number of the last fit or evaluation that finished."""
-        self.num_restarts = 0
-        """How often a launcher in the process restarted its ranks."""
-        self.autosaves_before: list[Place] = []
-        """The autosaves before the last restart by a launcher or before the end of the process."""
-        self._process_id: int | None = None
-        self._last_fit = 0
-        self._batch_times: tuple[float, float] | None = None
-        self.num_expected: int | None = None
-        """Batches until the current fit is over, if it does not end before its last epoch."""
-        self._offset = 0
-        self._tree = ProcessTree(
-            settings.words(run),
-            environment=settings.environment(run, environment, ledger_path=self.ledger, plan=plan),
-            token=f"{settings.run_id(run)}-{number}",
-            output=self.output,
-        )
+    number: int
+    resumed: list[Resumption] = field(default_factory=list)
+    """The places where fits continued before the first batch."""
+    autosaves: list[Place] = field(default_factory=list)
+    autosaves_before: list[Place] = field(default_factory=list)
+    """The autosaves before the last restart by a launcher or before the end of the process."""
+    last_saved: Place | None = None
+    """The furthest of the autosaves."""
+    done: Place | None = None
+    """The place of rank 0's last batch, of training or of an evaluation."""
+    num_batches: int = 0
+    """Batches so far, of training and of evaluations."""
+    num_trained: int = 0
+    num_expected: int | None = None
+    """Batches until the current fit is over, if it does not end before its last epoch."""
+    evaluating: str = ""
+    """The evaluation in progress and its finished batches, in words; empty while the process trains."""
+    last_ended: int = 0
+    """Number of the last fit or evaluation that finished."""
+    num_restarts: int = 0
+    """How often a launcher in the process restarted its ranks."""
+    _trained: list[Place] = field(default_factory=list)
+    _function: str = FIT
+    _last_fit: int = 0
+    _process_id: int | None = None
+    _batch_times: tuple[float, float] | None = None
 
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code: negative for a signal, None while the process is alive."""
-        code = self._tree.exit_code
-        if code is not None and self.seconds is None:
-            self.seconds = time.time() - self.began
-        return code
-
-    def read(self) -> None:
-        """Read the lines that rank 0 has written since the last call."""
-        try:
-            with self.ledger.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in parse_lines(whole):
-            self.last_line_at = time.monotonic()
-            self._take(line)
-            if self._follow is not None:
-                self._follow(line)
-
-    def num_trained_before(self, place: Place) -> int:
-        """Return the number of training batches that this process has done before a place."""
-        return bisect.bisect_right(self._trained, place)
-
-    def _take(self, line: Line) -> None:
+    def take(self, line: Line) -> None:
+        """Note one more line."""
         kind, fit = line.get("event"), int(line.get("fit", 1))
         if kind == ledger.FIT:
             self._begin(line.get("pid"), fit)
@@ -163,6 +216,10 @@ class DrillProcess:
             self.resumed, self.num_batches, self.num_trained, self._batch_times = [], 0, 0, None
         self._process_id = process_id
 
+    def num_trained_before(self, place: Place) -> int:
+        """Return the number of training batches that this process has done before a place."""
+        return bisect.bisect_right(self._trained, place)
+
     @property
     def has_begun(self) -> bool:
         """Whether a fit has begun in the process."""
@@ -174,6 +231,75 @@ class DrillProcess:
         if self._batch_times is None or self._batch_times[1] <= self._batch_times[0]:
             return None
         return (self.num_batches - 1) / (self._batch_times[1] - self._batch_times[0])
+
+
+@final
+class DrillProcess:
+    """One process of one of the drill's runs, with everything that it starts.
+
+    Args:
+        settings: Settings of the drill.
+        run: Name of the run.
+        number: Number of the process in its run, from 0.
+        environment: Environment variables of the drill.
+        plan: What the process has to do for its strikes.
+        follow: Called with each line that is read while the process runs.
+    """
+
+    def __init__(
+        self,
+        settings: DrillSettings,
+        run: str,
+        number: int,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        plan: StrikePlan | None = None,
+        follow: Callable[[Line], None] | None = None,
+    ) -> None:
+        directory = settings.directory / run
+        directory.mkdir(parents=True, exist_ok=True)
+        self.number = number
+        self.plan = plan or StrikePlan()
+        """The places where the process raises an exception, and the batches before which it saves."""
+        self.output = directory / f"process-{number}.log"
+        self.ledger = directory / f"process-{number}.jsonl"
+        self.began = time.time()
+        self.seconds: float | None = None
+        """Time from the start to the end of the process, or to the strike."""
+        self.progress = ProcessProgress(number=number)
+        self.last_line_at = time.monotonic()
+        self._follow = follow
+        self._offset = 0
+        self._tree = ProcessTree(
+            settings.words(run),
+            environment=settings.environment(run, environment, ledger_path=self.ledger, plan=self.plan),
+            token=f"{settings.run_id(run)}-{number}",
+            output=self.output,
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code: negative for a signal, None while the process is alive."""
+        code = self._tree.exit_code
+        if code is not None and self.seconds is None:
+            self.seconds = time.time() - self.began
+        return code
+
+    def read(self) -> None:
+        """Read the lines that rank 0 has written since the last call."""
+        try:
+            with self.ledger.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in parse_lines(whole):
+            self.last_line_at = time.monotonic()
+            self.progress.take(line)
+            if self._follow is not None:
+                self._follow(line)
 
     def start(self) -> None:
         """Start the process.
@@ -192,7 +318,7 @@ class DrillProcess:
 
     def kill(self) -> None:
         """End the process and everything that it started, without delay."""
-        self.autosaves_before = list(self.autosaves)
+        self.progress.autosaves_before = list(self.progress.autosaves)
         if self.seconds is None:
             self.seconds = time.time() - self.began
         self._tree.close()

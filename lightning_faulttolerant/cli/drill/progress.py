@@ -103,17 +103,17 @@ class PlainProgress:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._run = ""
-        self._told_at = 0.0
-        self._told: Status | None = None
+        self._shown_at = 0.0
+        self._shown: Status | None = None
 
     def update(self, status: Status) -> None:
         """Print the progress every ten seconds."""
         now = time.monotonic()
         if status.run != self._run:
-            self._run, self._told_at = status.run, now
+            self._run, self._shown_at = status.run, now
             self.tell(f"{status.run}: started")
-        elif now - self._told_at >= _PLAIN_EVERY_SECONDS and status != self._told:
-            self._told_at, self._told = now, status
+        elif now - self._shown_at >= _PLAIN_EVERY_SECONDS and status != self._shown:
+            self._shown_at, self._shown = now, status
             self.tell(f"{status.run}: {', '.join([_place(status), *_more(status)])}")
 
     def tell(self, text: str) -> None:

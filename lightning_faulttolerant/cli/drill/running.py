@@ -10,10 +10,10 @@ from typing import final
 
 from lightning_faulttolerant.cli.drill.comparison import Follower
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Place, RankOfRun, place_before
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, moved, plan_of, postponed
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, DrillSettings
+from lightning_faulttolerant.cli.drill.strikes import StrikeMoment, moments_of, moved, plan_of, postponed
 
 ENDED = "ended"
 FAILED = "failed"
@@ -76,7 +76,7 @@ class Ran:
     @property
     def is_restarted(self) -> bool:
         """Whether the run was started more than once, by the drill or by a launcher in its process."""
-        return len(self.processes) > 1 or any(process.num_restarts for process in self.processes)
+        return len(self.processes) > 1 or any(process.progress.num_restarts for process in self.processes)
 
 
 @final
@@ -150,7 +150,8 @@ class Runner:
                 return self._end(ran)
             num_new = self._status.num_strikes - num_before
             moments = moments[num_new:]
-            if self._settings.kind == EXCEPTION and num_new == process.num_restarts:  # the last one came too early
+            is_early = num_new == process.progress.num_restarts  # the last exception came too early to count
+            if self._settings.kind == EXCEPTION and is_early:
                 moments = postponed(moments, numbers)
 
     def _begin(self, name: str, numbers: BatchNumbers | None, follower: Follower | None) -> Ran:
@@ -205,7 +206,7 @@ class Runner:
 
     def _num_saved(self, ran: Ran) -> int:
         """Return the number of batches before the place where the next process continues."""
-        saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
+        saved = [self._numbers.at(place) for process in ran.processes for place in process.progress.autosaves]
         return max(saved, default=0)
 
     def _run_and_strike(self, process: DrillProcess, coming: Sequence[StrikeMoment], seconds: Sequence[float]) -> str:
@@ -223,8 +224,8 @@ class Runner:
 
     def _await_exceptions(self, process: DrillProcess, coming: Sequence[StrikeMoment]) -> str:
         outcome = self._watch(process, self._has_gone_wrong)
-        num_strikes = self._status.num_strikes + process.num_restarts
-        expected = coming[min(process.num_restarts, len(coming) - 1)].batch
+        num_strikes = self._status.num_strikes + process.progress.num_restarts
+        expected = coming[min(process.progress.num_restarts, len(coming) - 1)].batch
         # A script that catches the exception may still end with exit code 0.
         has_stopped = outcome == FAILED or (outcome == ENDED and self._done(process) < len(self._numbers))
         was_asked_for = has_stopped and self._done(process) in (expected, expected + 1)
@@ -249,7 +250,7 @@ class Runner:
             process.kill()
         process.read()
         # The run had finished. A restart of a finished run begins again, as it should.
-        if process.last_ended >= self._numbers.num_fits:
+        if process.progress.last_ended >= self._numbers.num_fits:
             self.ran[-1].is_cut = True
             return ENDED
         # After a SIGTERM, a script may end with exit code 0 in the middle of the run.
@@ -260,7 +261,7 @@ class Runner:
 
     def _is_time(self, process: DrillProcess, clock: Clock) -> bool:
         done = self._done(process)
-        if done < clock.moment.batch or process.last_ended >= self._numbers.num_fits:
+        if done < clock.moment.batch or process.progress.last_ended >= self._numbers.num_fits:
             return False
         # A process that receives SIGTERM saves by itself.
         if self._settings.kind != TERM and not self._has_progress(process):
@@ -291,11 +292,11 @@ class Runner:
     def _look(self, process: DrillProcess) -> None:
         process.read()
         known = len(self._numbers) > 0
-        place = process.last_saved
-        trained_at = self._numbers.trained_at if known else process.num_trained_before
+        place = process.progress.last_saved
+        trained_at = self._numbers.trained_at if known else process.progress.num_trained_before
         saved = self._status.saved if place is None else trained_at(place)
-        done, num_evaluated = process.num_trained, process.num_batches - process.num_trained
-        if known and (process.resumed or process.num_batches):
+        done, num_evaluated = process.progress.num_trained, process.progress.num_batches - process.progress.num_trained
+        if known and (process.progress.resumed or process.progress.num_batches):
             done = trained_at(self._place_of(process))
             num_evaluated = self._done(process) - done
         elif known:  # a fit begins before its ledger shows where it continues
@@ -304,11 +305,11 @@ class Runner:
             self._status,
             done=done,
             num_evaluated=num_evaluated,
-            evaluating=process.evaluating,
-            num_batches=self._status.num_batches if known else process.num_expected,
+            evaluating=process.progress.evaluating,
+            num_batches=self._status.num_batches if known else process.progress.num_expected,
             saved=saved,
-            batches_per_second=process.batches_per_second,
-            is_starting=not process.has_begun,
+            batches_per_second=process.progress.batches_per_second,
+            is_starting=not process.progress.has_begun,
         )
         silence = time.monotonic() - process.last_line_at
         if silence > _SILENCE_SECONDS and not self._told_silence:
@@ -319,39 +320,39 @@ class Runner:
 
     def _start_of(self, process: DrillProcess) -> int:
         """Return the number of batches before the place where a process continued."""
-        return max((self._numbers.at(resumption.place) for resumption in process.resumed), default=0)
+        return max((self._numbers.at(resumption.place) for resumption in process.progress.resumed), default=0)
 
     def _done(self, process: DrillProcess) -> int:
         return self._numbers.at(self._place_of(process))
 
     def _place_of(self, process: DrillProcess) -> Place:
         """Return the place up to which everything is done."""
-        if process.done is not None:
-            return process.done
-        return max((resumption.place for resumption in process.resumed), default=(0, 0, 0, 0))
+        if process.progress.done is not None:
+            return process.progress.done
+        return max((resumption.place for resumption in process.progress.resumed), default=(0, 0, 0, 0))
 
     def _is_saved(self, process: DrillProcess) -> bool:
         """Return whether the process has saved where it was told to save before its strike."""
-        places = [self._numbers.at(place_before(place)) for place in process.saves]
-        saved = 0 if process.last_saved is None else self._numbers.at(process.last_saved)
+        places = [self._numbers.at(place_before(place)) for place in process.plan.saves]
+        saved = 0 if process.progress.last_saved is None else self._numbers.at(process.progress.last_saved)
         return saved >= max(places, default=0)
 
     def _has_progress(self, process: DrillProcess) -> bool:
-        if process.last_saved is None:
+        if process.progress.last_saved is None:
             return False
         # The autosave after the last batch is written as the run ends: a restart from it would have nothing left to do.
-        return self._start_of(process) < self._numbers.at(process.last_saved) < len(self._numbers)
+        return self._start_of(process) < self._numbers.at(process.progress.last_saved) < len(self._numbers)
 
     def _has_gone_wrong(self, process: DrillProcess) -> str | None:
         """Return the outcome of a process that differs, continued from elsewhere, or began again; else None."""
-        if process.number == 0 and process.num_restarts == 0:
+        if process.number == 0 and process.progress.num_restarts == 0:
             if self._follower is not None and self._follower.is_different:
                 return DIFFERENT
-            return RESUMED if process.resumed else None
-        if not process.num_batches or self._start_of(process):
+            return RESUMED if process.progress.resumed else None
+        if not process.progress.num_batches or self._start_of(process):
             return None
-        has_saved = any(self._numbers.at(place) for one in self.ran[-1].processes for place in one.autosaves_before)
-        return BEGAN_AGAIN if has_saved else None
+        earlier = [place for one in self.ran[-1].processes for place in one.progress.autosaves_before]
+        return BEGAN_AGAIN if any(map(self._numbers.at, earlier)) else None
 
 
 @final

@@ -1,7 +1,7 @@
 """Charts as inline SVG with letters and lines of constant size at any width of the page.
 
 Horizontal positions are percentages of the chart's width. The height is fixed, in pixels. SVG can't take percentages
-for curves, so curves are in a stretched picture of their own, with lines that are not stretched.
+for curves, so curves are in a separate, stretched picture, whose lines are not stretched.
 
 Long series are thinned without a visible change: the extremes are kept.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from lightning_faulttolerant.cli.page.html import Child, Markup, tag
-from lightning_faulttolerant.cli.page.scales import Scale
+from lightning_faulttolerant.cli.page.numbers import Scale
 
 WIDTH = 1000
 """Width of a stretched picture in units."""

@@ -9,9 +9,18 @@ from itertools import pairwise
 
 from lightning_faulttolerant.cli.page import plot
 from lightning_faulttolerant.cli.page.html import Child, Markup, tag
-from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
+from lightning_faulttolerant.cli.page.numbers import (
+    Scale,
+    count_scale,
+    count_text,
+    duration_text,
+    elapsed_scale,
+    plural,
+    share_text,
+    size_scale,
+    tick_duration,
+)
 from lightning_faulttolerant.cli.page.plot import Area, Point, Readout, highest
-from lightning_faulttolerant.cli.page.scales import Scale, count_scale, elapsed_scale, size_scale, tick_duration
 from lightning_faulttolerant.cli.report.words import KIND_NAMES
 from lightning_faulttolerant.records.accounting import marks
 from lightning_faulttolerant.records.goodput import (

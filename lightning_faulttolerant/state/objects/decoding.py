@@ -1,4 +1,4 @@
-"""Decode the values that `Encoder` has encoded, and restore contents into existing objects."""
+"""Decodes the values that `Encoder` has encoded, and restores contents into existing objects and tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import generators
-from lightning_faulttolerant.state.objects import containers, kinds
+from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.encoding import VALUES, alias_of
 from lightning_faulttolerant.state.objects.graph import Graph
-from lightning_faulttolerant.state.objects.leaves import decode_array, decode_leaf
+from lightning_faulttolerant.state.objects.leaves import MADE, PICKLED, decode_array, decode_leaf, set_state
 from lightning_faulttolerant.state.objects.names import (
     BUILTINS,
     found_class,
@@ -29,8 +31,77 @@ from lightning_faulttolerant.state.objects.names import (
     found_part,
     found_progress_bar,
 )
-from lightning_faulttolerant.state.objects.pickles import MADE, PICKLED, set_state
-from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError, fill_tensor, new_tensor
+
+
+class NothingThereError(Exception):
+    """An object that a state refers to does not exist any more."""
+
+
+class _LostGraph(torch.autograd.Function):
+    """Stands for the operations that computed a tensor before the run was interrupted."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Any) -> object:
+        raise NotExactError(
+            "A gradient would flow back through a tensor from before the interruption. A checkpoint has the tensor, "
+            "but not its graph. Detach it, or compute it again from its batch."
+        )
+
+
+def new_tensor(kind: str, data: Tensor, device: str, needs_grad: bool | str, *grad: Tensor) -> Tensor:
+    """Return a new tensor: its kind, data, device, whether it needs a gradient (or had a graph), and its gradient."""
+    tensor = data.detach().clone().to(_device(device))
+    if needs_grad == "graph":
+        with torch.enable_grad():
+            found: Tensor = _LostGraph.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
+        return found
+    tensor = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
+    tensor.requires_grad_(bool(needs_grad))
+    for one in grad:
+        tensor.grad = one.detach().clone().to(tensor.device)
+    return tensor
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of this name, or the CPU if it does not exist."""
+    device = torch.device(name)
+    if device.type == "cpu" or device.type == "meta":
+        return torch.device("cpu")
+    module = getattr(torch, device.type, None)
+    is_there = module is not None and module.is_available() and (device.index or 0) < module.device_count()
+    return device if is_there else torch.device("cpu")
+
+
+@torch.no_grad()
+def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
+    """Restore an existing tensor in place, with the content that `new_tensor` takes.
+
+    Raises:
+        NothingThereError: If the existing object is of another kind.
+    """
+    data, needs_grad = content[1], content[3]
+    if not isinstance(tensor, Tensor):
+        raise NothingThereError(f"a {type(tensor).__name__} is there in place of a tensor")
+    is_same_kind = tensor.shape == data.shape and tensor.dtype == data.dtype
+    if is_same_kind and not _overlaps(tensor):
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.detach().copy_(data)
+    else:
+        tensor.data = data.detach().clone().to(tensor.device)
+    if tensor.is_leaf and needs_grad != "graph" and tensor.requires_grad != needs_grad:
+        tensor.requires_grad_(bool(needs_grad))
+    if tensor.is_leaf and (tensor.grad is not None or len(content) > 4):
+        tensor.grad = content[4].detach().clone().to(tensor.device) if len(content) > 4 else None
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements of `tensor` share memory, like those of an expanded one."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
 
 _VALUES = {kind.__name__: kind for kind in VALUES}
 
@@ -119,11 +190,11 @@ class Decoder:
         if not isinstance(value, wanted):
             raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
         if is_plain:
-            containers.fill(value, _plain(items))
+            kinds.fill(value, _plain(items))
         elif kind in _MAPPINGS:
-            containers.fill(value, self._pairs(items))
+            kinds.fill(value, self._pairs(items))
         else:
-            containers.fill(value, self._items(items, has_hashes=kind == "set"))
+            kinds.fill(value, self._items(items, has_hashes=kind == "set"))
         if kind == "set":
             _check_order(value, self._items(items))
 
@@ -292,7 +363,7 @@ class _Gone:
 
 def _check_order(value: set[Any], wanted: list[Any]) -> None:
     """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
-    if containers.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
+    if kinds.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
         raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from lightning_faulttolerant.state import generators
-from lightning_faulttolerant.state.objects import containers, kinds
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.baseline import held, is_readable
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
-from lightning_faulttolerant.state.objects.leaves import encode_array, encode_leaf
-from lightning_faulttolerant.state.objects.marks import held, is_readable
+from lightning_faulttolerant.state.objects.leaves import Pickles, encode_array, encode_leaf, has_whole_state, plain_of
 from lightning_faulttolerant.state.objects.names import (
     CantCarryError,
     LiveError,
@@ -41,8 +41,6 @@ from lightning_faulttolerant.state.objects.names import (
     part_name,
     why_not,
 )
-from lightning_faulttolerant.state.objects.pickles import Pickles, has_whole_state
-from lightning_faulttolerant.state.objects.plain import plain_of
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of
@@ -406,11 +404,11 @@ class Encoder:
         if isinstance(value, dict):
             check_not_saved(value)
             kind = next(kind for kind in (defaultdict, OrderedDict, Counter, dict) if isinstance(value, kind))
-            pairs = [[self._item(key), self._item(child)] for key, child in containers.pairs_of(value)]
+            pairs = [[self._item(key), self._item(child)] for key, child in kinds.pairs_of(value)]
             return [kind.__name__, pairs, self._factory(value) if isinstance(value, defaultdict) else None]
         if kinds.is_container(value):
             name = next(kind.__name__ for kind in (deque, set, list) if isinstance(value, kind))
-            return [name, self._items(containers.items_of(value)), value.maxlen if isinstance(value, deque) else None]
+            return [name, self._items(kinds.items_of(value)), value.maxlen if isinstance(value, deque) else None]
         if kinds.is_buffer(value):
             content, position = kinds.content_of_buffer(value)
             kind_of_number = value.typecode if isinstance(value, array.array) else None

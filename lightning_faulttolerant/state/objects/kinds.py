@@ -1,4 +1,7 @@
-"""The kind of a value: one that never changes, one to search, or one to leave alone."""
+"""The kind of a value: one that never changes, one to search, or one to leave alone.
+
+The items of containers are read and written by Python's own methods: no code of a user's subclass runs.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,54 @@ import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lightning_faulttolerant.state.objects import containers
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, own_dict
+
+CONTAINERS = (list, dict, set, deque)
+
+
+def length_of(value: object) -> int:
+    """Return the number of items in a container."""
+    return int(_own(value).__len__(value))
+
+
+def items_of(value: object) -> list[object]:
+    """Return the items of a list, a set, or a deque; the keys of a dict."""
+    return [key for key, _ in pairs_of(value)] if isinstance(value, dict) else list(_own(value).__iter__(value))
+
+
+def pairs_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and values of a dict, in its order."""
+    own: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    return list(own.items(value))
+
+
+def fill(value: Any, items: Iterable[Any]) -> None:
+    """Replace the items of a container by these; pairs for a dict."""
+    if isinstance(value, list):
+        list.__setitem__(value, slice(None), items)
+        return
+    found = list(items)
+    own: Any = OrderedDict if isinstance(value, OrderedDict) else _own(value)
+    own.clear(value)
+    if isinstance(value, dict):
+        for key, child in found:
+            own.__setitem__(value, key, child)
+    elif isinstance(value, deque):
+        deque.extend(value, found)
+    else:
+        set.update(value, found)
+
+
+def _own(value: object) -> Any:
+    return next(kind for kind in CONTAINERS if isinstance(value, kind))
+
 
 _OF_IPYTHON = re.compile(r"_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
 _P = ParamSpec("_P")
@@ -91,7 +133,7 @@ def is_named(value: object) -> bool:
     return isinstance(value, _NAMED)
 
 
-def contents_of_cell(cell: types.CellType) -> list[Any]:
+def contents_of_cell(cell: types.CellType) -> list[object]:
     """Return the value of a closure's variable, in a list; an empty list if it is not bound."""
     try:
         return [cell.cell_contents]
@@ -158,7 +200,7 @@ def is_mapped(array: Any) -> bool:
 
 def is_container(value: object) -> bool:
     """Return whether `value` is a list, dict, set, or deque, or an instance of a user's subclass of these."""
-    return isinstance(value, containers.KINDS)
+    return isinstance(value, CONTAINERS)
 
 
 def is_plain_container(value: object) -> bool:
@@ -183,7 +225,7 @@ def num_items(value: Any) -> int:
         return value.numel()
     if is_numpy(value, "ndarray"):
         return int(value.size)
-    return containers.length_of(value) if is_container(value) else 0
+    return length_of(value) if is_container(value) else 0
 
 
 def is_generator(value: object) -> bool:
@@ -277,7 +319,7 @@ class Namespace:
     owner: Any
     names: tuple[str, ...] | None = None
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """Return the values that count as state: no functions, classes, modules, or descriptors."""
         if self.names is not None:
             return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
@@ -296,7 +338,7 @@ def _is_code(value: object) -> bool:
     return is_named(value) or hasattr(type(value), "__get__") or type(value).__module__ in ("typing", "abc", "_abc")
 
 
-def attributes(value: object) -> dict[str, Any]:
+def attributes(value: object) -> dict[str, object]:
     """Return an object's own attributes, slots included; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
@@ -310,7 +352,7 @@ def attributes(value: object) -> dict[str, Any]:
 def dict_of(value: Any) -> Mapping[str, object]:
     """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
     is_namespace = isinstance(value, Namespace)
-    found: Mapping[str, Any] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
+    found: Mapping[str, object] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
     return found
 
 

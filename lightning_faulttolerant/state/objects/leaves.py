@@ -1,19 +1,33 @@
-"""Values that never change, as plain lists that a checkpoint can hold, and back."""
+"""Values without references to other objects, as plain lists that a checkpoint can hold, and back.
+
+They are values that never change, and plain data: lists and dicts of numbers and strings, which stand for themselves in
+a state.
+
+Objects that only their library can read become bytes, if the state is trusted where it is restored. The bytes contain
+no object that other objects refer to: it would be a copy afterwards. Such an object is not carried.
+"""
 
 from __future__ import annotations
 
 import datetime
 import decimal
 import fractions
+import io
+import operator
 import pathlib
+import pickle
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.names import CantCarryError
+from lightning_faulttolerant.state.packing import POOL
 
 _DATES: dict[str, Any] = {kind.__name__: kind for kind in (datetime.date, datetime.datetime, datetime.time)}
 _PATHS: dict[str, Any] = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath,
@@ -114,3 +128,189 @@ _LEAVES: dict[str, Callable[..., object]] = {
     "device": torch.device,
     "ellipsis": lambda: ...,
 }
+
+
+_PLAIN_LEAVES = frozenset({type(None), bool, int, float, str})
+_PLAIN_KINDS = _PLAIN_LEAVES | {list, dict, tuple}
+_MAX_DEPTH = 8
+_ITEM_BYTES = 72
+_values_of = operator.methodcaller("values")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plain:
+    """Plain data.
+
+    Args:
+        value: The list or dict that holds it.
+        ids: The ``id`` of each list and dict inside, and of each tuple.
+        num_bytes: The approximate size.
+    """
+
+    value: Any
+    ids: frozenset[int]
+    num_bytes: int
+
+    def copy(self) -> Any:
+        """Return a copy, including everything inside."""
+        # Safe: the bytes are our own, of plain data.
+        return pickle.loads(pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL)) if self.ids else self.value.copy()
+
+
+def plain_of(value: object) -> Plain | None:
+    """Return `value` as plain data, or ``None`` if it is something else or refers to a list or dict twice.
+
+    All items of one depth are checked together, at the speed of C.
+    """
+    if type(value) not in (list, dict):
+        return None
+    layer: dict[type, list[Any]] = {type(value): [value]}
+    ids, tuples, num_bytes = {id(value)}, set[int](), 0
+    for _ in range(_MAX_DEPTH):
+        dicts = layer.get(dict, [])
+        if any(map(operator.contains, dicts, repeat(POOL))):  # maybe a saved state
+            return None
+        parts = [list(chain.from_iterable(inside)) for inside in (*layer.values(), map(_values_of, dicts)) if inside]
+        layer = {}
+        for items in parts:
+            kinds = set(map(type, items))
+            if not kinds <= _PLAIN_KINDS:
+                return None
+            num_bytes += _ITEM_BYTES * len(items) + (sum(map(len, _of_kind(items, str))) if str in kinds else 0)
+            for kind in kinds - _PLAIN_LEAVES:
+                layer.setdefault(kind, []).extend(items if len(kinds) == 1 else _of_kind(items, kind))
+        num_before = len(ids)
+        ids.update(map(id, layer.get(list, ())), map(id, layer.get(dict, ())))
+        if len(ids) < num_before + len(layer.get(list, ())) + len(layer.get(dict, ())):
+            return None
+        tuples.update(map(id, layer.get(tuple, ())))
+        if not layer:
+            return Plain(value=value, ids=frozenset(ids | tuples) - {id(value)}, num_bytes=num_bytes)
+    return None
+
+
+def _of_kind(items: list[object], kind: type) -> list[Any]:
+    return [item for item in items if type(item) is kind]
+
+
+PICKLED, MADE = "pickled", "made"
+_new_object = object().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]
+
+
+class Pickles:
+    """Pickles the objects of one save.
+
+    Args:
+        is_shared: Whether other objects refer to an object too.
+    """
+
+    def __init__(self, is_shared: Callable[[object], bool]) -> None:
+        self._is_shared = is_shared
+        self._met: dict[int, object] = {}
+
+    def has_met(self, value: object) -> bool:
+        """Return whether an object is a part of one that was already pickled."""
+        return id(value) in self._met
+
+    def row(self, value: object, reason: CantCarryError) -> list[Any]:
+        """Return the encoded form of an object.
+
+        Args:
+            value: The object.
+            reason: The reason why it can't be carried in any other way.
+
+        Raises:
+            CantCarryError: If it can't be pickled, or refers to objects that others refer to.
+        """
+        buffer = io.BytesIO()
+        pickler = _UnsharedPickler(buffer, value, lambda part: self.has_met(part) or self._is_shared(part))
+        try:
+            pickler.dump(value)
+        except _SharedError as error:
+            raise CantCarryError(f"{reason}, and which refers to {error}, which other objects also use") from error
+        except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+            raise reason from None
+        self._met.update(pickler.met)
+        return [PICKLED, f"{type(value).__module__}.{type(value).__qualname__}", buffer.getvalue()]
+
+
+class _SharedError(Exception):
+    """An object to be pickled refers to one that other objects refer to."""
+
+
+class _UnsharedPickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, root: object, is_shared: Callable[[object], bool]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._root = root
+        self._is_shared = is_shared
+        self._of_classes: set[int] = set()
+        """Values that a class shares between all its objects: a pandas table includes them in its state."""
+        self.met: dict[int, object] = {}
+
+    def persistent_id(self, value: object) -> None:
+        for kind in type(value).__mro__:
+            self._of_classes.update(map(id, vars(kind).values()))
+        if value is self._root or id(value) in self._of_classes or _can_not_change(value):
+            return
+        has_more = isinstance(value, Tensor) and (
+            value.grad_fn is not None or (value.is_leaf and value.grad is not None)
+        )
+        if has_more or self._is_shared(value):
+            raise _SharedError(f"a {type(value).__name__}")
+        self.met[id(value)] = value
+
+
+def _can_not_change(value: object) -> bool:
+    """Return whether a copy of a value is as good: texts and numbers. Functions and classes are pickled by name."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, tuple, frozenset):
+        return True
+    return kinds.is_leaf(value) or kinds.is_numpy(value, "dtype") or getattr(value, "__qualname__", None) is not None
+
+
+def has_pickles(state: Mapping[str, object]) -> bool:
+    """Return whether an object state holds objects as bytes."""
+    return any(True for _ in _rows_of(state))
+
+
+def unpickled(state: Mapping[str, object]) -> dict[str, object]:
+    """Return an object state with its objects in place of their bytes: this runs any code in the bytes.
+
+    An object that can't be created again stays as bytes, and is not restored.
+    """
+    for row in _rows_of(state):
+        row[:] = _made(row)
+    return dict(state)
+
+
+def _made(row: list[Any]) -> list[Any]:
+    try:
+        return [MADE, pickle.loads(row[2])]
+    except Exception as error:  # noqa: BLE001 - any class may raise anything when it is unpickled
+        return [PICKLED, f"{row[1]} ({type(error).__name__}: {error})", row[2]]
+
+
+def has_whole_state(value: object) -> bool:
+    """Return whether an object can take the state of another of its class: pickle's last step sets all of it."""
+    if not hasattr(type(value), "__setstate__"):
+        return False
+    try:
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+        return False
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or reduced[2] is None or any(reduced[3:]):
+        return False
+    return reduced[0] is _new_object and reduced[1] == (type(value),)
+
+
+def set_state(value: Any, made: Any) -> bool:
+    """Copy another object's state by ``__setstate__`` of their class; return whether that is possible."""
+    if type(value) is not type(made) or not has_whole_state(made):
+        return False
+    value.__setstate__(made.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2])
+    return True
+
+
+def _rows_of(state: Mapping[str, Any]) -> Iterator[list[object]]:
+    contents = [content.get("<content>") for content in state.get("nodes", {}).values()]
+    rows: Sequence[object] = [*state.get("table", ()), *contents]
+    return (row for row in rows if isinstance(row, list) and row and row[0] == PICKLED)

@@ -25,7 +25,7 @@ class _Detached:
         variables: The globals.
     """
 
-    def __init__(self, variables: dict[str, Any]) -> None:
+    def __init__(self, variables: dict[str, object]) -> None:
         self.__dict__ = variables
 
 
@@ -44,7 +44,7 @@ def users_namespaces(roots: Mapping[str, object]) -> dict[str, Namespace]:
     return found
 
 
-def users_variables(roots: Mapping[str, object]) -> dict[str, Any]:
+def users_variables(roots: Mapping[str, object]) -> dict[str, object]:
     """Return the same as direct mappings of names to values."""
     return {name: vars(namespace.owner) for name, namespace in users_namespaces(roots).items()}
 

@@ -16,10 +16,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_faulttolerant.state.blobs import is_packed
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.users import is_users_function
+from lightning_faulttolerant.state.packing import is_packed
 
 
 class CantCarryError(Exception):

@@ -13,17 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.state.differences import digests_of
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.children import Node
-from lightning_faulttolerant.state.objects.decoding import Decoder, delete_attribute, set_attribute
+from lightning_faulttolerant.state.objects.baseline import held, is_readable, same
+from lightning_faulttolerant.state.objects.decoding import Decoder, NothingThereError, delete_attribute, set_attribute
 from lightning_faulttolerant.state.objects.encoding import Encoder
-from lightning_faulttolerant.state.objects.graph import Graph
-from lightning_faulttolerant.state.objects.marks import held, is_readable, same
+from lightning_faulttolerant.state.objects.graph import Graph, Node
 from lightning_faulttolerant.state.objects.names import CantCarryError, LiveError, OpaqueError, SavedError
-from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError
-from lightning_faulttolerant.state.objects.unchanged import Unchanged
-from lightning_faulttolerant.state.objects.walk import Rules, attributes_of, graph_of
+from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
+from lightning_faulttolerant.state.packing import digests_of
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
 _STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes

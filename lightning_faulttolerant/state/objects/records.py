@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.marks import MANY_ITEMS, SMALL_BYTES, mark_of, same_items
+from lightning_faulttolerant.state.objects.baseline import MANY_ITEMS, SMALL_BYTES, mark_of, same_items
 
 _MAX_DEPTH = 6
 _dict_of = operator.attrgetter("__dict__")
@@ -105,7 +105,7 @@ class Records:
         layers: Its items and the objects that they refer to, by class.
     """
 
-    def __init__(self, owner: Any, items: Sequence[Any], layers: list[Layer]) -> None:
+    def __init__(self, owner: Any, items: Sequence[object], layers: list[Layer]) -> None:
         self.owner, self.items, self.layers = owner, items, layers
 
     def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[Any], bool]) -> bool:
@@ -140,7 +140,7 @@ class Records:
                 return layer, place
         return None
 
-    def members(self) -> Iterator[Any]:
+    def members(self) -> Iterator[object]:
         """Yield all objects."""
         return chain.from_iterable(layer.members for layer in self.layers)
 

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
 from lightning_faulttolerant.storage.atomic_file import atomic_writer
-from lightning_faulttolerant.streaming.cache import marks
-from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
-from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
+from lightning_faulttolerant.streaming.cache import shard_files
+from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
 from lightning_faulttolerant.streaming.cache.locks import locked
-from lightning_faulttolerant.streaming.cache.marks import sweep
-from lightning_faulttolerant.streaming.cache.remote import Remote
+from lightning_faulttolerant.streaming.cache.shard_files import LOCK_SUFFIX, OTHER_INDEX, remove_leftovers
 
 _logger = logging.getLogger(__name__)
 
@@ -110,8 +108,8 @@ def _kind(cause: BaseException | None) -> type[IndexFileError]:
 def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
     if _kept(directory) == text:  # without a lock: the directory may not be writable
         return directory
-    sweep(directory)
-    path = marks.path_of(directory, INDEX_NAME, LOCK_SUFFIX)
+    remove_leftovers(directory)
+    path = shard_files.mark_path(directory, INDEX_NAME, LOCK_SUFFIX)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with locked(path, attempts.timeout_seconds):
         kept = _kept(directory)

@@ -8,10 +8,10 @@ import time
 from typing import NamedTuple, Protocol, final
 
 from lightning_faulttolerant.errors import CacheLimitError
-from lightning_faulttolerant.streaming.cache import marks
-from lightning_faulttolerant.streaming.cache.kept import CacheContents
+from lightning_faulttolerant.streaming.cache import shard_files
+from lightning_faulttolerant.streaming.cache.downloads import pause
 from lightning_faulttolerant.streaming.cache.locks import FileLock, locked
-from lightning_faulttolerant.streaming.cache.timeouts import pause
+from lightning_faulttolerant.streaming.cache.shard_files import CacheContents
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _LOCK_NAME = "eviction.lock"
@@ -110,7 +110,7 @@ class CacheLimit:
         """
         num_bytes = cache.num_bytes_of(shard)
         begin = time.monotonic()
-        directory = os.path.join(min(self._caches), marks.DIRECTORY)
+        directory = os.path.join(min(self._caches), shard_files.MARKS_DIRECTORY)
         os.makedirs(directory, exist_ok=True)
         while True:
             with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):

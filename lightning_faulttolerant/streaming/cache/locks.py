@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import final
 
 from lightning_faulttolerant.storage.lock import is_still_at, try_lock
-from lightning_faulttolerant.streaming.cache.timeouts import pause
+from lightning_faulttolerant.streaming.cache.downloads import pause
 
 _logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ waits for a thread that is gone.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import threading
@@ -15,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
 from lightning_faulttolerant.errors import CacheLimitError
+from lightning_faulttolerant.streaming.cache.downloads import StoppedError, stoppable
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
-from lightning_faulttolerant.streaming.cache.timeouts import StoppedError, stoppable
 
 # From a server that takes 20 ms to answer, two threads get 1.7 times as many 1 MiB shards as one, four 3.1 times.
 _NUM_THREADS = 4
@@ -140,6 +141,79 @@ class Prefetcher:
 
 
 @final
+class _HeldShards:
+    """The shards that were fetched ahead. Their caches do not evict them before the reader has passed them.
+
+    Args:
+        caches: The caches of all streams.
+        max_bytes: How much may be held; ``None``: no limit.
+    """
+
+    def __init__(self, caches: Sequence[ShardCache], max_bytes: int | None) -> None:
+        self._caches = caches
+        self._max_bytes = max_bytes
+        self._positions: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._positions
+
+    def hold(self, need: Need) -> ShardCache:
+        """Hold a shard, and return its cache."""
+        cache = self._caches[need.stream]
+        cache.hold(need.shard)
+        self._positions[need.stream, need.shard] = need.position
+        return cache
+
+    def release(self, key: Key) -> None:
+        """Release a shard, if it is held."""
+        if self._positions.pop(key, None) is not None:
+            self._caches[key[0]].release(key[1])
+
+    def release_all(self) -> None:
+        """Release all shards."""
+        self.release_passed(math.inf)
+
+    def release_passed(self, position: float) -> None:
+        """Release the shards that a reader at `position` has passed: if it did not wait for one, it has it open."""
+        for key in [key for key, needed in self._positions.items() if needed < position]:
+            self.release(key)
+
+    def has_room(self, need: Need) -> bool:
+        """Return whether one more shard may be held. The first one always may."""
+        if self._max_bytes is None or not self._positions:
+            return True
+        held = sum(self._caches[stream].num_bytes_of(shard) for stream, shard in self._positions)
+        return held + self._caches[need.stream].num_bytes_of(need.shard) <= self._max_bytes
+
+
+@final
+class _UpcomingShards:
+    """The shards that a reader will need, one after the other.
+
+    Args:
+        upcoming: Yields them.
+    """
+
+    def __init__(self, upcoming: Iterator[Need]) -> None:
+        self.lock = threading.Lock()
+        self._upcoming = iter(upcoming)
+        self._error: Exception | None = None
+
+    def next(self) -> Need | None:
+        """Return the next one, or ``None`` at the end, or if the plan has failed."""
+        try:
+            return next(self._upcoming, None)
+        except Exception as error:  # noqa: BLE001 - raised in the reader
+            self._error = error
+            return None
+
+    def take_error(self) -> Exception | None:
+        """Return the error that has ended the plan, once."""
+        error, self._error = self._error, None
+        return error
+
+
+@final
 class _Work:
     """The state that the threads share. They must not refer to their Prefetcher, or it would never be garbage."""
 
@@ -154,19 +228,15 @@ class _Work:
         self.position = 0
         self.resume_at = 0
         self.stop = threading.Event()
-        self._caches = caches
-        self._upcoming = iter(upcoming)
-        self._upcoming_lock = threading.Lock()
+        self._plan = _UpcomingShards(upcoming)
+        self._held = _HeldShards(caches, max_bytes)
         self._predownload = predownload
-        self._max_bytes = max_bytes
         self._first = first
         self._changed = threading.Condition()
         self._wanted: Key | None = None
         self._makes_way = False
         self._in_flight: set[Key] = set()
-        self._ahead: dict[Key, int] = {}
         self._errors: dict[Key, Exception] = {}
-        self._plan_error: Exception | None = None
 
     def run(self) -> None:
         """Fetch until nothing is left; runs in a thread."""
@@ -190,13 +260,13 @@ class _Work:
                 self._changed.notify_all()
                 self._changed.wait(_LOOK_SECONDS)
             self._wanted = None
-            error, self._plan_error = self._errors.pop(key, None) or self._plan_error, None
-            return error
+            error = self._plan.take_error()
+            return self._errors.pop(key, None) or error
 
     def let_go(self, key: Key) -> None:
         """Release a shard that was fetched ahead."""
         with self._changed:
-            self._release([key])
+            self._held.release(key)
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -204,7 +274,7 @@ class _Work:
         """Release all shards that were fetched ahead, and start no new fetches in the block."""
         with self._changed:
             self._makes_way = True
-            self._release(list(self._ahead))
+            self._held.release_all()
         try:
             yield
         finally:
@@ -213,14 +283,10 @@ class _Work:
                 self._changed.notify_all()
 
     def _next(self) -> Need | None:
-        with self._upcoming_lock:
+        with self._plan.lock:
             if self.stop.is_set():
                 return None
-            try:
-                need = next(self._upcoming, None)
-            except Exception as error:  # noqa: BLE001 - raised in the reader
-                self._plan_error = error
-                need = None
+            need = self._plan.next()
             if need is not None:
                 self._wait_for_turn(need)
             return None if need is None or self.stop.is_set() else need
@@ -229,34 +295,22 @@ class _Work:
         with self._changed:
             ahead = need.position - self._predownload
             self.resume_at = ahead if need.position < self._first else max(ahead, self._first)
-            while (self.position < self.resume_at or not self._has_room(need)) and not self.stop.is_set():
+            while (self.position < self.resume_at or not self._held.has_room(need)) and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS if self.position < self.resume_at else _ROOM_SECONDS)
                 if _is_orphan():
                     self.stop.set()
-                self._release_passed()
-            self._release_passed()
-
-    def _has_room(self, need: Need) -> bool:
-        if self._max_bytes is None or not self._ahead:
-            return True
-        ahead = sum(self._caches[stream].num_bytes_of(shard) for stream, shard in self._ahead)
-        return ahead + self._caches[need.stream].num_bytes_of(need.shard) <= self._max_bytes
-
-    def _release_passed(self) -> None:
-        # A reader that has passed a shard without waiting for it has it open.
-        self._release([key for key, needed in self._ahead.items() if needed < self.position])
+                self._held.release_passed(self.position)
+            self._held.release_passed(self.position)
 
     def _fetch(self, need: Need) -> None:
         key = need.stream, need.shard
-        cache = self._caches[need.stream]
         with self._changed:
             while self._makes_way and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS)
-            if need.position < self.position or key in self._in_flight or key in self._ahead:
+            if need.position < self.position or key in self._in_flight or key in self._held:
                 return  # a reader that passed it has had it: another fetch would evict shards that are still needed
             self._in_flight.add(key)
-            cache.hold(need.shard)
-            self._ahead[key] = need.position
+            cache = self._held.hold(need)
         try:
             while not self._fetched(cache, key):
                 pass
@@ -272,19 +326,14 @@ class _Work:
             with self._changed:
                 if self._wanted != key and not self.stop.is_set():
                     self._changed.wait(_ROOM_SECONDS)
-                    self._release_passed()
+                    self._held.release_passed(self.position)
                     return False  # room may become free once the reader has advanced
-                self._release([key])  # the reader goes first, and raises if there is no room
+                self._held.release(key)  # the reader goes first, and raises if there is no room
         except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard
             with self._changed:
                 self._errors[key] = error
-                self._release([key])
+                self._held.release(key)
         return True
-
-    def _release(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            if self._ahead.pop(key, None) is not None:
-                self._caches[key[0]].release(key[1])
 
 
 def _stop(work: _Work, process_id: int) -> None:

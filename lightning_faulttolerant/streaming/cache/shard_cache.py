@@ -9,19 +9,57 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
-from lightning_faulttolerant.streaming.cache.kept import CacheContents, KeptShards, hash_fault, publish, size_fault
+from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import ProcessLock, locked
-from lightning_faulttolerant.streaming.cache.marks import temporary_for
-from lightning_faulttolerant.streaming.cache.remote import Remote
+from lightning_faulttolerant.streaming.cache.shard_files import (
+    CacheContents,
+    KeptShards,
+    hash_fault,
+    publish,
+    size_fault,
+    temporary_for,
+)
 from lightning_faulttolerant.streaming.format.compression import decompress_file
-from lightning_faulttolerant.streaming.format.shard_info import ShardFile, ShardInfo, is_known_hash
+from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, is_known_hash
 
 Opened = TypeVar("Opened")
 
 # How many times a shard is fetched again if other processes evict it before it can be opened.
 _NUM_OPENINGS = 5
+
+
+@final
+class _Holds:
+    """How often this process holds each shard. A forked child has none: those of its parent belong to the parent."""
+
+    def __init__(self) -> None:
+        self.lock = ProcessLock()
+        self._counts: dict[int, int] = {}
+        self._process_id = os.getpid()
+
+    def add(self, shard: int) -> None:
+        """Hold a shard once more."""
+        with self.lock:
+            counts = self._own()
+            counts[shard] = counts.get(shard, 0) + 1
+
+    def remove(self, shard: int) -> None:
+        """Hold a shard once less."""
+        with self.lock:
+            counts = self._own()
+            counts[shard] = counts.get(shard, 0) - 1
+            if counts[shard] <= 0:
+                del counts[shard]
+
+    def __contains__(self, shard: int) -> bool:
+        with self.lock:
+            return shard in self._own()
+
+    def _own(self) -> dict[int, int]:
+        if self._process_id != os.getpid():
+            self._process_id, self._counts = os.getpid(), {}
+        return self._counts
 
 
 @final
@@ -82,9 +120,7 @@ class ShardCache:
         if self.limit is not None:
             self.limit.add(self, len(shards))
         self._sound: set[int] = set()
-        self._holds: dict[int, int] = {}
-        self._holds_lock = ProcessLock()
-        self._process_id = os.getpid()
+        self._holds = _Holds()
         self._swept_by = 0
 
     @property
@@ -155,22 +191,15 @@ class ShardCache:
 
     def hold(self, shard: int) -> None:
         """Prevent this process from evicting a shard. Each hold needs its own release."""
-        with self._holds_lock:
-            holds = self._own_holds()
-            holds[shard] = holds.get(shard, 0) + 1
+        self._holds.add(shard)
 
     def release(self, shard: int) -> None:
         """Release a shard that was held."""
-        with self._holds_lock:
-            holds = self._own_holds()
-            holds[shard] = holds.get(shard, 0) - 1
-            if holds[shard] <= 0:
-                del holds[shard]
+        self._holds.remove(shard)
 
     def is_held(self, shard: int) -> bool:
         """Return whether this process holds a shard."""
-        with self._holds_lock:
-            return shard in self._own_holds()
+        return shard in self._holds
 
     def num_bytes_of(self, shard: int) -> int:
         """Return the bytes that a shard takes while it is fetched: its files, and the compressed ones."""
@@ -202,11 +231,6 @@ class ShardCache:
     def is_being_fetched(self, shard: int) -> bool:
         """Return whether another process is fetching a shard."""
         return self._remote is not None and self._kept.is_being_fetched(shard)
-
-    def _own_holds(self) -> dict[int, int]:
-        if self._process_id != os.getpid():  # the parent's holds belong to the parent
-            self._process_id, self._holds = os.getpid(), {}
-        return self._holds
 
     def _get(self, shard: int) -> None:
         if self._remote is None and not self._can_be_decompressed(shard):
@@ -316,7 +340,7 @@ class ShardCache:
 
     def __getstate__(self) -> dict[str, object]:
         # Shards are checked again in another process, which may be on another machine.
-        return {**self.__dict__, "_sound": set(), "_holds": {}, "_swept_by": 0}
+        return {**self.__dict__, "_sound": set(), "_holds": _Holds(), "_swept_by": 0}
 
 
 def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from lightning_faulttolerant.errors import DamagedShardError
-from lightning_faulttolerant.streaming.format.extras import extra
+from lightning_faulttolerant.streaming.format.encoding import extra
 
 _LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
 _DEFAULT_LEVELS = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}

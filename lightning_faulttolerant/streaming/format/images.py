@@ -8,8 +8,7 @@ import struct
 from types import ModuleType
 from typing import Any
 
-from lightning_faulttolerant.streaming.format.encoding import Buffer, Encoding, expect_type
-from lightning_faulttolerant.streaming.format.extras import extra
+from lightning_faulttolerant.streaming.format.encoding import Buffer, Encoding, expect_type, extra
 
 _UINT32_BYTES = 4
 
@@ -100,7 +99,7 @@ class ImageList(Encoding):
         expect_type(value, list, encoding="list[...]")
         return struct.pack("<I", 0) + _packed([self._element.encode(image) for image in value])
 
-    def decode(self, buffer: Buffer, begin: int, end: int) -> list[Any]:
+    def decode(self, buffer: Buffer, begin: int, end: int) -> list[object]:
         """Return the value of ``buffer[begin:end]``."""
         spans = _spans(buffer, begin + _UINT32_BYTES, end)
         return [self._element.decode(buffer, lo, hi) for lo, hi in spans]
@@ -118,7 +117,7 @@ class JpegArray(Encoding):
             expect_type(element, (bytes, bytearray), encoding="jpeg_array")
         return _packed([bytes(element) for element in elements])
 
-    def decode(self, buffer: Buffer, begin: int, end: int) -> list[Any]:
+    def decode(self, buffer: Buffer, begin: int, end: int) -> list[object]:
         """Return the value of ``buffer[begin:end]``."""
         spans = _spans(buffer, begin, end)
         if not spans:

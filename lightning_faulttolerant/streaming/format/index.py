@@ -1,24 +1,145 @@
-"""Reads the index of a data set without trusting it: it may be damaged, or crafted to write files elsewhere.
+"""The index of a data set: the files and columns of each shard, and the byte layout of its samples.
 
-All encodings of MDS columns, by name.
+The index is not trusted: it may be damaged, or crafted to write files elsewhere. Nothing here opens a shard. The layout
+of a set of columns is created once, and shared by all shards that have these columns.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lightning_faulttolerant.errors import DamagedIndexError
-from lightning_faulttolerant.streaming.format.arrays import DTYPES, array_encoding
 from lightning_faulttolerant.streaming.format.compression import is_known_compression
-from lightning_faulttolerant.streaming.format.encoding import Encoding
+from lightning_faulttolerant.streaming.format.encoding import (
+    DTYPES,
+    Buffer,
+    Bytes,
+    Digits,
+    Encoding,
+    Int,
+    Json,
+    Pickled,
+    Positions,
+    Scalar,
+    Str,
+    Windows,
+    array_encoding,
+    extra,
+)
 from lightning_faulttolerant.streaming.format.images import ImageFile, ImageList, JpegArray, RawImage
-from lightning_faulttolerant.streaming.format.plain import Bytes, Digits, Int, Json, Pickled, Scalar, Str
-from lightning_faulttolerant.streaming.format.shard_info import Columns, ShardFile, ShardInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFile:
+    """One file of a shard.
+
+    Args:
+        basename: Its path relative to the directory of the split; may have subfolders, never leaves the directory.
+        num_bytes: Its size.
+        hashes: Hexadecimal digests of the whole file, by the name of the algorithm.
+    """
+
+    basename: str
+    num_bytes: int
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """One shard of an index.
+
+    Args:
+        format: ``mds``, ``json``, ``csv``, ``tsv`` or ``xsv``.
+        num_samples: The number of its samples; may be 0.
+        files: The files that are read: the data, followed by the offsets ("meta") for formats other than ``mds``.
+        zip_files: The compressed files stored remotely, in the same order; empty if the data set is not compressed.
+        compression: The algorithm and its level (``zstd:7``), or ``None``.
+        columns: The information to read a sample: names, encodings, sizes, newline, separator.
+    """
+
+    format: str
+    num_samples: int
+    files: tuple[ShardFile, ...]
+    zip_files: tuple[ShardFile, ...] = ()
+    compression: str | None = None
+    columns: Columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The columns of a shard, in the order of the file.
+
+    Args:
+        names: The name of each column.
+        encodings: ``int``, ``ndarray:float32:3,3``, ``jpeg``, ...
+        sizes: Bytes of a fixed-size column, ``None`` for one of variable size (``mds`` only).
+        newline: The end of a line (formats other than ``mds``).
+        separator: The separator of values (``csv``, ``tsv``, ``xsv``).
+    """
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...] = ()
+    newline: str = "\n"
+    separator: str = ","
+
+
+_XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+# hashlib's constructors, except those with a digest of variable length.
+_HASHLIB = tuple(
+    sorted(name for name in hashlib.algorithms_available if hasattr(hashlib, name) and not name.startswith("shake_"))
+)
+_CHUNK_BYTES = 1 << 20
+
+
+def is_known_hash(name: object) -> bool:
+    """Return whether a hash of this name exists. Those of ``xxhash`` need the package, from the first digest on."""
+    return name in _HASHLIB or name in _XXHASHES
+
+
+def digest(path: str, algorithm: str) -> str:
+    """Return the digest of a file, read in parts.
+
+    Args:
+        path: The path of the file.
+        algorithm: ``sha1``, ``xxh64``, ...
+
+    Raises:
+        ValueError: If no hash of this name exists.
+        ImportError: If it is one of xxhash's, and xxhash is not installed.
+    """
+    state = _new(algorithm)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            state.update(chunk)
+    return str(state.hexdigest())
+
+
+def digest_of(data: bytes, algorithm: str) -> str:
+    """Return the digest of bytes, as ``digest`` does for a file."""
+    state = _new(algorithm)
+    state.update(data)
+    return str(state.hexdigest())
+
+
+def _new(algorithm: str) -> Any:
+    if not is_known_hash(algorithm):
+        raise ValueError(f"The hash {algorithm!r} is unknown. Use one of {', '.join(_HASHLIB + _XXHASHES)}.")
+    if algorithm in _XXHASHES:
+        return getattr(extra("xxhash", purpose=f"for the hash {algorithm}"), algorithm)()
+    # Not for secrets: a platform that forbids old algorithms for secrets may allow them here.
+    return hashlib.new(algorithm, usedforsecurity=False)
+
 
 _MAKERS: dict[str, Callable[[], Encoding]] = {
     "bytes": Bytes,
@@ -224,3 +345,111 @@ def _count(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"its number of {what} is {value!r}")
     return value
+
+
+_UINT32_BYTES = 4
+
+# The name of a column, the function that decodes its bytes, and the number of bytes if it is constant.
+Decoder: TypeAlias = tuple[str, Callable[[Buffer, int, int], Any], int | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(columns: Columns) -> Layout:
+    """Return the layout of columns. Equal columns share one."""
+    return Layout(columns)
+
+
+class Layout:
+    """Splits samples: the lengths of the columns of variable size, then the payloads of all columns.
+
+    Args:
+        columns: The columns as the index lists them.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        # A size of 0 means the same as none: the length is in each sample.
+        self._columns: tuple[tuple[str, Encoding, int | None], ...] = tuple(
+            (name, encoding_of(encoding), size or None)
+            for name, encoding, size in zip(columns.names, columns.encodings, columns.sizes, strict=True)
+        )
+        self.names = columns.names
+        self._decoders = tuple((name, encoding.decode, size) for name, encoding, size in self._columns)
+        self._lenders = tuple((name, encoding.lend, size) for name, encoding, size in self._columns)
+        self.is_lent = any(encoding.is_lent for _, encoding, _ in self._columns)
+        """Whether ``lend`` avoids copies that ``decode`` makes."""
+        self._num_lengths = sum(size is None for _, _, size in self._columns)
+        self._head = struct.Struct(f"<{self._num_lengths}I")
+        self.min_bytes = self._head.size + sum(size or 0 for _, _, size in self._columns)
+        """The smallest size of a sample: lengths, and everything of fixed size."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all samples have exactly ``min_bytes``."""
+        return not self._num_lengths
+
+    def unsafe_column(self) -> str | None:
+        """Return the name of a column that is not safe to decode, if one exists."""
+        return next((name for name, encoding, _ in self._columns if not encoding.is_safe), None)
+
+    def decode(self, buffer: Buffer, begin: int, end: int) -> dict[str, object]:
+        """Return the sample in ``buffer[begin:end]``, which has at least ``min_bytes``.
+
+        Raises:
+            ValueError: If the bytes don't encode a sample.
+        """
+        return self._taken_apart(buffer, begin, end, self._decoders)
+
+    def lend(self, buffer: Buffer, begin: int, end: int) -> dict[str, object]:
+        """Return the sample in ``buffer[begin:end]`` with arrays that may be views of the buffer.
+
+        Raises:
+            ValueError: If the bytes don't encode a sample.
+        """
+        return self._taken_apart(buffer, begin, end, self._lenders)
+
+    def _taken_apart(self, buffer: Buffer, begin: int, end: int, decoders: tuple[Decoder, ...]) -> dict[str, object]:
+        lengths = iter(self._head.unpack_from(buffer, begin))
+        at = begin + self._head.size
+        sample = {}
+        for name, decode, size in decoders:
+            first, at = at, at + (size or next(lengths))
+            if at > end:
+                raise ValueError(f"column {name!r} ends at byte {at}, the sample at {end}")
+            sample[name] = decode(buffer, first, at)
+        if at != end:
+            raise ValueError(f"the columns end at byte {at}, the sample at {end}")
+        return sample
+
+    def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[dict[str, Any]]:
+        """Return many samples in one call: the same as calling ``decode`` for each.
+
+        Raises:
+            ValueError: If the bytes of any of them don't encode a sample.
+        """
+        spans = self._spans(windows, begins, ends)
+        values = [
+            encoding.decode_many(buffer, windows, first, last)
+            for (_, encoding, _), (first, last) in zip(self._columns, spans, strict=True)
+        ]
+        names = self.names
+        return (
+            [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)] if names else [{} for _ in begins]
+        )
+
+    def _spans(self, windows: Windows, begins: Positions, ends: Positions) -> list[tuple[Positions, Positions]]:
+        """Return the span of each column in each sample."""
+        at = begins + self._head.size
+        lengths = self._lengths(windows, begins)
+        spans = []
+        for _, _, size in self._columns:
+            first, at = at, at + (size or next(lengths))
+            spans.append((first, at))
+        if not self.is_fixed and (at != ends).any():
+            raise ValueError("the columns do not end where the sample ends")
+        return spans
+
+    def _lengths(self, windows: Windows, begins: Positions) -> Iterator[Positions]:
+        if self.is_fixed:
+            return iter(())
+        table = windows(self._head.size)[begins].view("<u4").reshape(-1, self._num_lengths)
+        return iter(table.T.astype(np.int64))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
 from lightning_faulttolerant.streaming.format.index import INDEX_BASENAME, VERSION, parse_index
-from lightning_faulttolerant.streaming.format.places import FilePlace, place_of
+from lightning_faulttolerant.streaming.format.output import FilePlace, place_of
 
 Address: TypeAlias = str | tuple[str, str]
 

@@ -1,7 +1,13 @@
 """The order of the samples: mixing, shuffling, and dealing, as pure functions of seed, epoch, and position."""
 
-from lightning_faulttolerant.streaming.order.batching import BATCHING_METHODS, batched_deal, batched_order
-from lightning_faulttolerant.streaming.order.deal import RemainingPositions, normalised, positions_of_step
+from lightning_faulttolerant.streaming.order.batching import (
+    BATCHING_METHODS,
+    RemainingPositions,
+    batched_deal,
+    batched_order,
+    normalised,
+    positions_of_step,
+)
 from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
 from lightning_faulttolerant.streaming.order.originals import (

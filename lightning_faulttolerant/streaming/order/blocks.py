@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightning_faulttolerant.streaming.order.draws import Ints, key_of, numbers, permutation
-from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows, Rows
+from lightning_faulttolerant.streaming.order.draws import EvenRows, Ints, PaddedRows, Rows, key_of, numbers, permutation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

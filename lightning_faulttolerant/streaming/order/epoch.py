@@ -12,10 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from lightning_faulttolerant.streaming.order.blocks import BlockOrder, SequentialShardOrder, Units, units_of
-from lightning_faulttolerant.streaming.order.draws import Ints
+from lightning_faulttolerant.streaming.order.draws import EvenRows, Ints, PaddedRows
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
 from lightning_faulttolerant.streaming.order.originals import SHUFFLES, TableOrder, shuffled
-from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows
 
 DEFAULT = "blocks"
 

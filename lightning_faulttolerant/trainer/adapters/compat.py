@@ -1,23 +1,35 @@
-"""Private names of Lightning's callbacks that their adapters use, checked on 2.5.6 to 2.6.6.
+"""Private names of Lightning's callbacks and logged values that this package uses, checked on 2.5.6 to 2.6.6.
 
-`SEAMS` lists them for the contract test, with what breaks without each.
+Those of torch's DistributedDataParallel were read in torch 2.4 and run on 2.13. `SEAMS`, `RESULT_SEAMS`, and
+`DDP_SEAMS` list them for the contract tests, with what breaks without each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, Timer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from lightning.pytorch.trainer.states import RunningStage
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.state.tensors import plain_copy
 from lightning_faulttolerant.trainer.compat import callbacks
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 
 SEAMS = {
     "WeightAveraging._average_model": "captures: they would be saved with averages of another moment",
@@ -167,3 +179,203 @@ def _windows(throughput: Throughput) -> dict[str, Any]:
 def _as_plain(window: Iterable[object]) -> list[Any]:
     # A NumPy or torch number becomes a Python number: a checkpoint must load with weights_only=True.
     return [value.item() if hasattr(value, "item") else value for value in window]
+
+
+RESULT_SEAMS = {
+    "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
+    "trainer._logger_connector._first_loop_iter": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._current_fx": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._callback_metrics": "EarlyStopping and ModelCheckpoint, right after a resume",
+    "trainer._logger_connector._logged_metrics": "trainer.logged_metrics, right after a resume",
+    "trainer._logger_connector._progress_bar_metrics": "the progress bar, right after a resume",
+}
+
+_CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "progress_bar": "_progress_bar_metrics"}
+
+
+def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what the logger connector keeps between batches."""
+    connector = trainer._logger_connector
+    metrics = {name: copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
+    return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
+
+
+def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Restore a result of `logger_connector_state`."""
+    connector = trainer._logger_connector
+    for name, attribute in _CONNECTOR.items():
+        setattr(connector, attribute, copied(state["metrics"][name]))
+    connector._first_loop_iter = state["first_loop_iter"]
+    connector._current_fx = state["current_fx"]
+
+
+def copied(values: object) -> Any:
+    """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
+    if isinstance(values, Mapping):
+        return {name: copied(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [copied(value) for value in values]
+    return plain_copy(values) if isinstance(values, Tensor) else values
+
+
+def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
+    """Return the collections of logged values of training and validation, or of the evaluation that runs."""
+    function = function_of(trainer)
+    if function == "predict":
+        return {}
+    if function != FIT:
+        return {"validation": loop_of(trainer)._results}
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
+
+
+def metadata_state(item: _ResultMetric) -> dict[str, object]:
+    """Return the arguments that a value was logged with, as plain values."""
+    fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
+    sync = item.meta.sync
+    return {
+        "fields": {name: getattr(item.meta, name) for name in fields},
+        "reduce_fx": item.meta.reduce_fx.__name__,
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "adopts": _adopts(item.meta)},
+        "is_tensor": item.is_tensor,
+    }
+
+
+class _AdoptingMetadata(_Metadata):
+    """Arguments of a value that another number of ranks logged: the way to sync it comes from its next ``log``.
+
+    Lightning does not record whether a single rank's value was to be synced, and treats a difference as an error.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        if not isinstance(other, _Metadata):
+            return True
+        self.sync = other.sync
+        self.has_adopted = True
+        fields = (f.name for f in dataclasses.fields(_Metadata))
+        return any(getattr(self, name) != getattr(other, name) for name in fields)
+
+    __eq__ = _Metadata.__eq__
+    __hash__ = None  # type: ignore[assignment]  # as for a dataclass that can be changed
+
+
+def _adopts(meta: _Metadata) -> bool:
+    return isinstance(meta, _AdoptingMetadata) and not getattr(meta, "has_adopted", False)
+
+
+def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
+    """Return a logged value with the arguments of `metadata_state`, and no value yet."""
+    kind = _AdoptingMetadata if state["sync"].get("adopts") else _Metadata
+    meta = kind(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
+    sync = state["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"])
+    return _ResultMetric(meta, state["is_tensor"])
+
+
+def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
+    """Let a reset give the data type of `value`: it may have been logged while another default was set."""
+    default = item._defaults[name]
+    if isinstance(default, Tensor) and default.dtype != value.dtype:
+        item._defaults[name] = default.to(value.dtype)
+
+
+def result_cache(item: _ResultMetric) -> dict[str, Any]:
+    """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
+    cache = item._forward_cache
+    return {
+        "forward": plain_copy(cache) if isinstance(cache, Tensor) else None,
+        "has_reset": item.has_reset,
+        "update_count": item.update_count,
+    }
+
+
+def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
+    """Restore a result of `result_cache`."""
+    item._forward_cache = state["forward"]
+    item.has_reset = state["has_reset"]
+    item._update_count = state["update_count"]
+    item._computed = None
+
+
+DDP_SEAMS = {
+    "ddp._get_ddp_logging_data": "the order of gradients in the buckets of three and more ranks",
+    "ddp._build_params_for_reducer": "the same",
+    "ddp._build_debug_param_to_name_mapping": "the same",
+    "ddp._ddp_init_helper": "the same",
+    "ddp._use_python_reducer": "the same under torch.compile's own reducer, which has none",
+    "ddp._delay_all_reduce_params": "the same where some gradients are reduced together at the end",
+    "ddp._comm_hooks": "communication hooks of such a run",
+    "ddp.reducer._remove_autograd_hooks": "the same order: gradients would be reduced twice",
+    "ddp.reducer._push_all_rebuilt_params": "the same order",
+    "ddp.reducer._rebuild_buckets": "the same order",
+    "ddp.reducer._set_static_graph": "the same order with static_graph=True",
+    "ddp.logger._set_static_graph": "the same order with static_graph=True",
+}
+
+_REBUILT = "rebuilt_per_bucket_param_indices"
+_READY = "prev_iteration_grad_ready_order_indices"
+
+
+def reduction_order(ddp: Any) -> list[int] | None:
+    """Return the order of gradients in DDP's buckets from the next batch on, by number.
+
+    ``None`` as long as it is the first layout, which a new DDP has too.
+    """
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return None  # never rebuilt
+    data = ddp._get_ddp_logging_data()
+    if not data.get("has_rebuilt_buckets"):
+        ddp.logger.set_runtime_stats_and_log()  # DDP reports each batch only when the next one begins
+        data = ddp._get_ddp_logging_data()
+    text = data.get(_REBUILT) if data.get("has_rebuilt_buckets") else data.get(_READY)
+    return [int(number) for number in text.replace(",", " ").split()] if text else None
+
+
+def is_after_its_first_backward(ddp: Any) -> bool:
+    """Return whether a static graph is recorded, but not yet the order of its gradients."""
+    data = ddp._get_ddp_logging_data()
+    return bool(ddp.static_graph and data.get("iteration") == 1 and not data.get(_READY))
+
+
+def why_not_reordered(ddp: Any, order: Sequence[int]) -> str | None:
+    """Return why `set_reduction_order` can't be called."""
+    num_parameters = len(ddp._build_params_for_reducer()[0])
+    if sorted(order) != list(range(num_parameters)):
+        return f"{len(order)} parameters were reduced, and now {num_parameters} are"
+    if ddp._use_python_reducer or ddp._delay_all_reduce_params or ddp.mixed_precision is not None:
+        return "its settings determine another order"
+    return None
+
+
+def set_reduction_order(ddp: Any, order: Sequence[int]) -> None:
+    """Give DDP the buckets that it creates itself if gradients come in this order; a collective.
+
+    DDP creates its buckets again after the first backward. A reducer does the same immediately if it gets the
+    parameters in that order, and is told that all of them are ready.
+    """
+    parameters, are_sparse = ddp._build_params_for_reducer()
+    ordered = [parameters[number] for number in order]
+    ddp.reducer._remove_autograd_hooks()
+    ddp._ddp_init_helper(
+        ordered,
+        [are_sparse[number] for number in order],
+        ddp._build_debug_param_to_name_mapping(ordered),
+        ddp.static_graph,
+    )
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._rebuild_buckets()
+
+
+def hooks_with_state(ddp: Any) -> list[str]:
+    """Return the communication hooks that keep a state from batch to batch."""
+    kept: list[Any] = [(hook, state) for hook, state in ddp._comm_hooks if state is not None]
+    return [
+        getattr(hook, "__qualname__", type(hook).__qualname__)
+        for hook, state in kept
+        if not isinstance(state, dist.ProcessGroup)
+    ]

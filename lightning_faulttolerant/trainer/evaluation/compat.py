@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.combined_loader import _Sequential
 from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from lightning_faulttolerant.loader.remaining_samples import ListedIndices
+from lightning_faulttolerant.loader.remaining import ListedIndices
+from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.functions import loop_of
-from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
@@ -61,7 +61,7 @@ def mode_of(loop: Any) -> dict[str, bool]:
 
 def predictions_of(loop: Any) -> list[list[object]]:
     """Return the predictions that the loop keeps, by loader."""
-    return cast(list[list[Any]], loop._predictions)
+    return cast(list[list[object]], loop._predictions)
 
 
 def make_room_for_predictions(loop: Any) -> None:
@@ -69,7 +69,7 @@ def make_room_for_predictions(loop: Any) -> None:
     loop._predictions = [[] for _ in range(loop.num_dataloaders)]
 
 
-def print_results(loop: Any, results: list[Any]) -> None:
+def print_results(loop: Any, results: list[object]) -> None:
     """Print the table of results, as the loop does at its end."""
     if loop.verbose and loop.trainer.is_global_zero:
         loop._print_results(results, loop._stage.value)
@@ -165,7 +165,7 @@ def current_loader(val_loop: Any) -> int | None:
     return iterator._iterator_idx if isinstance(iterator, _Sequential) else None
 
 
-def run_state(val_loop: Any) -> dict[str, Any]:
+def run_state(val_loop: Any) -> dict[str, object]:
     """Return what the loop of a validation run keeps between two batches, as plain values and tensors."""
     iterator, fetcher = val_loop._combined_loader._iterator, val_loop._data_fetcher
     state = {

@@ -1,9 +1,10 @@
 """The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what is in them.
 
-When several ranks save inside an evaluation: before batches that all of them reach.
+The predictions of a ``predict`` are in files next to its autosaves, each with the predictions since the last.
 
-Each rank knows how many batches it has. The ranks learn the smallest of these numbers at the start, and whenever they
-have saved, rank 0 says before which batch they save next. So no rank waits for another one that has no more batches.
+Several ranks save before batches that all of them reach. Each rank knows how many batches it has. The ranks learn the
+smallest of these numbers at the start, and whenever they have saved, rank 0 says before which batch they save next. So
+no rank waits for another one that has no more batches.
 """
 
 from __future__ import annotations
@@ -13,22 +14,98 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.autosave_directory import PREDICTIONS_NAME
+from lightning_faulttolerant.checkpoint.opaque import pack
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.schema import KEY, PartHeader, part_with
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
-from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.pace import Budget, Outage, described
+from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
+
+_PREDICTIONS, _POOL = "predictions", "pool"
+
+
+class Predictions:
+    """The predictions of one rank.
+
+    Args:
+        trainer: The trainer that predicts.
+        directory: The directory of the autosaves, as a path or a URL.
+        rank: The number of this rank.
+        trust: Decides whether predictions that are objects may be unpickled.
+    """
+
+    def __init__(self, trainer: Trainer, directory: str, *, rank: int, trust: Trust) -> None:
+        self._trainer = trainer
+        self._store = open_store(directory)
+        self._rank = rank
+        self._trust = trust
+        self._files: list[str] = []
+        self._num_written: list[int] = []
+
+    def write(self) -> dict[str, object]:
+        """Write the predictions since the last call into a new file. Return the names of all files so far.
+
+        Raises:
+            OSError: If the file can't be written.
+            UnsafeCheckpointError: If a prediction can't be pickled.
+        """
+        predictions = runs.predictions_of(self._trainer.predict_loop)
+        if not runs.keeps_predictions(self._trainer) or not predictions:  # at its end it drops those of a writer
+            return {"files": [], "num": []}
+        begun = self._num_written or [0] * len(predictions)
+        new = [of_loader[done:] for of_loader, done in zip(predictions, begun, strict=True)]
+        if any(new):
+            packed = pack({_PREDICTIONS: new})
+            self._trust.check(packed, packed.checkpoint, self._store.url)
+            name = self._next_name()
+            with self._store.writer(name) as file:
+                save_to_file({**packed.checkpoint, _POOL: packed.pool}, file)
+            self._files.append(name)
+            self._num_written = [len(of_loader) for of_loader in predictions]
+        return {"files": list(self._files), "num": list(self._num_written)}
+
+    def _next_name(self) -> str:
+        matches = (PREDICTIONS_NAME.fullmatch(name) for name in self._store.names())
+        number = 1 + max((int(match["number"]) for match in matches if match is not None), default=0)
+        return f"predictions-rank={self._rank}-{number:08d}.pt"
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Give the predictions of `state`, a result of `write`, back to the loop.
+
+        Raises:
+            UnsafeCheckpointError: If some of them are objects, and the directory is not trusted.
+            OSError: If a file can't be read.
+        """
+        self._files, self._num_written = list(state["files"]), list(state["num"])
+        predictions: list[list[object]] = [[] for _ in self._num_written]
+        for name in self._files:
+            for of_loader, new in zip(predictions, self._read(name), strict=True):
+                of_loader.extend(new)
+        if predictions:
+            runs.predictions_of(self._trainer.predict_loop)[:] = predictions
+
+    def _read(self, name: str) -> Sequence[list[object]]:
+        path = self._store.path(name)
+        with open_file(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        self._trust.restore(content, content.pop(_POOL), path)
+        found: Sequence[list[object]] = content[_PREDICTIONS]
+        return found
 
 
 class CommonPace:
@@ -84,6 +161,34 @@ RETURNED, PREDICTIONS, PROGRESS = "returned", "predictions", "progress"
 _MORE_SECONDS = 10.0
 
 
+class EvaluationPace:
+    """Decides when an autosave of an evaluation is due: after an interval, or as often as the budget allows.
+
+    Args:
+        options: Say when to save.
+    """
+
+    def __init__(self, options: Options) -> None:
+        interval = options.train_time_interval
+        self._interval = None if interval is None else interval.total_seconds()
+        self._budget = Budget(options.overhead_budget)
+        self.now = self._budget.now
+        self.save_seconds = 0.0
+        """The duration of the longest save."""
+        self.due_at = float("-inf")
+        """The time of the clock until which no autosave is due: the first one is due at the first boundary."""
+
+    def put_off(self) -> None:
+        """Let the next autosave be due later: none can be taken here."""
+        self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
+
+    def note_save(self, began: float) -> None:
+        """Note that a save, which began at a time of the clock, is over."""
+        self.save_seconds = max(self.save_seconds, self.now() - began)
+        self._budget.spend_on_save(began)
+        self.due_at = self._budget.save_at if self._interval is None else self.now() + self._interval
+
+
 class EvaluationSaver:
     """Writes the autosaves of one evaluation.
 
@@ -114,31 +219,26 @@ class EvaluationSaver:
     ) -> None:
         self._trainer = trainer
         self._series = series
-        self._sums = sums
         self._ranks = ranks
         self._header = header
         self._history = history
         self._predictions = predictions
         self._on_saved = on_saved
-        interval = options.train_time_interval
-        self._interval = None if interval is None else interval.total_seconds()
-        self._budget = Budget(options.overhead_budget)
         self._outage = Outage(history, speaks=ranks.rank == 0)
-        self.save_seconds = 0.0
-        """The duration of the longest save."""
+        self.pace = EvaluationPace(options)
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
-        self.due_at = float("-inf")
-        """The time of the clock until which no autosave is due: the first one is due at the first boundary."""
         self.has_only_start = False
         """Whether nothing but the start of the evaluation is saved."""
-        self.files_at_start: Mapping[str, Any] = {}
-        """What loggers had written before the evaluation began."""
-        self.now = self._budget.now
+        self._at_start: dict[str, object] = {SUMS: sums, "files": {}}
+
+    def note_files(self, files: Mapping[str, object]) -> None:
+        """Note what loggers had written before the evaluation began."""
+        self._at_start["files"] = files
 
     def is_due_for_all(self) -> bool:
         """Return whether an autosave is due, by rank 0's clock; a collective."""
-        return bool(self._ranks.from_first("due", self.now() >= self.due_at))
+        return bool(self._ranks.from_first("due", self.pace.now() >= self.pace.due_at))
 
     def save(self, position: TrainerPosition, state: Mapping[str, object], results: object = None) -> str:
         """Save a state; a collective. Return why it could not be written, or an empty string.
@@ -148,7 +248,7 @@ class EvaluationSaver:
             state: The state of this rank, from `EvaluationState`.
             results: What a finished evaluation returned on this rank.
         """
-        began = self.now()
+        began = self.pace.now()
         state = {**state, PROGRESS: loop_of(self._trainer).batch_progress.state_dict(), RETURNED: results}
         failure = ""
         if runs.is_predicting(loop_of(self._trainer)):
@@ -162,18 +262,14 @@ class EvaluationSaver:
 
     def save_start(self, position: TrainerPosition) -> None:
         """Note that the evaluation has begun, and can only be run from its start; a collective."""
-        state = {SUMS: self._sums, "files": self.files_at_start}
-        failure = self._write(replace(position, validation_batch=0), state, self.now(), starts_over=True)
+        position = replace(position, validation_batch=0)
+        failure = self._write(position, {**self._at_start}, self.pace.now(), starts_over=True)
         self.has_only_start = not failure
-
-    def put_off(self) -> None:
-        """Let the next autosave be due later: none can be taken here."""
-        self.due_at = self.now() + (_MORE_SECONDS if self._interval is None else self._interval)
 
     def _write(
         self,
         position: TrainerPosition,
-        state: dict[str, Any],
+        state: dict[str, object],
         began: float,
         *,
         failure: str = "",
@@ -188,7 +284,9 @@ class EvaluationSaver:
         self._note(position, began, failure)
         return failure
 
-    def _checkpoint(self, position: TrainerPosition, state: dict[str, Any], *, starts_over: bool) -> dict[str, Any]:
+    def _checkpoint(
+        self, position: TrainerPosition, state: dict[str, object], *, starts_over: bool
+    ) -> dict[str, object]:
         """Return the whole checkpoint on rank 0; it is empty on the others."""
         header = self._header()
         if self._ranks.num_ranks > 1:
@@ -202,7 +300,7 @@ class EvaluationSaver:
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}
 
     def _attempted(
-        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+        self, series: AutosaveSeries, checkpoint: dict[str, object], position: TrainerPosition, began: float
     ) -> str:
         try:
             path = series.save(
@@ -213,15 +311,13 @@ class EvaluationSaver:
             )
         except OSError as error:
             return described(error)
-        self._history.autosave(series, path, position, seconds=self.now() - began, taken=began)
+        self._history.autosave(series, path, position, seconds=self.pace.now() - began, taken=began)
         for tell in self._on_saved:
             tell(position, str(path))
         return ""
 
     def _note(self, position: TrainerPosition, began: float, failure: str) -> None:
-        self.save_seconds = max(self.save_seconds, self.now() - began)
-        self._budget.spend_on_save(began)
-        self.due_at = self._budget.save_at if self._interval is None else self.now() + self._interval
+        self.pace.note_save(began)
         if failure:
             self._outage.note(failure, position, self.saved)
         else:

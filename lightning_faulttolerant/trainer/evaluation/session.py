@@ -20,18 +20,16 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError, Ranks
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.dealing import Dealing
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
-from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
-from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver
+from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
+from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.logged.compat import copied
 from lightning_faulttolerant.trainer.patches import Method, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
@@ -132,7 +130,7 @@ class EvaluationSession(AnySession):
     def _begin(self) -> None:
         """Begin the evaluation itself: its weights are loaded."""
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
-        self._stopping.begin(lambda: self._begun.saver.save_seconds if self._begun is not None else 0.0)
+        self._stopping.begin(lambda: self._begun.saver.pace.save_seconds if self._begun is not None else 0.0)
         run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
         if runs.is_predicting(self._loop):
             is_per_sample = options.worker_rng == "per_sample"
@@ -199,7 +197,9 @@ class EvaluationSession(AnySession):
 
     # What the seams do.
 
-    def _around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
+    def _around_resume_start(
+        self, original: Method, checkpoint_path: object = None, *args: object, **kwargs: object
+    ) -> None:
         if checkpoint_path is not None and self._is_finished_for_good() and _is_gone(checkpoint_path):
             checkpoint_path, self._is_without_weights = None, True
         original(checkpoint_path, *args, **kwargs)
@@ -241,7 +241,7 @@ class EvaluationSession(AnySession):
             self._resume.put_back_drawn()
         objects.begin()
         self._files.flush()
-        saver.files_at_start = self._files.state_dict()
+        saver.note_files(self._files.state_dict())
         if self._resume is not None and self._resume.is_finished:
             self._loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
         if self._resume is not None and self._resume.is_finished:
@@ -302,7 +302,7 @@ class EvaluationSession(AnySession):
             if wants_stop():
                 self._stop_here(begun)
             now = perf_counter()
-            if now >= saver.due_at or self._common is not None:
+            if now >= saver.pace.due_at or self._common is not None:
                 self._save_if_due(begun)
             if now >= history.due_at:
                 history.alive()
@@ -329,7 +329,7 @@ class EvaluationSession(AnySession):
         if self._common.is_here(batch):
             if begun.saver.is_due_for_all():
                 self._save(begun)
-            self._common.meet_again(batch, begun.saver.due_at - begun.saver.now())
+            self._common.meet_again(batch, begun.saver.pace.due_at - begun.saver.pace.now())
 
     def _save(self, begun: _BegunEvaluation) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""
@@ -341,7 +341,7 @@ class EvaluationSession(AnySession):
         elif saver.saved is None:
             saver.save_start(position)
         else:
-            saver.put_off()
+            saver.pace.put_off()
 
     def _stop_here(self, begun: _BegunEvaluation) -> None:
         position, saver, unsaved = self._position(), begun.saver, ""
@@ -351,8 +351,8 @@ class EvaluationSession(AnySession):
         if state is None:
             if saver.saved is None:
                 saver.save_start(position)
-            told = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {told}: {begun.run_state.validation.reason}"
+            outcome = "is repeated from its start" if saver.has_only_start else "can't continue here"
+            place += f". It {outcome}: {begun.run_state.validation.reason}"
         elif self._stopping.save_fits():
             with self._stopping.signals.saving():
                 unsaved = saver.save(position, state)

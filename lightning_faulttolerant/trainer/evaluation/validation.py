@@ -37,10 +37,10 @@ class _BeforeFetch:
     """The state right before the batch was fetched that the loop will use next."""
 
     num_out: dict[str, int]
-    held: Mapping[str, Any]
-    rng: Mapping[str, Any]
+    held: Mapping[str, object]
+    rng: Mapping[str, object]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what is restored before the batch is fetched again."""
         return {"held": self.held, "rng": self.rng}
 
@@ -127,7 +127,7 @@ class ValidationRun:
         found = [self._loaders.trackers.get(place) for place in places]
         return [tracker for tracker in found if isinstance(tracker, TrackedLoader)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the run between two batches, without its loaders' places."""
         before = compat.before_validation(self._trainer, self.first_loop_iter)
         ahead = self._ahead.state_dict() if self._ahead is not None else None
@@ -268,6 +268,6 @@ def _only_sets(function: object) -> bool:
 
 
 def _calls_a_method(step: dis.Instruction) -> bool:
-    # Before Python 3.12 a method has an instruction of its own; since then the lowest bit tells it from an attribute.
+    # Before Python 3.12, a separate instruction loads a method. Since then, the lowest bit of the argument says so.
     is_either = step.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and "LOAD_METHOD" not in dis.opmap
     return step.opname == "LOAD_METHOD" or (is_either and bool((step.arg or 0) & 1))

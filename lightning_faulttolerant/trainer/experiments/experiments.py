@@ -44,7 +44,7 @@ _ADVICE = {
 class _ServiceFollower(Protocol):
     """Knows how much a logger has logged so far, without asking its service."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return how much was logged."""
 
     def resume(self, state: Mapping[str, object]) -> list[str]:
@@ -63,7 +63,7 @@ class Experiments:
         self._trainer = trainer
         self._patches = patches
         self._followers: dict[int, _ServiceFollower] = {}
-        self._resumed: list[tuple[str, _ServiceFollower, Mapping[str, Any]]] = []
+        self._resumed: list[tuple[str, _ServiceFollower, Mapping[str, object]]] = []
         self.notes: list[str] = []
         """What a user should know about loggers that could not continue, and about missing or duplicate rows."""
 
@@ -253,7 +253,7 @@ class WandbRows:
         self._num_rows += num_lost - self._num_to_pass
         return []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return how many rows were logged so far, each counted once, and the last ones."""
         while self._kept and self._kept[0][0] < time.monotonic() - _KEPT_SECONDS:
             self._kept.popleft()
@@ -328,7 +328,7 @@ class MLflowPoints:
             notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which differs now")
         return notes
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return how many points each metric has so far, each point counted once."""
         return {"num_points": dict(self._num_points)}
 
@@ -356,8 +356,8 @@ class MLflowPoints:
         value: float,
         timestamp: object = None,
         step: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         if run_id == self._run_id and self._passes(key, step or 0, value):
             return None

@@ -34,7 +34,7 @@ def failure_of(trainer: Trainer, loaders: Loaders, exception: BaseException, *, 
     is_fetching = progress.ready == progress.completed  # the next one is ready once it is fetched
     evaluated = progress.ready - (0 if is_fetching else 1) if is_evaluating else None
     samples: dict[str, list[Any]] = {}
-    if has_begun and not (stage == TRAIN and (loaders.fetches_ahead or step_fetches(trainer))):
+    if has_begun and not (stage == TRAIN and (loaders.prefetches.is_on or step_fetches(trainer))):
         samples = dict(_samples(loaders, stage, is_fetching=is_fetching))
     return TrainingFailure(
         kind=type(exception).__name__,

@@ -13,7 +13,7 @@ from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 SEAMS = {
     "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`"
 }
-STUDY_SEAMS = {"study._storage": "trials of a study in memory are told from those of one in a database"}
+STUDY_SEAMS = {"study._storage": "trials of a study in memory are distinguished from those of one in a database"}
 
 
 def given_loaders(trainer: Trainer) -> dict[str, object]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -24,8 +23,7 @@ from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRe
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.functions import FIT
-from lightning_faulttolerant.trainer.identity import trials
-from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
+from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, may_run_several, sweep
 from lightning_faulttolerant.trainer.identity.messages import (
     Interrupted,
     Match,
@@ -34,13 +32,15 @@ from lightning_faulttolerant.trainer.identity.messages import (
     tell_interrupted,
     tell_passed_over,
 )
-from lightning_faulttolerant.trainer.identity.recorded import (
+from lightning_faulttolerant.trainer.identity.starts import (
+    ProcessStart,
     autosaves_of,
+    hydra_config,
     read_record,
     registry_of_process,
+    start_of_process,
     write_record,
 )
-from lightning_faulttolerant.trainer.identity.starts import ProcessStart, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.directory import (
     FITS,
@@ -77,7 +77,7 @@ class FoundFit:
     run: RunDirectory
     series: AutosaveSeries
     number: int
-    start: Mapping[str, Any]
+    start: Mapping[str, object]
 
 
 class Finder:
@@ -102,7 +102,7 @@ class Finder:
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
         self._script: Script = options.script
-        self._is_sweep = trials.sweep() is not None
+        self._is_sweep = sweep() is not None
 
     def find(self) -> FoundFit:
         """Open the run, and begin the fit in it.
@@ -301,7 +301,7 @@ class Finder:
         fits = run.fits(record)
 
         def runs_several() -> bool:
-            return len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
+            return len(fits) > 1 or self._start.is_one_of_many or may_run_several()
 
         return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=self._is_sweep)
 

@@ -16,8 +16,12 @@ from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord
 from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
-from lightning_faulttolerant.trainer.identity.recorded import autosaves_of, read_record, registry_of_process
-from lightning_faulttolerant.trainer.identity.starts import start_directory
+from lightning_faulttolerant.trainer.identity.starts import (
+    autosaves_of,
+    read_record,
+    registry_of_process,
+    start_directory,
+)
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.process import has_told
 from lightning_faulttolerant.trainer.resume.choice import Choice
@@ -89,7 +93,7 @@ def _first_match(
         return exact[0]
     alike = [number for number in candidates if start.has_core(known[number].start)]
     if is_sweep:
-        # Without a seed, the weights differ. A fit without numbers of its own can't be told from another trial.
+        # Without a seed, the weights differ. A fit without its own numbers can't be distinguished from another trial.
         alike = [number for number in alike if start.has_data(known[number].start) and start.is_told_apart]
         return alike[0] if alike else None
     for number in alike:

@@ -1,9 +1,16 @@
-"""How this process was started: the script, its arguments, the directory, and the launcher, if any."""
+"""How this process was started, and the record of a run that such a start belongs to.
+
+A start is the script, its arguments, the directory, and the launcher, if any. A run has a directory, here or in an
+object store, with its record, ``run.json``, and its autosaves. The registry of runs has a place that stays the same
+from start to start.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import logging
 import multiprocessing
 import os
 import re
@@ -14,8 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders
+from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.runs import (
+    FILE_NAME,
+    RUN_ID_VARIABLE,
+    VARIABLE,
+    Command,
+    Registry,
+    RunRecord,
+    record_from_json,
+    registry_at,
+)
 from lightning_faulttolerant.state.objects.users import file_of, is_users_file
+from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
 # The number of the task in a job array. A job's own id changes each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
@@ -195,3 +215,75 @@ def _path_inside(path: str, directory: str) -> Path | None:
 
 
 _IMPORTED_IN = _working_directory()
+
+
+_OF_PYTEST = "PYTEST_CURRENT_TEST"
+
+
+def registry_of_process(start_directory: str) -> Registry | None:
+    """Return the registry of this process; ``None`` in a drill, and in tests, where all fits have one command.
+
+    Args:
+        start_directory: The working directory in which the process was started.
+    """
+    if os.environ.get(DRILL_VARIABLE):
+        return None
+    return registry_at(start_directory) if os.environ.get(VARIABLE) or _OF_PYTEST not in os.environ else None
+
+
+def unregister(directory: str) -> None:
+    """Remove a run that has no autosaves anymore from the registry of this process.
+
+    Args:
+        directory: The directory of the run.
+    """
+    registry = registry_of_process(start_directory(os.environ))
+    if registry is not None:
+        registry.remove(directory)
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_record(directory: str) -> RunRecord | None:
+    """Return the record of a run; ``None`` if it does not exist, or can't be read.
+
+    Args:
+        directory: The directory of the run, as a path or a URL.
+    """
+    try:
+        with open_file(open_store(directory).path(FILE_NAME)) as file:
+            return record_from_json(file.read())
+    except (OSError, CheckpointError):
+        return None
+
+
+def write_record(directory: str, record: RunRecord) -> None:
+    """Replace the record of a run. If that fails, training continues, but later starts know less to tell runs apart."""
+    try:
+        with open_store(directory).writer(FILE_NAME, fsync=False) as file:
+            file.write(record.to_json())
+    except (OSError, CheckpointError) as error:
+        _log.warning("How this run started can't be written to %s: %s", directory, error)
+
+
+def remove_record(directory: str) -> None:
+    """Remove the record of a run, if it exists."""
+    with contextlib.suppress(FileNotFoundError):
+        open_store(directory).delete(FILE_NAME)
+
+
+def autosaves_of(directory: str) -> list[tuple[str, str]]:
+    """Return a run's autosaves, each as the name of its fit's directory and its own name; none if listing fails.
+
+    Args:
+        directory: The directory of the run, as a path or a URL.
+    """
+    if not is_url(directory) and not os.path.isdir(directory):
+        return []
+    try:
+        store = open_store(directory)
+        folders = fit_folders(store.listing().folders)
+        return [(one, name) for one in folders for name in store.folder(one).names() if AUTOSAVE_NAME.fullmatch(name)]
+    except Exception:  # noqa: BLE001 - clients of stores raise their own errors; code that opens the run gets them
+        return []

@@ -102,7 +102,7 @@ class Digest:
             self._state.update((ctypes.c_char * num_bytes).from_address(value.data_ptr()))  # no copy of it
 
 
-def _parts_of(value: Tensor) -> dict[str, Any] | None:
+def _parts_of(value: Tensor) -> dict[str, object] | None:
     """Return the parts of a tensor if it has no memory itself: reading at its address would end the process."""
     if type(value) in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return None
@@ -156,7 +156,7 @@ def exact_metrics(metrics: object) -> dict[str, object]:
     return {str(name): exact(value) for name, value in metrics.items()}
 
 
-def learning_rates(trainer: Trainer) -> list[list[Any]]:
+def learning_rates(trainer: Trainer) -> list[list[object]]:
     """Return the learning rate of each parameter group of each optimizer."""
     return [[exact(group.get("lr")) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
 

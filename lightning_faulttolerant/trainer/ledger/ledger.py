@@ -23,6 +23,7 @@ from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import is_predicting, num_evaluated
 from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of, stage_of
@@ -44,7 +45,6 @@ from lightning_faulttolerant.trainer.ledger.digests import (
 )
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
-from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
@@ -68,7 +68,7 @@ def training_place(trainer: Trainer) -> dict[str, int]:
 def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
     """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
-    def unless_sanity_checking(step: Method, *args: Any, **kwargs: Any) -> Any:
+    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> Any:
         return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
 
     patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
@@ -86,7 +86,7 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def around_step(self, original: Method, batch: object, *args: Any) -> Any:
+    def around_step(self, original: Method, batch: object, *args: object) -> Any:
         """Run a step, and write its line."""
         trainer = self._trainer
         rng = digest(rng_state())
@@ -258,7 +258,7 @@ class FitLedger:
         if not self._has_begun:
             self._begin()
 
-    def _around_run_start(self, original: Method, *args: Any, **kwargs: Any) -> None:
+    def _around_run_start(self, original: Method, *args: object, **kwargs: object) -> None:
         original(*args, **kwargs)
         self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
@@ -272,7 +272,7 @@ class FitLedger:
 
         return before_fetch
 
-    def _around_batch_start(self, original: Method, batch: object, *args: Any, **kwargs: Any) -> None:
+    def _around_batch_start(self, original: Method, batch: object, *args: object, **kwargs: object) -> None:
         if self._trainer.training:
             self._batch = self._known_of(batch)
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
@@ -285,7 +285,7 @@ class FitLedger:
             known["order"] = None if self._order is None else self._order.of_batch()
         return known
 
-    def _around_step(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
         if step_fetches(self._trainer):
             outcome = self._run_fetching(original, *args, **kwargs)
         else:
@@ -300,7 +300,7 @@ class FitLedger:
         )
         return outcome
 
-    def _run_fetching(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _run_fetching(self, original: Method, *args: object, **kwargs: object) -> Any:
         """Run a step that fetches its batches by itself, and note all of them."""
         contents, orders = Digest(), []
 
@@ -338,7 +338,7 @@ class FitLedger:
         finally:
             self._is_logging = False
 
-    def _around_logger(self, logger: object, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> Any:
         if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
             metrics = args[0] if args else kwargs.get("metrics")
             step = args[1] if len(args) > 1 else kwargs.get("step")

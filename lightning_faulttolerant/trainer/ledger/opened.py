@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -166,11 +165,11 @@ class Fault:
         else:
             patches.around(logger_connector(trainer), "on_batch_end", self._around_after)
 
-    def _around_before(self, original: Method, *args: Any, **kwargs: Any) -> object:
+    def _around_before(self, original: Method, *args: object, **kwargs: object) -> object:
         self._strike()
         return original(*args, **kwargs)
 
-    def _around_after(self, original: Method, *args: Any, **kwargs: Any) -> object:
+    def _around_after(self, original: Method, *args: object, **kwargs: object) -> object:
         result = original(*args, **kwargs)
         self._strike()
         return result
@@ -220,7 +219,7 @@ class StrikePlaces:
         patches.wrap(loop_of(self._trainer), BEFORE_FETCH, self._wrap_before_fetch)
 
     def _wrap_advance(self, original: Callable[..., object]) -> Callable[..., object]:
-        def advance(*args: Any, **kwargs: Any) -> object:
+        def advance(*args: object, **kwargs: object) -> object:
             self._pass(self._session.save_before_batch)
             return original(*args, **kwargs)
 

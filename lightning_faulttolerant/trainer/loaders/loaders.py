@@ -13,26 +13,37 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.loader.exactness import Exactness, needs_no_position, why_not_exact
-from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.exactness import (
+    Exactness,
+    OwnState,
+    needs_no_position,
+    share_a_state,
+    stateful_dataset,
+    was_given_position,
+    why_not_exact,
+)
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.own_loader import keeps_own_state
-from lightning_faulttolerant.loader.own_state import OwnState, share_a_state, stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.remaining_batches import RankShare, RemainingBatches
+from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.replayed_loader import is_replayed
+from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
-from lightning_faulttolerant.samplers.deal import RankPlace
+from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.loaders.left_loaders import default_worker_init, place_or_none, skip_consumed
 from lightning_faulttolerant.trainer.loaders.trackers import (
+    Continued,
+    KnownLoaders,
     OfWholeLoader,
     PrefetchState,
     PrefetchStates,
     ResumedPlaces,
     Tracker,
+    TrainersIterations,
+    default_worker_init,
+    place_or_none,
+    skip_consumed,
     track,
     user_loader,
     why_not_whole,
@@ -72,33 +83,38 @@ class Loaders:
         self._trainer = trainer
         self.exactness = exactness
         self._manual = manual
-        self._stage, self._next_index = TRAIN, 0
-        self.is_trainers = False
-        """Whether an iteration that begins now is the trainer's own."""
-        self._combined: weakref.WeakSet[object] = weakref.WeakSet()
-        self._resumed = ResumedPlaces()
+        self._next_place = TRAIN, 0
+        self._iterations = TrainersIterations()
         self.prefetches = PrefetchStates()
         """Where the training loaders were when batches were fetched ahead of their use."""
-        self._holds_back = False
-        self.fetches_ahead = False
-        """Whether each training batch is fetched before the previous one is trained."""
-        self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
+        self._continued = Continued()
+        self._known = KnownLoaders()
+        self._combined: weakref.WeakSet[object] = weakref.WeakSet()
+        self._patches = Patches()
         self.drawn: Drawn | None = None
         """Notes what the script drew for each loader."""
-        self.trackers: dict[str, Tracker] = {}
-        self._index_sides: dict[str, IndexSide] = {}  # of training
-        self.fingerprints: dict[str, Any] = {}
-        self.untracked: dict[str, Any] = {}
-        """Loaders that run as they are. The state still includes what their objects hold."""
-        self._has_places = self._lightning_restores = False
-        self._followed: list[OfWholeLoader] = []
-        self._patches = Patches()
-        self._own: dict[str, OwnState] = {}
+
+    @property
+    def trackers(self) -> dict[str, Tracker]:
+        """The trackers of the loaders that are followed, by place."""
+        return self._known.trackers
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """The fingerprints of the loaders, by place."""
+        return self._known.fingerprints
+
+    @property
+    def untracked(self) -> dict[str, Any]:
+        """The loaders that run as they are, by place. The state still includes what their objects hold."""
+        return self._known.untracked
 
     @contextlib.contextmanager
     def iterated_by_trainer(self, *, stage: str = TRAIN) -> Iterator[None]:
         """Count iterations that begin inside this context as the trainer's own. All others are a callback's."""
-        self.is_trainers = stage == TRAIN or self._holds_back  # the setup of validation only tries its loaders
+        self._iterations.is_now = (
+            stage == TRAIN or self._iterations.is_held_back
+        )  # the setup of validation only tries its loaders
         try:
             yield
         finally:
@@ -108,16 +124,16 @@ class Loaders:
 
     def begin_fetch(self) -> None:
         """Count later iterations as the trainer's: of several validation loaders, all but the first begin late."""
-        self.is_trainers = True
+        self._iterations.is_now = True
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = False
+        self._iterations.is_now = False
         self.prefetches.end_fetch()
 
     def begin(self, stage: str) -> None:
         """Prepare for the loaders of a stage to be processed again."""
-        self._stage, self._next_index = stage, 0
+        self._next_place = stage, 0
 
     def note_draws(self, drawn: Drawn | None) -> None:
         """Let `drawn` note what the script drew for each loader, before the loader is iterated over."""
@@ -125,7 +141,7 @@ class Loaders:
 
     def note_prefetching(self) -> None:
         """Note whether each training batch is fetched before the previous one is trained."""
-        self.fetches_ahead = compat.fetches_ahead(self._trainer)
+        self.prefetches.is_on = compat.fetches_ahead(self._trainer)
 
     def note_checkpoint(self, *, has_places: bool = False, lightning_restores: bool = False) -> None:
         """Note what is in the checkpoint that this fit continues from.
@@ -134,41 +150,41 @@ class Loaders:
             has_places: Whether it has the loaders' places.
             lightning_restores: Whether it is not of this package, and Lightning restores the loaders' own states.
         """
-        self._has_places, self._lightning_restores = has_places, lightning_restores
+        self._continued.has_places, self._continued.lightning_restores = has_places, lightning_restores
 
     def hold_back(self) -> None:
         """Let new training iterations be empty: `renew` begins them again in the right place."""
-        self._holds_back = True
+        self._iterations.is_held_back = True
 
     def stop_holding_back(self) -> None:
         """End what `hold_back` began."""
-        self._holds_back = False
+        self._iterations.is_held_back = False
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader, including those processed later, continue from its place in `states`, a `state_dict`."""
-        self._resumed = ResumedPlaces.from_state_dict(states)
-        self.load_own(self._resumed.own)
+        resumed = self._continued.resumed = ResumedPlaces.from_state_dict(states)
+        self.load_own(resumed.own)
         if self._seeds is not None:
-            self._seeds.resume_from(self._resumed.states)
+            self._seeds.resume_from(resumed.states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
     def expect(self, check: Callable[[str, Any], None]) -> None:
         """Call `check` with the place and the fingerprint of each loader, including those processed later."""
-        self._check = check
+        self._continued.check = check
         for place, fingerprint in self.fingerprints.items():
             check(place, fingerprint)
 
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning: they may be different ones."""
-        self._check = lambda place, fingerprint: None
-        self._resumed = ResumedPlaces()
+        self._continued.check = Continued().check
+        self._continued.resumed = ResumedPlaces()
 
     def process(self, loader: Any) -> Any:
         """Return the replacement for a loader that Lightning has processed."""
         loader = user_loader(loader)  # a user's CombinedLoader that is used again still holds our copies
-        stage, index = self._stage, self._next_index
-        self._next_index += 1
+        stage, index = self._next_place
+        self._next_place = stage, index + 1
         place = f"{stage}/{index}"
         if self.drawn is not None:
             self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
@@ -183,15 +199,15 @@ class Loaders:
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        if place in self._resumed.left:
+        if place in self._continued.resumed.left:
             self._refuse(place, "the checkpoint has no position of it, because it could not be followed then")
         follow = self._follow_own if is_whole else self._follow
         tracker, followed = follow(place, loader, self._owner_of(stage))
         if stage == TRAIN and isinstance(tracker, TrackedLoader):
-            self._index_sides[place] = tracker.index_side
+            self._known.index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
-        self._check(place, self.fingerprints[place])
+        self._continued.check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return followed
 
@@ -201,9 +217,9 @@ class Loaders:
         reason = why_not_exact(loader)
         if reason is not None or not keeps_own_position(loader):
             return reason
-        if stage == TRAIN and self._lightning_restores:
+        if stage == TRAIN and self._continued.lightning_restores:
             return "the checkpoint was saved without FaultTolerance and holds a state that the loader would load itself"
-        if was_given_position(loader) and not self._has_places:
+        if was_given_position(loader) and not self._continued.has_places:
             return "a state was loaded into it before fit, so its first epoch would begin at an unknown position"
         if self._seeds is not None and stateful_dataset(loader) is not None:
             return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
@@ -212,12 +228,8 @@ class Loaders:
     def _owner_of(self, stage: str) -> IterationOwner:
         """Return what says which iterations of a stage are the trainer's."""
         if stage != TRAIN:
-            return IterationOwner(is_followed=lambda: self.is_trainers)
-        return IterationOwner(
-            is_followed=lambda: self.is_trainers,
-            is_held_back=lambda: self._holds_back,
-            before_first_batch=self._before_first_batch,
-        )
+            return self._iterations.owner()
+        return self._iterations.training_owner(self._before_first_batch)
 
     def _follow(
         self, place: str, loader: DataLoader[object], owner: IterationOwner
@@ -247,7 +259,7 @@ class Loaders:
         return tracker, tracked
 
     def _follow_own(self, place: str, loader: object, owner: IterationOwner) -> tuple[OfWholeLoader, object]:
-        others = [tracker for tracker in self._followed if tracker.loader is loader]
+        others = [tracker for tracker in self._known.whole if tracker.loader is loader]
         has_state = keeps_own_state(loader)
         if has_state and any(tracker.place != place for tracker in others):
             self._refuse(place, f"the same object is also {others[0].place}, and it has one state for both")
@@ -256,9 +268,9 @@ class Loaders:
                 if place.startswith(TRAIN):
                     tracker.give_to(owner)
                 return tracker, tracker.followed
-        tracker = track(loader, exactness=self.exactness, owner=owner, place=place, older=self._followed)
+        tracker = track(loader, exactness=self.exactness, owner=owner, place=place, older=self._known.whole)
         tracker.follow()
-        self._followed.append(tracker)
+        self._known.whole.append(tracker)
         return tracker, tracker.followed
 
     def _seeds_of(self, place: str, loader: DataLoader[object]) -> SampleSeeds | None:
@@ -271,26 +283,26 @@ class Loaders:
         return None
 
     def _leave(self, stage: str, place: str, loader: object) -> object:
-        own = self._own[place] = OwnState(loader)
+        own = self._known.own[place] = OwnState(loader)
         self.untracked[place] = loader
         if isinstance(loader, DataLoader):
             self.fingerprints[place] = loader_fingerprint(loader)
-            self._check(place, self.fingerprints[place])
+            self._continued.check(place, self.fingerprints[place])
         reason = own.why_not_exact()
         if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
             self._refuse(place, reason)
-        self.load_own(self._resumed.own, place)
+        self.load_own(self._continued.resumed.own, place)
         return loader
 
     def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
         """Restore the states of the user's objects. Call this right before they are iterated over."""
         for place, state in states.items():
-            if place in self._own and only in (None, place):
-                self._own[place].load_state_dict(state)
+            if place in self._known.own and only in (None, place):
+                self._known.own[place].load_state_dict(state)
 
     def _resume(self, place: str, tracker: Tracker) -> None:
-        if place in self._resumed.states:
-            tracker.load_state_dict(self._resumed.states[place])
+        if place in self._continued.resumed.states:
+            tracker.load_state_dict(self._continued.resumed.states[place])
 
     def _refuse(self, place: str, reason: str) -> None:
         remedy = " Change the loader, or pass FaultTolerance(strict=False) to train without it."
@@ -371,7 +383,7 @@ class Loaders:
         }
 
     def _own_states(self) -> dict[str, object]:
-        return {place: own.state_dict() for place, own in self._own.items()}
+        return {place: own.state_dict() for place, own in self._known.own.items()}
 
     def held_state(self) -> dict[str, dict[str, bytes]]:
         """Return the states of the generators that the loaders' objects hold."""
@@ -396,7 +408,7 @@ class Loaders:
 
     def share(self) -> RankShare | None:
         """Return how the samples of the training loader are split among the ranks, if that is known."""
-        return next((side.current_share() for side in self._index_sides.values()), None)
+        return next((side.current_share() for side in self._known.index_sides.values()), None)
 
     def has_workers(self) -> bool:
         """Return whether training batches come from worker processes."""
@@ -405,13 +417,15 @@ class Loaders:
     def num_handed_out(self) -> int:
         """Return how many index batches of the training epoch have been drawn so far."""
         num = 0
-        for side in self._index_sides.values():  # this runs at each boundary: a generator would cost more than the rest
+        for (
+            side
+        ) in self._known.index_sides.values():  # this runs at each boundary: a generator would cost more than the rest
             num += side.record.handed_out
         return num
 
     def replayed(self) -> list[object]:
         """Return the loaders that are resumed by a replay, and the iterators that they keep."""
-        return [one for tracker in self._followed for one in tracker.replayed()]
+        return [one for tracker in self._known.whole for one in tracker.replayed()]
 
     def close_workers(self) -> None:
         """End all workers immediately, including stuck ones."""
@@ -428,11 +442,7 @@ class Loaders:
         for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
             combined.flattened = [user_loader(loader) for loader in combined.flattened]
         self._combined.clear()
-        for tracker in self._followed:
+        for tracker in self._known.whole:
             tracker.leave()
         self._patches.undo()
-        self._followed.clear()
-        self.trackers.clear()
-        self._index_sides.clear()
-        self.untracked.clear()
-        self._own.clear()
+        self._known.clear()

@@ -2,20 +2,102 @@
 
 `PrefetchState` is where the training loaders were when a batch was fetched ahead of its use. `ResumedPlaces` is where
 the loaders of a resumed fit continue.
+
+Training loaders that can't be followed have no place in a checkpoint. They run as they are. A resume skips the batches
+that were consumed. The epoch then has as many steps as in an uninterrupted run, and validation comes at the same time.
+New workers call the function that Lightning gives them if the user passed none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
-from lightning_faulttolerant.loader.exactness import Exactness
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import Exactness, OwnState
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.own_attributes import TRACKER
-from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
+from lightning_faulttolerant.loader.stateful_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.loader.tracked_class import TRACKER
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def place_or_none(place: str, state_of: Callable[[], _T], exactness: Exactness) -> _T | None:
+    """Return the result of `state_of`, or ``None`` if a loader can't report its place and `exactness` isn't strict.
+
+    Raises:
+        NotExactError: If it is strict.
+    """
+    try:
+        return state_of()
+    except NotExactError as error:
+        if exactness.strict:
+            raise
+        exactness.admit(f"Loader {place} has no position to resume from: {error}")
+        return None
+
+
+def skip_consumed(
+    iterators: Sequence[Iterator[object]],
+    loaders: Sequence[object],
+    state: Mapping[str, Any],
+    *,
+    stage: str,
+    num_ahead: int,
+) -> None:
+    """Draw and drop the consumed batches of each loader whose place was left out.
+
+    Args:
+        iterators: Fresh iterators of the training loaders.
+        loaders: The training loaders.
+        state: The result of `Loaders.state_dict`.
+        stage: The prefix of these loaders' places.
+        num_ahead: How many of the fetched batches were not consumed.
+    """
+    combined = state.get("combined")
+    for number, (iterator, loader) in enumerate(zip(iterators, loaders, strict=False)):
+        place = f"{stage}/{number}"
+        if combined is None or place not in state.get("left", ()) or state.get("own", {}).get(place):
+            continue
+        if all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
+            continue  # Lightning restores the state that it has saved for it
+        num_skipped = _num_in_cycle(combined["index"] - num_ahead, loader)
+        if num_skipped > 0:
+            _log.warning("%s: the first %d batches of the epoch are drawn and dropped.", place, num_skipped)
+            deque(islice(iterator, num_skipped), maxlen=0)
+
+
+def _num_in_cycle(num_batches: int, loader: Any) -> int:
+    """Return how many of the batches came from the current pass over `loader`: a short loader is cycled."""
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        return num_batches
+    return num_batches if num_batches <= length or not length else (num_batches - 1) % length + 1
+
+
+def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
+    """Return the ``worker_init_fn`` that Lightning sets under ``seed_everything(workers=True)``, else ``None``.
+
+    Lightning sets it after ``process_dataloader``, and only if the loader has none. Our loader has one by then.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return None
+    return partial(pl_worker_init_function, rank=trainer.global_rank)
+
 
 OfWholeLoader = OwnLoader | ReplayedLoader
 """Follows what the loader yields, rather than the parts that it consists of."""
@@ -70,10 +152,10 @@ class PrefetchState:
     """
 
     iterations: Mapping[str, tuple[Any, int]]
-    combined: Mapping[str, Any] | None
+    combined: Mapping[str, object] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
-    own: Mapping[str, Any]
+    own: Mapping[str, object]
 
 
 class PrefetchStates:
@@ -84,6 +166,8 @@ class PrefetchStates:
         self.before: PrefetchState | None = None
         self.is_in_fetch = False
         """Whether the fetch in progress has its state already."""
+        self.is_on = False
+        """Whether each training batch is fetched before the previous one is trained."""
 
     def note(self, state: PrefetchState) -> None:
         """Note the state before the fetch that begins now."""
@@ -106,10 +190,80 @@ class ResumedPlaces:
     """
 
     states: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, object] = field(default_factory=dict)
     left: Sequence[str] = ()
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ResumedPlaces:
         """Return the places in a state of `Loaders.state_dict`."""
         return cls(states=state.get("places", {}), own=state.get("own", {}), left=state.get("left", ()))
+
+
+@dataclass(kw_only=True, slots=True)
+class Continued:
+    """What the loaders of a fit continue from.
+
+    Args:
+        resumed: Where they continue.
+        has_places: Whether the checkpoint has the loaders' places.
+        lightning_restores: Whether it is not of this package, and Lightning restores the loaders' own states.
+        check: Called with the place and the fingerprint of each loader.
+    """
+
+    resumed: ResumedPlaces = field(default_factory=ResumedPlaces)
+    has_places: bool = False
+    lightning_restores: bool = False
+    check: Callable[[str, dict[str, object]], None] = lambda place, fingerprint: None
+
+
+@dataclass(kw_only=True, slots=True)
+class KnownLoaders:
+    """What is known of the loaders that Lightning has processed, by their places.
+
+    Args:
+        trackers: Those of the loaders that are followed.
+        index_sides: Those of the training loaders.
+        fingerprints: The fingerprints of the loaders that have one.
+        untracked: Loaders that run as they are. The state still includes what their objects hold.
+        own: The states that the users' own objects keep.
+        whole: The trackers that follow a loader as a whole; also those that were replaced.
+    """
+
+    trackers: dict[str, Tracker] = field(default_factory=dict)
+    index_sides: dict[str, IndexSide] = field(default_factory=dict)
+    fingerprints: dict[str, object] = field(default_factory=dict)
+    untracked: dict[str, object] = field(default_factory=dict)
+    own: dict[str, OwnState] = field(default_factory=dict)
+    whole: list[OfWholeLoader] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the loaders. Their fingerprints stay."""
+        for known in (self.trackers, self.index_sides, self.untracked, self.own):
+            known.clear()
+        self.whole.clear()
+
+
+class TrainersIterations:
+    """Which iterations over the loaders are the trainer's own. All others are a callback's."""
+
+    def __init__(self) -> None:
+        self.is_now = False
+        """Whether an iteration that begins now is the trainer's own."""
+        self.is_held_back = False
+        """Whether new training iterations are empty, because they are to begin again in the right place."""
+
+    def owner(self) -> IterationOwner:
+        """Return what says which iterations over a loader of an evaluation are the trainer's."""
+        return IterationOwner(is_followed=lambda: self.is_now)
+
+    def training_owner(self, before_first_batch: Callable[[], None]) -> IterationOwner:
+        """Return what says which iterations over a training loader are the trainer's.
+
+        Args:
+            before_first_batch: Called before the first batch of such an iteration is fetched.
+        """
+        return IterationOwner(
+            is_followed=lambda: self.is_now,
+            is_held_back=lambda: self.is_held_back,
+            before_first_batch=before_first_batch,
+        )

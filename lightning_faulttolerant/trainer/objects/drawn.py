@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.state.drawn import orders
-from lightning_faulttolerant.state.drawn.contents import DrawnContents, contents_of
-from lightning_faulttolerant.state.drawn.keys import elements_of, is_sorted_by_name
-from lightning_faulttolerant.state.drawn.splits import Parts, may_be_samples
+from lightning_faulttolerant.state import orders
 from lightning_faulttolerant.state.objects.graph import is_at
 from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.orders import elements_of, is_sorted_by_name
+from lightning_faulttolerant.state.splits import DrawnContents, Parts, contents_of, may_be_samples
 from lightning_faulttolerant.trainer.log import tell
 
 _DIGESTS, _NUMBERS, _ORDERS, _PARTS = "digests", "numbers", "orders", "parts"

@@ -24,9 +24,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
-from lightning_faulttolerant.loader.own_attributes import REPLAYED, has_own_class, has_own_state, names_of_others
-from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
+from lightning_faulttolerant.loader.objects import (
+    AN_ITERATOR,
+    goes_by_attributes,
+    is_iterated,
+    lost_in_loaders,
+    lost_in_workers,
+)
+from lightning_faulttolerant.loader.tracked_class import REPLAYED, has_own_class, has_own_state, names_of_others
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder

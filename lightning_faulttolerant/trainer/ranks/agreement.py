@@ -41,7 +41,7 @@ class _ValidationRun:
     verdict: str | None = None
     is_over: bool = False
     is_here: bool = False
-    has_told: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
 
 
 class Member:
@@ -58,7 +58,7 @@ class Member:
         self._clock = clock
         self._limit: float = _NEVER
         self._appointed: tuple[int, str] | None = None
-        self._is_save_wanted = self._is_stop_wanted = False
+        self._wanted: set[str] = set()  # what this rank has asked for
         self._run: _ValidationRun | None = None
         self._num_runs = 0
         self._runs_asked_for: set[int] = set()
@@ -84,14 +84,14 @@ class Member:
             window: The accumulation window of this boundary: ``batch``, ``num_batches``, ``length`` of `end_of_window`.
         """
         end = end_of_window(self.boundary + 1, boundary=self.boundary, **window)
-        if not self._is_save_wanted and end - self.boundary <= max(2 * self._ahead(), 1):
-            self._is_save_wanted = True
+        if SAVE not in self._wanted and end - self.boundary <= max(2 * self._ahead(), 1):
+            self._wanted.add(SAVE)
             self.outbox.append({"ask": SAVE, "window": {**window, "boundary": self.boundary}})
 
     def want_stop(self, reason: str) -> None:
         """Let all ranks stop; may also be called by another thread."""
-        if not self._is_stop_wanted:
-            self._is_stop_wanted = True
+        if STOP not in self._wanted:
+            self._wanted.add(STOP)
             self.outbox.append({"ask": STOP, "reason": reason})
 
     def begin_run(self) -> None:
@@ -132,7 +132,7 @@ class Member:
                         f"all ranks had to {wish} at boundary {place}, but this rank is at {self.boundary}"
                     )
                 self._appointed, self._limit = None, _NEVER
-                self._is_save_wanted = False
+                self._wanted.discard(SAVE)
                 self.outbox.append({"done": place})
                 return wish
             self._wait()
@@ -152,7 +152,7 @@ class Member:
     @property
     def is_busy(self) -> bool:
         """Whether an agreement is in progress."""
-        return self._is_stop_wanted or self.stop is not None or self._limit != _NEVER or self._is_save_wanted
+        return bool(self._wanted) or self.stop is not None or self._limit != _NEVER
 
     # For the thread that speaks for this rank.
 
@@ -197,11 +197,11 @@ class Member:
             self.outbox.append({"run": number, "limit": None})
         if run.is_over or run.is_here:
             what = "over" if run.is_over else "here"
-            if not run.has_told & {"over", "here"}:
-                run.has_told |= {what, "limit"}
+            if not run.sent & {"over", "here"}:
+                run.sent |= {what, "limit"}
                 self.outbox.append({what: run.number})
-        elif "limit" not in run.has_told:
-            run.has_told.add("limit")
+        elif "limit" not in run.sent:
+            run.sent.add("limit")
             limit = self._promise_in(run)
             self.outbox.append({"run": run.number, "limit": limit})
 

@@ -14,8 +14,8 @@ SEAMS = {
     "trainer._accelerator_connector.cluster_environment": "queueing a SLURM job again",
 }
 STRATEGY_SEAMS = {
-    "ModelParallelStrategy._save_distributed_checkpoint": "telling autosaves of several files from those of one",
-    "FSDPStrategy._state_dict_type": "telling autosaves of several files from those of one",
+    "ModelParallelStrategy._save_distributed_checkpoint": "distinguishing autosaves of several files from those of one",
+    "FSDPStrategy._state_dict_type": "distinguishing autosaves of several files from those of one",
 }
 METADATA_NAME = _METADATA_FILENAME
 """The file in a directory of shards that holds everything outside the shards."""

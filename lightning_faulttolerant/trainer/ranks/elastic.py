@@ -23,13 +23,13 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.remaining_batches import RankShare
+from lightning_faulttolerant.loader.remaining import RankShare
 from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_stream, state_for_others
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
-from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
+from lightning_faulttolerant.state.generators import fresh_held_state, fresh_rng_state, of_devices_here
+from lightning_faulttolerant.state.metrics import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.logged_results import merged_results
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
-from lightning_faulttolerant.trainer.logged.results import merged_results
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
     EPOCH_END,
@@ -194,7 +194,8 @@ class Resized:
         self.ranks = f"{ranks_in_words(len(states))} when it was saved, {ranks_in_words(trainer.world_size)} now"
         self.lost: list[str] = []
         """State that can't be carried over."""
-        self.told = [f"these differed between the ranks, and now come from rank 0: {', '.join(apart)}"] if apart else []
+        differed = f"these differed between the ranks, and now come from rank 0: {', '.join(apart)}"
+        self.notes = [differed] if apart else []
         """Differences from the uninterrupted run in which nothing is lost."""
         self._window: Window | None = None
         self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
@@ -236,9 +237,9 @@ class Resized:
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
         reason = "sums over ranks have another order, so their last bits differ"
-        self.told.append(f"{self.ranks}: {reason}")
+        self.notes.append(f"{self.ranks}: {reason}")
         if is_per_sample:
-            self.told.append(other_draws("the training"))
+            self.notes.append(other_draws("the training"))
         else:
             self.lost.append(LOST_GENERATORS)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
-from lightning_faulttolerant.state.differences import difference, digests_of, patched
 from lightning_faulttolerant.state.objects.object_state import contents_of
+from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.position import TrainerPosition
 
@@ -51,7 +50,7 @@ def full_state(
     return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
 
 
-def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, Any]:
+def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, object]:
     """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
     if instead is None:
         return checkpoint
@@ -80,13 +79,13 @@ def gather(
         return [pack_blobs(state)]
     digests = ranks.from_first("digests", digests_of(full) if ranks.rank == 0 else None)
     own = state if ranks.rank == 0 else difference(full, digests)
-    told = ranks.to_first("state", (position, on_cpu(pack_blobs(own))))
-    if told is None:
+    packed_states = ranks.to_first("state", (position, on_cpu(pack_blobs(own))))
+    if packed_states is None:
         return None
-    elsewhere = {place: str(other) for place, (other, _) in enumerate(told) if other != position}
+    elsewhere = {place: str(other) for place, (other, _) in enumerate(packed_states) if other != position}
     if elsewhere:
         raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
-    return [packed for _, packed in told]
+    return [packed for _, packed in packed_states]
 
 
 def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) 
         rank: The number of the rank.
         checkpoint: The whole checkpoint.
     """
-    packed: Sequence[Mapping[str, Any]] = part["ranks"]
+    packed: Sequence[Mapping[str, object]] = part["ranks"]
     if rank >= len(packed):
         return {}
     first = unpack_blobs(packed[0])

@@ -23,7 +23,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
-from lightning_faulttolerant.trainer.ranks.line import Line
+from lightning_faulttolerant.trainer.ranks.connection import Line
 from lightning_faulttolerant.trainer.stop.signals import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class Watch:
         self.looks: list[Callable[[], None]] = [stop.look]
         """Further checks, called a few times a second."""
         self._failed: set[int] = set()
-        self._to_tell: list[Message] = []
-        self._num_told = 0
+        self._failures: list[Message] = []
+        self._num_sent = 0
         self._closed = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -99,7 +99,8 @@ class Watch:
 
     def fail(self, exception: BaseException) -> None:
         """Report the exception that ends this rank alone, here and to the others. Later calls do nothing."""
-        if self._line is None or self.end_together or any(message["failed"] == self._rank for message in self._to_tell):
+        is_reported = any(message["failed"] == self._rank for message in self._failures)
+        if self._line is None or self.end_together or is_reported:
             return
         is_stop = isinstance(exception, TrainingStopped)
         text = str(exception.reason) if isinstance(exception, TrainingStopped) else repr(exception)
@@ -108,11 +109,11 @@ class Watch:
         code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
         # A rank that lost the others has not failed by itself, and may wait for work that they left undone.
         lost = isinstance(exception, RanksLostError)
-        told = {"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code, "lost": lost}
-        self._to_tell.append(told)
+        message = {"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code, "lost": lost}
+        self._failures.append(message)
         self._wake.set()
         reason = self._stop.requested
-        if reason is not None and not is_stop and self._stop.seconds_left() < _LAST_SECONDS:
+        if reason is not None and not is_stop and self._stop.grace.seconds_left() < _LAST_SECONDS:
             end_process(reason.exit_code, f"{reason.name} has ended another rank, so this one ends, too.")
 
     def _run(self) -> None:
@@ -151,9 +152,9 @@ class Watch:
         outgoing = []
         while self.member.outbox:
             outgoing.append(self.member.outbox.popleft())
-        while len(self._to_tell) > self._num_told:
-            outgoing.append(self._to_tell[self._num_told])
-            self._num_told += 1
+        while len(self._failures) > self._num_sent:
+            outgoing.append(self._failures[self._num_sent])
+            self._num_sent += 1
         for message in outgoing:
             self._say(line, message)
         while self._chair is not None and self._chair.outbox:

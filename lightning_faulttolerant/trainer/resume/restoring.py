@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_faulttolerant.checkpoint.schema import PICKLED, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.callbacks import spikes_restored
+from lightning_faulttolerant.trainer.adapters.state import spikes_restored
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders

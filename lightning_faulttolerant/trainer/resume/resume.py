@@ -16,8 +16,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.callbacks import OwnMasks, restore_best_models, without_masks
-from lightning_faulttolerant.trainer.adapters.state import why_ended
+from lightning_faulttolerant.trainer.adapters.state import OwnMasks, restore_best_models, why_ended, without_masks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
@@ -168,8 +167,8 @@ class Resume:
                 "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
             )
-        self._comparison.not_exact += [*lost, *resized.told]
-        resized.told = []
+        self._comparison.not_exact += [*lost, *resized.notes]
+        resized.notes = []
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""

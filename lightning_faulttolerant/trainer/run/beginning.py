@@ -31,7 +31,7 @@ from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprin
 from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.group import connect
+from lightning_faulttolerant.trainer.ranks.process_group import connect
 from lightning_faulttolerant.trainer.replay.replayed_run import ReplayedRun
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory

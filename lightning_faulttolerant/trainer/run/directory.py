@@ -23,7 +23,7 @@ from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, Run
 from lightning_faulttolerant.storage.lock import LOCK_NAME
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
-from lightning_faulttolerant.trainer.identity.recorded import read_record, remove_record, unregister, write_record
+from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history
 from lightning_faulttolerant.trainer.run.launched import Script, this_script
 

@@ -28,13 +28,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from lightning_faulttolerant.checkpoint.schema import SavedFingerprint
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
+from lightning_faulttolerant.loader.foreign import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
-from lightning_faulttolerant.trainer.adapters.callbacks import without_masks
+from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome

@@ -18,16 +18,16 @@ from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPa
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
-from lightning_faulttolerant.state.blobs import blob_to_tensor
+from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
-from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import (
     IN_SHARDS,
     WITHOUT_STATE,
+    Replicas,
     ShardWriter,
     left_alone,
     make_loadable,

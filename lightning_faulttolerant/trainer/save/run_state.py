@@ -37,12 +37,17 @@ from lightning_faulttolerant.state.tensors import (
     shard_of,
 )
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.callbacks import load_shown, shown_state
-from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.adapters.logged_results import load_results, results_state
+from lightning_faulttolerant.trainer.adapters.state import (
+    averaged_tensors,
+    callbacks_state,
+    load_callbacks,
+    load_shown,
+    shown_state,
+)
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.objects.objects import Objects
 from lightning_faulttolerant.trainer.position import (
     EPOCH_END,

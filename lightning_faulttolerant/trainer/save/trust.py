@@ -16,7 +16,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from lightning_faulttolerant.state.objects.pickles import has_pickles, unpickled
+from lightning_faulttolerant.state.objects.leaves import has_pickles, unpickled
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.trainer.process import OBJECTS

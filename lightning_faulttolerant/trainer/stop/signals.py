@@ -1,6 +1,6 @@
 """Stop signals: a handler only sets a flag. At a boundary the ranks agree, save and end.
 
-A thread, `Watch`, looks on. It steps in if the main thread can't reach a boundary by itself. If a sole rank waits for a
+The thread of `Watch` intervenes if the main thread can't reach a boundary by itself. If a sole rank waits for a
 batch that a stuck worker never delivers, or is about to exceed its grace period, the thread sends the signal again, and
 the handler then raises. When the grace period is over, it ends the process, whatever the main thread does.
 """
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
@@ -37,6 +36,8 @@ _RESERVED_SHARE = 0.2
 _MAX_RESERVED_SHARE = 0.8
 # A save takes at most this many times as long as the longest save before.
 _SAVE_FACTOR = 1.2
+
+_Handler = Callable[[int, "FrameType | None"], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,96 @@ def say_unsaved(stopped: TrainingStopped, unsaved: str) -> None:
         stopped.code, stopped.reason = UNSAVED_EXIT_CODE, f"{stopped.reason}. {unsaved}"
 
 
+class GracePeriod:
+    """The time that the process may take to end, from the request to stop on.
+
+    Args:
+        grace_seconds: How long it may take after a signal.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.seconds = grace_seconds
+        self.save_seconds: Callable[[], float] = lambda: 0.0
+        """Returns how long a save takes, from earlier saves."""
+        self.announced_seconds: Callable[[], float] = lambda: 0.0
+        """Returns how long the SLURM job may still run, when its end is announced."""
+        self.began_at = 0.0
+        self.ends_at = float("inf")
+
+    def begin(self, reason: StopReason, seconds: float | None) -> None:
+        """Begin the period.
+
+        Args:
+            reason: Why the run stops.
+            seconds: How long the period is. Default: as after a signal, or the time to the announced end if longer.
+        """
+        if seconds is None:
+            is_announced = reason.requeues or reason.exit_code == DEADLINE_EXIT_CODE
+            seconds = max(self.announced_seconds() if is_announced else 0.0, self.seconds)
+        self.began_at = time.monotonic()
+        self.ends_at = self.began_at + seconds
+
+    @property
+    def length(self) -> float:
+        """The length of the period in seconds."""
+        return self.ends_at - self.began_at
+
+    def seconds_left(self) -> float:
+        """Return how much of the period is left."""
+        return self.ends_at - time.monotonic()
+
+    def save_fits(self, seconds_left: float) -> bool:
+        """Return whether a save fits in `seconds_left`."""
+        return self.save_seconds() * _SAVE_FACTOR <= seconds_left
+
+    def reserved_seconds(self) -> float:
+        """Return how much of the end of the period is reserved for the last save."""
+        needed = max(_RESERVED_SHARE * self.length, _SAVE_FACTOR * self.save_seconds())
+        return min(needed, _MAX_RESERVED_SHARE * self.length)
+
+
+class _Handlers:
+    """The handlers of the stop signals: installed for a fit, and restored after it.
+
+    Args:
+        signals: The signals to handle.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self._signals = tuple(signals)
+        self.requeue_signal: signal.Signals | None = None
+        self._previous: dict[int, tuple[object, object]] = {}
+        self.are_installed = threading.Event()
+
+    def install(
+        self, handler: _Handler, originals: Mapping[int, object], requeue_signal: signal.Signals | None
+    ) -> None:
+        """Let `handler` handle the signals, and keep the original handlers, which it may call in addition."""
+        self.requeue_signal = requeue_signal
+        for signum in dict.fromkeys([*self._signals, *([] if requeue_signal is None else [requeue_signal])]):
+            if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
+                continue
+            self._previous[signum] = (signal.getsignal(signum), originals.get(signum))
+            signal.signal(signum, handler)
+        self.are_installed.set()
+
+    def uninstall(self, handler: _Handler) -> None:
+        """Give the signals back, unless other code has taken them since."""
+        self.are_installed.clear()
+        for signum, (previous, _) in self._previous.items():
+            if signal.getsignal(signum) == handler:
+                signal.signal(signum, previous)  # type: ignore[arg-type]  # what getsignal has returned
+        self._previous.clear()
+
+    def original(self, signum: int) -> object:
+        """Return the script's own handler of a signal, or ``None``."""
+        return self._previous.get(signum, (None, None))[1]
+
+    def any_signal(self) -> int | None:
+        """Return a signal that the handler receives, or ``None`` if it receives none."""
+        return next(iter(self._previous), None) if self.are_installed.is_set() else None
+
+
 class StopSignals:
     """Handles stop signals from `install` to `uninstall`, and knows whether and by when the run must end.
 
@@ -102,27 +193,17 @@ class StopSignals:
     """
 
     def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
-        self._signals = tuple(signals)
-        self._requeue_signal: signal.Signals | None = None
-        self.grace_seconds = grace_seconds
-        self._previous: dict[int, Any] = {}
-        self._installed = threading.Event()
+        self.grace = GracePeriod(grace_seconds)
+        self._handlers = _Handlers(signals)
         self._must_raise: str | None = None
         self._has_signal = False
         self._held_back: tuple[int, BaseException] | None = None
         """The exception that a handler of the script has raised. It is logged later, outside of the handler."""
-        self._main_thread = threading.main_thread().ident
         self.requested: StopReason | None = None
-        self._requested_at = 0.0
-        self._end_at = float("inf")
         self._raised_at = float("-inf")
         self._saving = False
         self.is_alone = True
         """Whether the main thread may be interrupted. If there are other ranks, one may wait for it in a collective."""
-        self.save_seconds: Callable[[], float] = lambda: 0.0
-        """Returns how long a save takes, from earlier saves."""
-        self.announced_seconds: Callable[[], float] = lambda: 0.0
-        """Returns how long the SLURM job may still run, when its end is announced."""
         self.before_hard_end: Callable[[StopReason], None] = lambda reason: None
         self.broke_fetch = False
         self.fetch_began: float | None = None
@@ -138,21 +219,11 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             _log.warning("Stop signals are not handled: fit does not run in the main thread.")
             return
-        self._requeue_signal = requeue_signal
-        for signum in dict.fromkeys([*self._signals, *([] if requeue_signal is None else [requeue_signal])]):
-            if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
-                continue
-            self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
-            signal.signal(signum, self._handle)
-        self._installed.set()
+        self._handlers.install(self._handle, original_handlers, requeue_signal)
 
     def uninstall(self) -> None:
         """Give the signals back, unless other code has taken them since."""
-        self._installed.clear()
-        for signum, (previous, _) in self._previous.items():
-            if signal.getsignal(signum) == self._handle:
-                signal.signal(signum, previous)
-        self._previous.clear()
+        self._handlers.uninstall(self._handle)
         self._tell_held_back()
 
     def _tell_held_back(self) -> None:
@@ -175,20 +246,8 @@ class StopSignals:
             seconds: How long the run may take. Default: the grace period, or the time to the announced end if longer.
         """
         if self.requested is None:
-            if seconds is None:
-                is_announced = reason.requeues or reason.exit_code == DEADLINE_EXIT_CODE
-                seconds = max(self.announced_seconds() if is_announced else 0.0, self.grace_seconds)
-            self._requested_at = time.monotonic()
-            self._end_at = self._requested_at + seconds
+            self.grace.begin(reason, seconds)
             self.requested = reason
-
-    def seconds_left(self) -> float:
-        """Return how much is left of the grace period."""
-        return self._end_at - time.monotonic()
-
-    def save_fits(self, seconds_left: float) -> bool:
-        """Return whether a save fits in `seconds_left`."""
-        return self.save_seconds() * _SAVE_FACTOR <= seconds_left
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -212,8 +271,8 @@ class StopSignals:
                 raise stopped_by(signal_reason(signum), "at once, at the second signal")
             return
         # All ranks may have received the signal, and another rank told this one before its own handler could run.
-        self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
-        original = self._previous.get(signum, (None, None))[1]
+        self.note(signal_reason(signum, requeues=signum == self._handlers.requeue_signal))
+        original = self._handlers.original(signum)
         if callable(original) and original is not signal.default_int_handler:
             try:
                 original(signum, frame)
@@ -221,30 +280,29 @@ class StopSignals:
                 self._held_back = signum, error
 
     def look(self) -> None:
-        """Step in if it is time. The thread that looks on calls this."""
+        """Intervene if it is time. The thread of `Watch` calls this."""
         self._tell_held_back()
         reason = self.requested
         if reason is None:
             return
-        if time.monotonic() >= self._end_at:
+        if time.monotonic() >= self.grace.ends_at:
             self.before_hard_end(reason)
             end_process(
                 reason.exit_code,
                 f"{reason.name} has asked the run to stop, but the process could not end within its grace period of "
-                f"{self._end_at - self._requested_at:g} seconds. It is ended now; the last autosave stays.",
+                f"{self.grace.length:g} seconds. It is ended now; the last autosave stays.",
             )
         because = None if self._saving or not self.is_alone else self._why_stuck()
-        if because is not None and self._installed.is_set() and self._previous:
+        signum = self._handlers.any_signal()
+        if because is not None and signum is not None:
             self._must_raise = because
-            signal.pthread_kill(self._main_thread or 0, next(iter(self._previous)))
+            signal.pthread_kill(threading.main_thread().ident or 0, signum)
             self._raised_at = time.monotonic()  # not again before the next time-out
 
     def _why_stuck(self) -> str | None:
         now = time.monotonic()
         fetch_began = self.fetch_began
-        since = max(self._requested_at, self._raised_at)
+        since = max(self.grace.began_at, self._raised_at)
         if fetch_began is not None and now - max(fetch_began, since) > _STUCK_FETCH_SECONDS:
             return _FETCH
-        period = self._end_at - self._requested_at
-        needed = max(_RESERVED_SHARE * period, _SAVE_FACTOR * self.save_seconds())
-        return _GRACE if now - since > period - min(needed, _MAX_RESERVED_SHARE * period) else None
+        return _GRACE if now - since > self.grace.length - self.grace.reserved_seconds() else None

@@ -1,15 +1,22 @@
-"""Everything that ends a fit early, on one rank or several: signals, a deadline, a rank that has failed."""
+"""Everything that ends a fit early, on one rank or several: signals, a deadline, a rank that has failed.
+
+Under SLURM, it also knows when the job's time is over, which signal announces its end, and how it is queued again.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -21,10 +28,9 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
-from lightning_faulttolerant.trainer.ranks.line import open_line
+from lightning_faulttolerant.trainer.ranks.connection import open_line
 from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.stop import slurm
 from lightning_faulttolerant.trainer.stop.deadline import Deadline
 from lightning_faulttolerant.trainer.stop.signals import (
     DEADLINE_EXIT_CODE,
@@ -36,6 +42,100 @@ from lightning_faulttolerant.trainer.stop.signals import (
 )
 
 _log = logging.getLogger(__name__)
+
+END_TIME_VARIABLE = "SLURM_JOB_END_TIME"
+_SCONTROL_SECONDS = 10.0
+_NAME = re.compile(r"\d+(_\d+)?")
+
+
+def queues_again(trainer: Trainer) -> bool:
+    """Return whether the job is to be queued again when it is stopped before its end."""
+    environment = cluster_environment(trainer)
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def requeue_signal(trainer: Trainer, original_handlers: Mapping[int, object]) -> signal.Signals | None:
+    """Return the signal that announces the end of the job, or ``None`` if there is none or user code handles it.
+
+    Args:
+        trainer: The trainer that runs in the SLURM environment.
+        original_handlers: The handlers from before Lightning's. As in Lightning, a user's own handler keeps the signal.
+    """
+    environment = cluster_environment(trainer)
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    found = environment.requeue_signal
+    if found is None or original_handlers.get(found) not in (None, signal.SIG_DFL):
+        return None
+    return found
+
+
+def end_time(environment: Mapping[str, str]) -> float | None:
+    """Return when the job's time is over, in seconds since 1970, or ``None`` if its environment does not say so."""
+    text = environment.get(END_TIME_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        return float(int(text))
+    except ValueError:
+        _log.warning(
+            "%s is %r, which is not a time in seconds: the end of the job is not known.", END_TIME_VARIABLE, text
+        )
+        return None
+
+
+def asked_end_time(environment: Mapping[str, str]) -> float | None:
+    """Ask ``scontrol`` when the job's time is over, since SLURM 22.05 sets no variable; ``None`` if it is not known."""
+    job = _job(environment)
+    if not _NAME.fullmatch(job) or shutil.which("scontrol") is None:
+        return None
+    failure, answer = _scontrol("--oneliner", "show", "job", job)
+    if failure:
+        _log.warning("%s: the end of the job is not known.", failure)
+    found = re.search(r"\bEndTime=(\d+)\b", answer)
+    end = None if found is None else float(found[1])
+    return None if end is None or end <= time.time() else end  # a site may let a job run longer than its limit
+
+
+def requeue(environment: Mapping[str, str]) -> str:
+    """Queue this job again by ``scontrol requeue``. Return why that failed, or an empty string."""
+    job = _job(environment)
+    if not _NAME.fullmatch(job):
+        return f"the job has no number: {job!r}"
+    failure, _ = _scontrol("requeue", job)
+    if not failure:
+        _log.info("SLURM job %s is queued again.", job)
+    return failure
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """Return the job's number; a task of an array has that of the array and its own."""
+    if environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}"
+    return environment.get("SLURM_JOB_ID", "")
+
+
+def _scontrol(*arguments: str) -> tuple[str, str]:
+    """Run ``scontrol``, with times in seconds since 1970. Return why it failed, or an empty string, and its output."""
+    program = shutil.which("scontrol")
+    if program is None:
+        return "scontrol is not on the PATH", ""
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",  # a name of a job or directory may hold any bytes
+            timeout=_SCONTROL_SECONDS,
+            check=False,
+            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), ""
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        return f"scontrol {' '.join(arguments)} ended with {done.returncode}: {said}", ""
+    return "", done.stdout
 
 
 class Agreement(Protocol):
@@ -138,12 +238,12 @@ class Stopping:
             save_seconds: Returns how long a save takes, from earlier saves.
         """
         original = compat.original_handlers(self._trainer)
-        requeue = slurm.requeue_signal(self._trainer, original)
-        self.signals.save_seconds = save_seconds
+        requeue = requeue_signal(self._trainer, original)
+        self.signals.grace.save_seconds = save_seconds
         self.signals.install(original, requeue_signal=requeue)
         at = self._deadline_at()
         if at is not None:
-            self.signals.announced_seconds = lambda: at - time.time()
+            self.signals.grace.announced_seconds = lambda: at - time.time()
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
             self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
@@ -157,24 +257,24 @@ class Stopping:
         if NOTICE not in (requeue_signal, *self._options.signals):
             end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment names it.")
         reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
-        left = self.signals.grace_seconds - (time.monotonic() - noted_at)
-        self.signals.note(reason, max(left, self.signals.announced_seconds() if reason.requeues else 0.0))
+        left = self.signals.grace.seconds - (time.monotonic() - noted_at)
+        self.signals.note(reason, max(left, self.signals.grace.announced_seconds() if reason.requeues else 0.0))
 
     def _begin_watch(self) -> None:
         self.signals.before_hard_end = self._before_hard_end
         self._watch.start()
 
     def _deadline_at(self) -> float | None:
-        job_end = slurm.end_time(os.environ)
+        job_end = end_time(os.environ)
         if job_end is not None and job_end <= time.time():
             rank_zero_warn(
-                f"{slurm.END_TIME_VARIABLE} says that the time of this job was over {time.time() - job_end:.0f} "
+                f"{END_TIME_VARIABLE} says that the time of this job was over {time.time() - job_end:.0f} "
                 "seconds ago, but the job still runs. The variable comes from another job, or the time was extended. "
                 "It is ignored."
             )
             job_end = None
         if job_end is None and self._ranks.rank == 0:
-            job_end = slurm.asked_end_time(os.environ)
+            job_end = asked_end_time(os.environ)
         ends = (self._options.deadline, *self._ranks.to_all("the end of the job", job_end))
         return min((at for at in ends if at is not None), default=None)
 
@@ -187,9 +287,9 @@ class Stopping:
             reason = StopReason(
                 name="the deadline",
                 exit_code=DEADLINE_EXIT_CODE,
-                requeues=slurm.queues_again(self._trainer) and not self._was_over(),
+                requeues=queues_again(self._trainer) and not self._was_over(),
             )
-            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
+            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace.seconds))
 
     def _was_over(self) -> bool:
         """Return whether the deadline had passed when the script began. A requeued job would only stop again."""
@@ -208,8 +308,8 @@ class Stopping:
 
     def save_fits(self) -> bool:
         """Return whether a save fits in the rest of each rank's grace period; a collective."""
-        left = self._ranks.to_first("the time that is left", self.signals.seconds_left())
-        fits = left is not None and self.signals.save_fits(min(left))
+        left = self._ranks.to_first("the time that is left", self.signals.grace.seconds_left())
+        fits = left is not None and self.signals.grace.save_fits(min(left))
         self.is_too_late = not self._ranks.from_first("whether a save fits", fits)
         return not self.is_too_late
 
@@ -229,8 +329,8 @@ class Stopping:
             TrainingStopped: If a rank was asked to stop.
         """
         own = self.signals.requested
-        told = self._ranks.to_first("a wish to stop", own and own.to_text())
-        text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
+        wishes = self._ranks.to_first("a wish to stop", own and own.to_text())
+        text = self._ranks.from_first("the stop", next((text for text in wishes or () if text), None))
         if text is not None:
             self._agreed = text
             self.signals.note(StopReason.from_text(text))
@@ -265,7 +365,7 @@ class Stopping:
             return
         if self.signals.requested is None or not self.reason.requeues:
             return
-        failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
+        failure = requeue(os.environ) if self._ranks.rank == 0 else ""
         if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all ranks when the first ends
             failure = self._ranks.from_first("requeue", failure)
         if not failure:
@@ -275,7 +375,7 @@ class Stopping:
 
     def _before_hard_end(self, reason: StopReason) -> None:
         if reason.requeues and self._ranks.rank == 0:
-            failure = slurm.requeue(os.environ)
+            failure = requeue(os.environ)
             if failure:
                 _shout(failure)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
+from lightning_faulttolerant.cli.drill.process import ProcessProgress
 from lightning_faulttolerant.cli.drill.result import Strike
+from lightning_faulttolerant.cli.drill.settings import StrikePlan
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line
@@ -144,8 +146,8 @@ class MadeProcess:
         self._ranks = ranks
         self._printed = list(printed)
         self.exit_code = exit_code
-        self.num_restarts = num_restarts
-        self.faults = (FaultPlace.parse(fault),) if fault else ()
+        self.progress = ProcessProgress(number=0, num_restarts=num_restarts)
+        self.plan = StrikePlan(faults=(FaultPlace.parse(fault),) if fault else ())
         self.output = Path("the output")
 
     def lines(self) -> dict[int, list[Line]]:
@@ -165,7 +167,7 @@ class StruckProcess(MadeProcess):
         self.number = 0
         self.began = 0.0
         self.seconds = 5.0
-        self.faults = tuple(FaultPlace(batch=(1, 0, 0), hook=hook) for hook in hooks)
+        self.plan = StrikePlan(faults=tuple(FaultPlace(batch=(1, 0, 0), hook=hook) for hook in hooks))
 
 
 def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:

@@ -11,11 +11,10 @@ import pytest
 
 from lightning_faulttolerant.cli.drill import result, running
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.strikes import stretches_of
+from lightning_faulttolerant.cli.drill.strikes import StrikeMoment, stretches_of
 from lightning_faulttolerant.records.lines import Line, append_line
 from tests.cli.drill.drills import ToldProgress, drill, make, words
 from tests.cli.drill.made import autosave_line, batch_line, begun, fit_lines, line, resumed
@@ -325,10 +324,10 @@ def test_what_a_launcher_starts_anew_is_told_from_the_next_fit(tmp_path: Path) -
         process.read()
 
     write(begun(pid=1), *fit_lines(), begun(fit=2, pid=2))
-    assert (process.num_restarts, process.last_ended, process.num_expected) == (0, 1, 16)
+    assert (process.progress.num_restarts, process.progress.last_ended, process.progress.num_expected) == (0, 1, 16)
     write(batch_line(0, 0, fit=2), begun(pid=3), resumed(2, 4, text="after the end of the fit"))
     write(line("end"), begun(fit=2, pid=4), resumed(0, 1, fit=2), batch_line(0, 1, fit=2))
-    assert (process.num_restarts, process.last_ended) == (1, 1)
+    assert (process.progress.num_restarts, process.progress.last_ended) == (1, 1)
     batches = join(0, [[begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]]).batches
     before, after = stretches_of([process], BatchNumbers(batches))
     assert (before.start, before.done, after.start, after.done) == (0, 9, 9, 10)

@@ -8,14 +8,21 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import diagnosis, result
+from lightning_faulttolerant.cli.drill import causes, result
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, BatchNumbers, join, place_before
-from lightning_faulttolerant.cli.drill.moments import StrikeMoment, moments_of, moved, plan_of, postponed
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.cli.drill.strikes import (
+    StrikeMoment,
+    moments_of,
+    moved,
+    plan_of,
+    postponed,
+    stretches_of,
+    strikes_of,
+)
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 from tests.cli.drill.drills import drill, make
@@ -253,7 +260,7 @@ def test_the_first_difference_of_an_evaluation_is_named(case: str) -> None:
     mismatch = mismatch_of(change)
     difference = difference_of(mismatch)
     assert (difference.place, difference.values[0].name) == (place, name)
-    assert diagnosis.cause_of(mismatch).part == part
+    assert causes.cause_of(mismatch).part == part
     is_in_validation = case == "validation"
     num_before = (2, 1) if is_in_validation else (3, 3 + (NUM_BATCHES if case == "returned" else 2))
     assert (difference.num_equal, difference.num_evaluated_equal) == num_before

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.cli.drill import result
-from lightning_faulttolerant.cli.drill.printing import print_result
+from lightning_faulttolerant.cli.drill.command import print_result
 from lightning_faulttolerant.cli.drill.progress import PlainProgress, RichProgress, Status, progress_on
 from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, DrillVerdict, Value
 from tests.cli.drill.made import strike

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_faulttolerant.cli.drill.tree import ProcessTree
+from lightning_faulttolerant.cli.drill.process import ProcessTree
 from lightning_faulttolerant.processes import is_alive
 
 # Starts a child in its own session, and that child another; each writes its process id.

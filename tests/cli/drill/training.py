@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.evaluation import compat
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
-from lightning_faulttolerant.trainer.evaluation.predictions import Predictions
+from lightning_faulttolerant.trainer.evaluation.saving import Predictions
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 
 

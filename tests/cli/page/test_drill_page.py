@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_faulttolerant.cli.drill.page import page
-from lightning_faulttolerant.cli.drill.picture import BatchStretch, stretches
+from lightning_faulttolerant.cli.drill.page import BatchStretch, page, stretches
 from lightning_faulttolerant.cli.drill.result import NOT_JUDGED, Cause, DrillResult, DrillVerdict
 from tests.cli.page.drills import curve, differing_drill, exact_drill, run, strikes_at
 from tests.cli.page.parsed import Parsed

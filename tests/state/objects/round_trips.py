@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 
 
 def through_a_file(state: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_faulttolerant.state.objects import marks
+from lightning_faulttolerant.state.objects import baseline
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
 
@@ -29,7 +29,7 @@ def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return lambda value: (found.append(value.nbytes), read(value))[1]
 
     for name in ("_content", "_tensor_content"):
-        monkeypatch.setattr(marks, name, noting(getattr(marks, name)))
+        monkeypatch.setattr(baseline, name, noting(getattr(baseline, name)))
     return found
 
 

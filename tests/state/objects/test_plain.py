@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_faulttolerant.state.objects.leaves import plain_of
 from lightning_faulttolerant.state.objects.object_state import NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.plain import plain_of
 
 
 def passed_through_a_file(state: dict[str, Any]) -> dict[str, Any]:

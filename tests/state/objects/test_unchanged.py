@@ -11,7 +11,7 @@ import torch
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import ObjectState
-from lightning_faulttolerant.state.objects.unchanged import Unchanged
+from lightning_faulttolerant.state.objects.walk import Unchanged
 
 
 class Holder:

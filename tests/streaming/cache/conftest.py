@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.streaming.cache import attempts, timeouts
-from lightning_faulttolerant.streaming.cache import remote as remote_module
+from lightning_faulttolerant.streaming.cache import downloads
 from tests.streaming.cache.remotes import Faults
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries follow one another without a pause."""
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(downloads, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
 def _only_what_hangs_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the clock of an attempt when it hangs: an attempt that succeeds or fails has all the time it needs."""
+    result_of = downloads.result_in_time
 
     def result_in_time(future: concurrent.futures.Future[Any], timeout_seconds: float) -> Any:
         while not future.done() and not Faults.is_stuck.wait(0.002):
             pass
         try:
-            return timeouts.result_in_time(future, timeout_seconds)
+            return result_of(future, timeout_seconds)
         finally:
             Faults.is_stuck.clear()
 
     Faults.is_stuck.clear()
-    monkeypatch.setattr(remote_module, "result_in_time", result_in_time)
+    monkeypatch.setattr(downloads, "result_in_time", result_in_time)

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
 from lightning_faulttolerant.streaming.format.compression import compress
-from lightning_faulttolerant.streaming.format.shard_info import Columns, ShardFile, ShardInfo
+from lightning_faulttolerant.streaming.format.index import Columns, ShardFile, ShardInfo
 
 HASH = "sha1"
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import attempts, fetch_index
-from lightning_faulttolerant.streaming.cache.remote import Remote
+from lightning_faulttolerant.streaming.cache import downloads, fetch_index
+from lightning_faulttolerant.streaming.cache.downloads import Remote
 from tests.streaming.cache.children import wait_for
 from tests.streaming.cache.remotes import HASH, assert_tidy, assert_whole, cache_of, flaky, make_data, web, write
 
 SHARD = "shard.00001.mds"
 
 
-def downloads() -> list[threading.Thread]:
+def download_threads() -> list[threading.Thread]:
     """Return the threads of all downloads."""
     return [thread for thread in threading.enumerate() if thread.name == "shard-download"]
 
@@ -182,10 +182,10 @@ def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch
     def fail() -> None:
         raise OSError("again")
 
-    monkeypatch.setattr(attempts, "pause", pauses.append)
-    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.5)
-    tried = attempts.Attempts(retry=8, timeout_seconds=10)
-    with pytest.raises(attempts.FailedError, match="9 attempts, the last: OSError: again"):
+    monkeypatch.setattr(downloads, "pause", pauses.append)
+    monkeypatch.setattr(downloads, "_FIRST_PAUSE_SECONDS", 0.5)
+    tried = downloads.Attempts(retry=8, timeout_seconds=10)
+    with pytest.raises(downloads.FailedError, match="9 attempts, the last: OSError: again"):
         tried.run(fail)
     longest = [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert all(most / 2 <= found <= most for found, most in zip(pauses, longest, strict=True))
@@ -199,8 +199,8 @@ def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str)
     data = make_data()
     with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache_of(data, tmp_path, remote, download_timeout=0.05).fetch(1)
-        wait_for(lambda: len(downloads()) == 1)  # the thread of the attempt that succeeded may still be alive
-        [thread] = downloads()
+        wait_for(lambda: len(download_threads()) == 1)  # the thread of the attempt that succeeded may still be alive
+        [thread] = download_threads()
         assert thread.daemon
         faults.is_over.set()
         thread.join()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks
+from lightning_faulttolerant.streaming.cache import CacheLimit, locks, shard_files
 from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
 from tests.processes import in_child
 from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
@@ -175,7 +175,7 @@ def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
         thread = threading.Thread(target=cache.fetch, args=(1,))
         thread.start()
         wait_for(lambda: faults.asked)
-        with held_by_a_thread(cache._holds_lock, locks._held_lock), child(work) as worker:
+        with held_by_a_thread(cache._holds.lock, locks._held_lock), child(work) as worker:
             assert worker.wait() == 0
         faults.is_over.set()
         thread.join()
@@ -219,7 +219,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     }
     stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
-    own = tmp_path / marks.DIRECTORY
+    own = tmp_path / shard_files.MARKS_DIRECTORY
     own.mkdir()
     (own / "shard.00002.mds.lock").write_bytes(b"")
     (own / f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef").write_bytes(b"")

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_faulttolerant.streaming.format.compression import decompress_file
-from lightning_faulttolerant.streaming.format.index import parse_index
-from lightning_faulttolerant.streaming.format.readers import open_shard
-from lightning_faulttolerant.streaming.format.shard import ShardReader
-from lightning_faulttolerant.streaming.format.shard_info import ShardInfo
+from lightning_faulttolerant.streaming.format.index import ShardInfo, parse_index
+from lightning_faulttolerant.streaming.format.readers import ShardReader, open_shard
 
 Samples = Iterable[Mapping[str, Any]]
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.streaming.format.shard_info import digest, digest_of, is_known_hash
+from lightning_faulttolerant.streaming.format.index import digest, digest_of, is_known_hash
 from tests.foreign import mosaic
 
 NAMES = sorted(mosaic("streaming.base.hashing").get_hashes())

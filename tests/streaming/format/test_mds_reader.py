@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError
-from lightning_faulttolerant.streaming.format.layout import layout_of
+from lightning_faulttolerant.streaming.format.index import layout_of
 from lightning_faulttolerant.streaming.format.readers import open_shard
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.streaming.format.shards import infos, opened, read, same, write

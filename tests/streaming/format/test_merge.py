@@ -9,7 +9,7 @@ import pytest
 
 from lightning_faulttolerant.errors import IndexFileError
 from lightning_faulttolerant.streaming import CSVWriter, MDSWriter, merge_index
-from lightning_faulttolerant.streaming.format.places import LocalPlace
+from lightning_faulttolerant.streaming.format.output import LocalPlace
 from tests.foreign import mosaic
 from tests.streaming.format.shards import files, infos, read, write
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
-from lightning_faulttolerant.trainer.adapters.callbacks import Pruning, without_masks
+from lightning_faulttolerant.trainer.adapters.state import Pruning, without_masks
 
 
 class Layers(LightningModule):

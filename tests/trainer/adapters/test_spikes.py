@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import SpikeDetection
 
-from lightning_faulttolerant.trainer.adapters.callbacks import spikes_restored
+from lightning_faulttolerant.trainer.adapters.state import spikes_restored
 
 
 def trainer_with(*callbacks: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.trainer.identity import trials
+from lightning_faulttolerant.trainer.identity import fingerprint
 
 
 def asked_in(tmp_path: Path, code: str) -> list[bool]:
@@ -16,7 +16,9 @@ def asked_in(tmp_path: Path, code: str) -> list[bool]:
     answers: list[bool] = []
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(code))
-    runpy.run_path(str(path), init_globals={"ask": lambda: answers.append(trials.is_in_loop())}, run_name="__main__")
+    runpy.run_path(
+        str(path), init_globals={"ask": lambda: answers.append(fingerprint.is_in_loop())}, run_name="__main__"
+    )
     return answers
 
 
@@ -49,7 +51,7 @@ def test_loops(code: str, expected: bool, tmp_path: Path) -> None:
 
 def test_no_sweep_here() -> None:
     """Outside of a study, there is neither a sweep nor a trial."""
-    assert (trials.sweep(), trials.trial_of()) == (None, None)
+    assert (fingerprint.sweep(), fingerprint.trial_of()) == (None, None)
 
 
 def test_study_in_memory() -> None:
@@ -58,7 +60,7 @@ def test_study_in_memory() -> None:
     found: list[tuple[str | None, str | None]] = []
 
     def objective(trial: object) -> float:
-        found.append((trials.sweep(), trials.trial_of()))
+        found.append((fingerprint.sweep(), fingerprint.trial_of()))
         return 0.0
 
     optuna.create_study().optimize(objective, n_trials=1)
@@ -71,7 +73,7 @@ def test_study_in_a_database(tmp_path: Path) -> None:
     found: list[tuple[str | None, str | None]] = []
 
     def objective(trial: object) -> float:
-        found.append((trials.sweep(), trials.trial_of()))
+        found.append((fingerprint.sweep(), fingerprint.trial_of()))
         return 0.0
 
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="tiny")

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.trainer.loaders.left_loaders import place_or_none, skip_consumed
+from lightning_faulttolerant.trainer.loaders.trackers import place_or_none, skip_consumed
 
 
 class Unsized(list[int]):

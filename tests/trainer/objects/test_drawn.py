@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Subset, random_split
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.state.drawn import orders
+from lightning_faulttolerant.state import orders
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, DrawnOutcome

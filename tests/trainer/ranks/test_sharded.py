@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
-from lightning_faulttolerant.trainer.ranks.group import connect_all
+from lightning_faulttolerant.trainer.ranks.process_group import connect_all
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
 from lightning_faulttolerant.trainer.resume import choice
 from tests.ranks import on_ranks

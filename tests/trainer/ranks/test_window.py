@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_faulttolerant.loader.remaining_batches import RankShare
+from lightning_faulttolerant.loader.remaining import RankShare
 from lightning_faulttolerant.trainer.ranks.elastic import Window
 
 

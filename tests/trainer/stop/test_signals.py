@@ -147,11 +147,11 @@ def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: si
 def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool) -> None:
     """A rank that hears of a stop by the line has as much time as if it had received the signal itself."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
-    stop.announced_seconds = lambda: 120.0
+    stop.grace.announced_seconds = lambda: 120.0
     stop.note(StopReason.from_text(StopReason(name="x", exit_code=code, requeues=requeues).to_text()))
     is_announced = requeues or code != 143
-    assert (stop.seconds_left() > 100) == is_announced
-    assert stop.seconds_left() > 15
+    assert (stop.grace.seconds_left() > 100) == is_announced
+    assert stop.grace.seconds_left() > 15
 
 
 def test_second_termination_changes_nothing(stop: StopSignals) -> None:
@@ -271,7 +271,7 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     """Of ten seconds, a save keeps what it takes, at least two; a batch gets at least two, even if no save can fit."""
     clock = Clock(monkeypatch)
     stop = StopSignals(BOTH, grace_seconds=10.0)
-    stop.save_seconds = lambda: save_seconds
+    stop.grace.save_seconds = lambda: save_seconds
     stop.install({})
     send(signal.SIGTERM)
     with pytest.raises(TrainingStopped):
@@ -342,11 +342,11 @@ def test_requeue_signal_asks_for_a_requeue() -> None:
     """The signal that announces the end of a SLURM job is one more stop signal, with the time that the job has left."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.install({}, requeue_signal=signal.SIGUSR1)
-    stop.announced_seconds = lambda: 90.0
+    stop.grace.announced_seconds = lambda: 90.0
     send(signal.SIGUSR1)
     stop.uninstall()
     assert stop.requested == StopReason(name="SIGUSR1", exit_code=138, requeues=True)
-    assert 80 < stop.seconds_left() <= 90
+    assert 80 < stop.grace.seconds_left() <= 90
 
 
 def test_reason_travels_as_text() -> None:
@@ -358,8 +358,8 @@ def test_reason_travels_as_text() -> None:
 def test_save_fits_if_it_takes_less_than_what_is_left() -> None:
     """A save needs the time of the longest save so far, plus a reserve."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
-    stop.save_seconds = lambda: 10.0
-    assert [stop.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
+    stop.grace.save_seconds = lambda: 10.0
+    assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
 
 
 def test_nobody_steps_in_without_a_request(stop: StopSignals) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
-from lightning_faulttolerant.trainer.stop import slurm
-from lightning_faulttolerant.trainer.stop.slurm import asked_end_time, end_time, requeue
+from lightning_faulttolerant.trainer.stop import stopping
+from lightning_faulttolerant.trainer.stop.stopping import asked_end_time, end_time, requeue
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_job_without_a_number(environment: dict[str, str], called: Path) -> None
 def test_scontrol_that_hangs(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that does not answer is not waited for."""
     (called.parent / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(slurm, "_SCONTROL_SECONDS", 0.2)
+    monkeypatch.setattr(stopping, "_SCONTROL_SECONDS", 0.2)
     assert "timed out" in requeue({"SLURM_JOB_ID": "12"})
 
 

@@ -62,7 +62,7 @@ class Told:
 def test_save_has_to_fit_on_each_rank(left_elsewhere: float, fits: bool, tmp_path: Path) -> None:
     """The rank with the least time left decides whether a save is begun."""
     stopping = Stopping(make_trainer([], tmp_path), FaultTolerance()._options)
-    stopping.signals.save_seconds = lambda: 10.0
+    stopping.signals.grace.save_seconds = lambda: 10.0
     stopping.signals.note(signal_reason(signal.SIGTERM))
     stopping._ranks = Told(left_elsewhere)
     assert stopping.save_fits() == fits

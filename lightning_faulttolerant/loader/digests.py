@@ -1,0 +1,259 @@
+"""Digests of index batches and of samples: they show whether a sampler or a data set yields the same ones again.
+
+The digest of index batches is a running one. Most samplers yield integers, at about 20 ns each. Objects are digested by
+the content that pickle would store, cuts of lhotse by their ids, starts, and durations. Objects without content to
+compare, such as a lambda, are reported by name. The digest of a sample or batch covers everything that it holds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import types
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.state.packing import tensor_to_blob
+from lightning_faulttolerant.state.reachable import attributes
+
+Digest = tuple[int, int]
+"""A checksum of the values, and a hash of the number of values in each batch."""
+
+START: Digest = (0, 0)
+"""The digest of no batches."""
+
+_MODULUS = (1 << 61) - 1
+_MAX_PARTS = 50_000  # 25 ms
+_LOCAL = "<"  # in the names of lambdas, and of functions that functions define
+
+
+def updated(digest: Digest, batch: object, not_compared: set[str]) -> Digest:
+    """Return the digest of the batches so far and `batch`. It is the same in each process.
+
+    Args:
+        digest: The digest of the batches so far.
+        batch: The value that the sampler yielded: indices, or anything else.
+        not_compared: Receives the names of objects in `batch` that the digest can't tell from others of their kind.
+    """
+    values, sizes = digest
+    numbers: Any = batch if type(batch) is list else (batch,) if type(batch) is int else None
+    if numbers is not None:
+        size = len(numbers) + 2 if type(batch) is list else 1  # a single number is not a list of one
+        try:
+            return crc32(array("q", numbers), values), (sizes * 1_000_003 + size) % _MODULUS
+        except (TypeError, OverflowError):  # not integers, or too large for 8 bytes
+            pass
+    parts = _BatchParts(not_compared)
+    for part in parts.of(batch):
+        values = crc32(part, values)
+    return values, (sizes * 1_000_003) % _MODULUS
+
+
+class _BatchParts:
+    """Splits one batch into bytes that identify it."""
+
+    def __init__(self, not_compared: set[str]) -> None:
+        self._not_compared = not_compared
+        self._inside: set[int] = set()
+        self._num_left = _MAX_PARTS
+
+    def of(self, value: object) -> Iterator[bytes]:
+        """Yield the bytes of `value`."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            self._not_compared.add(f"more than {_MAX_PARTS:,} parts")
+        elif type(value) in (bool, int, float, complex, types.NoneType):
+            yield repr(value).encode() + b";"
+        elif isinstance(value, str):
+            yield from _sized(value.encode("utf-8", "surrogatepass"), str)
+        elif isinstance(value, (bytes, bytearray)):
+            yield from _sized(value, bytes)
+        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            yield self._named(value)
+        elif id(value) in self._inside:
+            yield b"again;"
+        else:
+            self._inside.add(id(value))
+            yield from self._of_object(value)
+            self._inside.discard(id(value))
+
+    def _of_object(self, value: object) -> Iterator[bytes]:
+        yield f"{type(value).__qualname__}:".encode()
+        numpy = sys.modules.get("numpy")
+        if type(value) in (list, tuple):
+            yield from self._of_items(value)  # type: ignore[arg-type]
+        elif type(value) is dict:
+            yield from self._of_items([item for pair in value.items() for item in pair])
+        elif type(value) in (set, frozenset):
+            items = sorted(b"".join(self.of(item)) for item in value)  # type: ignore[attr-defined]
+            yield f"{len(items)}{{".encode() + b"".join(items)
+        elif isinstance(value, Tensor):
+            yield f"{tuple(value.shape)} {value.dtype};".encode()
+            yield tensor_to_blob(value.detach().cpu())
+        elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind != "O":
+            yield f"{value.shape} {value.dtype};".encode() + value.tobytes()
+        elif _is_of_lhotse(value, "CutSet") and not value.is_lazy:  # type: ignore[attr-defined]
+            yield from self._of_items(list(value))  # type: ignore[call-overload]
+        elif _is_of_lhotse(value, "Cut"):
+            yield from self._of_items([value.id, value.start, value.duration])  # type: ignore[attr-defined]
+        else:
+            yield from self._of_pickled(value)
+
+    def _of_items(self, items: Sequence[object]) -> Iterator[bytes]:
+        yield f"{len(items)}[".encode()
+        for item in items:
+            yield from self.of(item)
+
+    def _of_pickled(self, value: object) -> Iterator[bytes]:
+        try:
+            made = value.__reduce_ex__(4)
+        except Exception:  # noqa: BLE001 - the user's code, or an object that can't be pickled: a lock, a generator
+            self._not_compared.add(type(value).__qualname__)
+            return
+        if isinstance(made, str):  # the name of a global
+            yield made.encode()
+            return
+        call, arguments, state, *items = (*made, None, None, None)[:5]
+        yield from self._of_items([call, arguments, state, *(item and list(item) for item in items)])
+
+    def _named(self, value: type | types.FunctionType | types.BuiltinFunctionType) -> bytes:
+        name = f"{value.__module__}.{value.__qualname__};"
+        if _LOCAL in name and not isinstance(value, type):
+            self._not_compared.add(value.__qualname__)
+        return name.encode()
+
+
+def _sized(data: bytes | bytearray, kind: type) -> Iterator[bytes]:
+    yield f"{kind.__name__}{len(data)};".encode()
+    yield bytes(data)
+
+
+def _is_of_lhotse(value: object, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("lhotse.cut.") for base in type(value).__mro__)
+
+
+_SMALL_BYTES = 65_536
+_NUM_SUMS = 1_024
+_WORD_BYTES = 8
+# The bytes determine these values completely.
+_PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+                 torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}  # fmt: skip
+_SHOWN = (bool, int, float, complex, type(None), enum.Enum, datetime.date, datetime.time, datetime.timedelta,
+          decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, slice)  # fmt: skip
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def sample_digest(sample: object, digest: int = 0) -> int:
+    """Return a checksum of every number, string, and array in `sample`, including those inside objects of any class.
+
+    Args:
+        sample: The value that a loader or a data set yielded.
+        digest: The checksum of the previous values.
+    """
+    for part in _parts(sample, {}):
+        digest = zlib.crc32(part, digest)
+    return digest
+
+
+def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor):
+        yield from _of_tensor(value)
+    elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        yield from _of_array(value, seen)
+    elif isinstance(value, (str, bytes, bytearray)):
+        yield f"{len(value)}".encode()
+        yield value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    elif isinstance(value, _SHOWN):
+        yield repr(value).encode("utf-8", "surrogatepass")
+    elif isinstance(value, _NAMED):
+        yield getattr(value, "__qualname__", value.__name__).encode()
+    elif id(value) in seen:
+        yield f"again {seen[id(value)][0]}".encode()
+    else:
+        seen[id(value)] = (len(seen), value)  # holds the object, so its id stays unique
+        yield from _of_object(value, seen)
+
+
+def _of_object(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+    if isinstance(value, Mapping):
+        yield f"{len(value)}".encode()
+        for key, child in value.items():
+            yield from _parts(key, seen)
+            yield from _parts(child, seen)
+    elif isinstance(value, (list, tuple)):
+        yield f"{len(value)}".encode()
+        for child in value:
+            yield from _parts(child, seen)
+    elif isinstance(value, AbstractSet):  # in no order
+        yield repr(sorted(sample_digest(child) for child in value)).encode()
+    else:
+        yield type(value).__qualname__.encode()
+        if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
+            yield value.tobytes()
+            return
+        for name, child in attributes(value):
+            yield name.encode()
+            yield from _parts(child, seen)
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+    shape = f"{tensor.size(0)} parts" if tensor.is_nested else tuple(tensor.shape)
+    yield f"{shape} {tensor.dtype}".encode()
+    if tensor.is_meta or tensor.is_quantized:
+        return
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        for part in tensor.unbind():
+            yield from _of_tensor(part)
+    elif tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.coalesce()
+            yield from _of_tensor(tensor.indices())
+            yield from _of_tensor(tensor.values())
+    elif tensor.dtype not in _PLAIN_DTYPES:
+        yield repr(tensor.cpu().reshape(-1).tolist()).encode()
+    else:
+        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if content.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
+            content = content.clone()
+        yield from _of_numbers(content, torch.int64, lambda part: tensor_to_blob(part.cpu()))
+
+
+def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> Iterator[bytes]:
+    """Return the bytes, or, if there are many, sums of them. A change of any byte changes a sum, at memory speed.
+
+    Args:
+        content: The bytes, as a tensor or an array.
+        word: The 8-byte integer type.
+        bytes_of: Returns the bytes of a tensor or an array.
+    """
+    if len(content) > _SMALL_BYTES:
+        num_words = len(content) // (_NUM_SUMS * _WORD_BYTES) * _NUM_SUMS
+        words = content[: num_words * _WORD_BYTES].view(word).reshape(_NUM_SUMS, -1)
+        yield bytes_of(words.sum(1))
+        yield bytes_of(words[:, 0])
+        content = content[num_words * _WORD_BYTES :]
+    yield bytes_of(content)
+
+
+def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+    numpy = sys.modules["numpy"]
+    yield f"{array.shape} {array.dtype}".encode()
+    if array.dtype.hasobject:
+        for child in array.reshape(-1).tolist():
+            yield from _parts(child, seen)
+        return
+    content = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    yield from _of_numbers(content, numpy.int64, numpy.ndarray.tobytes)

@@ -1,0 +1,281 @@
+"""The rest of an epoch, for another number of ranks than the one that began it.
+
+The order of an epoch is one permutation of the data set, of which each rank takes every n-th index. The samples that
+all ranks together have consumed are therefore its beginning, for any number of ranks. The rest is split the same way.
+
+Without padding, the ranks may have different numbers of batches. Of several loaders that come one after the other, one
+rank may already be in the next one. What is left is then not one contiguous end of the order, but a list of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from lightning_faulttolerant.loader.samplers import is_interruptible
+from lightning_faulttolerant.samplers.order import order_of as computed_order
+from lightning_faulttolerant.samplers.order import seeded
+
+_CHUNK = 16_384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalOrder:
+    """The order in which all ranks together consume the samples of one epoch.
+
+    Args:
+        length: The number of samples in the data set.
+        shuffles: Whether the samples are permuted.
+        seed: The seed of the permutation.
+        generator: The state of the generator that draws the permutation, unless `seed` seeds it.
+        epoch: The epoch, if the permutation is computed from it and the seed instead of drawn.
+    """
+
+    length: int
+    shuffles: bool
+    seed: int = 0
+    generator: bytes = b""
+    epoch: int | None = None
+
+    def at(self, begin: int, end: int, step: int) -> Iterator[int]:
+        """Yield the index at every `step`-th position from `begin` before `end`; wrap around at the end."""
+        if begin >= end:
+            return
+        if self.epoch is None:
+            order = self.indices()
+            positions = torch.arange(begin, end, step) % max(1, self.length)
+            yield from order[positions].tolist()
+            return
+        computed = computed_order("feistel", length=self.length, seed=self.seed, epoch=self.epoch, shuffle=True)
+        for start in range(begin, end, step * _CHUNK):
+            positions = torch.arange(start, min(end, start + step * _CHUNK), step) % self.length
+            yield from computed.at(positions).tolist()
+
+    def indices(self) -> Tensor:
+        """Return the indices in this order, each once."""
+        if not self.shuffles:
+            return torch.arange(self.length)
+        generator = seeded(self.seed)
+        if self.generator:
+            generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
+        return torch.randperm(self.length, generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """How the samples of an order are distributed to one rank, in batches.
+
+    Args:
+        rank: The rank.
+        num_ranks: The number of ranks.
+        batch_size: The number of samples in a batch; ``None`` if indices come one by one.
+        drop_last: Whether a last batch that is not full is left out.
+        cuts: Whether leftover samples, too few to give each rank one more, are left out. Otherwise they are filled up
+            from the beginning of the order.
+    """
+
+    rank: int
+    num_ranks: int
+    batch_size: int | None
+    drop_last: bool = False
+    cuts: bool = False
+
+    @property
+    def samples_at_once(self) -> int:
+        """The number of samples that all ranks consume with one batch each."""
+        return (self.batch_size or 1) * self.num_ranks
+
+    def num_batches(self, num_samples: int) -> int:
+        """Return the number of batches per rank for `num_samples` in all."""
+        own = num_samples // self.num_ranks if self.cuts else -(-num_samples // self.num_ranks)
+        size = self.batch_size or 1
+        return own // size if self.drop_last else -(-own // size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemainingBatches:
+    """One rank's part of an epoch whose first samples are already consumed.
+
+    Args:
+        order: The order of the epoch.
+        begin: The number of samples already consumed.
+        end: The end of the epoch: all of its samples, or fewer if batches are limited.
+        share: The share of this rank.
+    """
+
+    order: GlobalOrder
+    begin: int
+    end: int
+    share: RankShare
+
+    @property
+    def num_batches(self) -> int:
+        """The number of batches for each rank."""
+        return self.share.num_batches(self.end - self.begin)
+
+    @property
+    def first_batch(self) -> int:
+        """The index that the first of these batches would have if these ranks had run the whole epoch."""
+        return self.share.num_batches(self.order.length) - self.num_batches
+
+    def consumed_before(self, batch: int) -> int:
+        """Return the number of samples that all ranks have consumed before batch `batch` of the epoch."""
+        return min(self.end, self.begin + (batch - self.first_batch) * self.share.samples_at_once)
+
+    def batches(self, *, skip: int = 0) -> Iterator[object]:
+        """Yield the index batches after the first `skip`."""
+        share, size = self.share, self.share.batch_size or 1
+        left = self.end - self.begin
+        num_own = left // share.num_ranks if share.cuts else -(-left // share.num_ranks)
+        own = self._own(num_own, skip * size)
+        if share.batch_size is None:
+            yield from own
+            return
+        while batch := list(islice(own, size)):
+            if len(batch) == size or not share.drop_last:
+                yield batch
+
+    def _own(self, num_own: int, skip: int) -> Iterator[int]:
+        """Yield this rank's indices after the first `skip`. A missing one comes from the beginning of the order."""
+        num_ranks, first = self.share.num_ranks, self.begin + self.share.rank
+        whole = max(0, -(-(self.end - first) // num_ranks))  # those before the end
+        yield from self.order.at(first + skip * num_ranks, first + min(whole, num_own) * num_ranks, num_ranks)
+        if num_own > whole and skip < num_own:
+            place = first + whole * num_ranks - self.end
+            yield from self.order.at(place, place + 1, 1)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the deal as plain dicts."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RemainingBatches:
+        """Return the deal that `state` describes."""
+        order, share = GlobalOrder(**state["order"]), RankShare(**state["share"])
+        return cls(order=order, begin=state["begin"], end=state["end"], share=share)
+
+
+def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
+    """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
+    batched = sampler if type(sampler) is BatchSampler else None
+    inner: Any = sampler if batched is None else batched.sampler
+    is_dealt = type(inner) is DistributedSampler or _is_dealt(inner)
+    if is_dealt:
+        if (inner.rank, inner.num_replicas) != (rank, num_ranks):
+            return None
+    elif num_ranks > 1 or not _is_one_pass(inner):
+        return None
+    return RankShare(
+        rank=rank,
+        num_ranks=num_ranks,
+        batch_size=None if batched is None else batched.batch_size,
+        drop_last=batched is not None and batched.drop_last,
+        cuts=is_dealt and inner.drop_last,
+    )
+
+
+def _is_dealt(sampler: Any) -> bool:
+    """Return whether `sampler` is one of this package's that deals samples and has its epoch from the beginning."""
+    return is_interruptible(sampler) and sampler.kind == "distributed" and not sampler.deal().begin
+
+
+def _is_one_pass(sampler: Any) -> bool:
+    if type(sampler) is SequentialSampler:
+        return True
+    if is_interruptible(sampler):
+        return bool(sampler.kind == "single" and not sampler.deal().begin)
+    is_random = type(sampler) is RandomSampler
+    return is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def order_of(sampler: object, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:
+    """Return the order of an epoch that `sampler` began. `share_of` must return a share for the sampler.
+
+    Args:
+        sampler: The sampler.
+        epoch: The epoch that it was set to, if it has one.
+        generator: The state of torch's generator, or of the sampler's own, right before it drew.
+        is_own_generator: Whether the generator is the sampler's own.
+    """
+    inner: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if is_interruptible(inner):
+        now = inner.epoch if epoch is None else epoch
+        length, is_computed = len(inner.dataset), inner.shuffle and inner.order_name == "feistel"
+        if is_computed:
+            return GlobalOrder(length=length, shuffles=True, seed=inner.seed, epoch=now)
+        return GlobalOrder(length=length, shuffles=inner.shuffle, seed=inner.seed + now)
+    if type(inner) is DistributedSampler:
+        seed = inner.seed + (inner.epoch if epoch is None else epoch)
+        return GlobalOrder(
+            length=len(inner.dataset),  # type: ignore[arg-type]  # it is sized: the sampler itself calls len
+            shuffles=inner.shuffle,
+            seed=seed,
+        )
+    length = len(inner.data_source)
+    if type(inner) is SequentialSampler:
+        return GlobalOrder(length=length, shuffles=False)
+    if is_own_generator:
+        return GlobalOrder(length=length, shuffles=True, generator=generator)
+    drawn = torch.Generator()
+    drawn.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+    # torch's RandomSampler draws the seed of its own generator this way.
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn).item())
+    return GlobalOrder(length=length, shuffles=True, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """The rest of a loader's samples, of which each rank gets every n-th one.
+
+    Args:
+        length: The number of samples in the loader.
+        consumed: For each earlier number of ranks, in order: how many of its own samples each rank has consumed.
+    """
+
+    length: int
+    consumed: tuple[tuple[int, ...], ...] = ()
+
+    def positions(self) -> Tensor:
+        """Return the places of these samples in the loader's order, int64, ascending."""
+        rest = torch.arange(self.length, dtype=torch.int64, device="cpu")
+        for of_ranks in self.consumed:
+            is_left = torch.ones(len(rest), dtype=torch.bool, device="cpu")
+            for rank, num in enumerate(of_ranks):
+                is_left[rank : rank + num * len(of_ranks) : len(of_ranks)] = False
+            rest = rest[is_left]
+        return rest
+
+    def of_rank(self, rank: int, num_ranks: int) -> Tensor:
+        """Return the places of those samples that one of `num_ranks` ranks gets."""
+        return self.positions()[rank::num_ranks]
+
+    @property
+    def begin(self) -> int | None:
+        """How many samples were consumed, if they are the beginning of the order; ``None`` if they are not."""
+        rest = self.positions()
+        begin = self.length - len(rest)
+        return begin if not len(rest) or int(rest[0]) == begin else None
+
+
+class ListedIndices(Sampler[int]):
+    """A sampler that yields the indices it was given.
+
+    Args:
+        indices: The indices, int64.
+    """
+
+    def __init__(self, indices: Tensor) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, len(self._indices), _CHUNK):
+            yield from self._indices[begin : begin + _CHUNK].tolist()
+
+    def __len__(self) -> int:
+        return len(self._indices)

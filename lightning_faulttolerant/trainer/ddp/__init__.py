@@ -1,1 +1,0 @@
-"""State of torch's DistributedDataParallel that no checkpoint holds."""

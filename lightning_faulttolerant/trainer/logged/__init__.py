@@ -1,1 +1,0 @@
-"""Logged values, and what Lightning keeps of them."""

@@ -1,0 +1,280 @@
+"""A connection of each rank to rank 0, for messages at any time, and to notice when a process ends.
+
+Nothing waits in it, and nothing is sent while there are no messages. When a process dies, of whatever cause, the kernel
+closes its connection. So a process that is slow, stopped, or holds the interpreter's lock is never taken for dead. When
+a machine is gone, the kernel gets no answer to its probes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+import weakref
+from typing import Any, Protocol, final
+
+from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.errors import RanksLostError
+
+Message = dict[str, Any]
+
+_CONNECT_SECONDS = 60.0
+# A machine that is gone is noticed after 10 + 4 * 5 seconds.
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_MAX_LINE_BYTES = 1 << 16
+_BACKLOG = 4096
+
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A worker that outlives its rank would keep the connection open, so the other ranks would take the rank for alive.
+    for connection in list(_open_sockets):
+        connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Line(Protocol):
+    """One rank's end of the connection. Only one thread uses it."""
+
+    def send(self, message: Message) -> None:
+        """Send a message to rank 0; rank 0 sends to all other ranks."""
+
+    def receive(self) -> list[tuple[int, Message | None]]:
+        """Return the received messages, each with the rank that sent it; ``None``: the process of that rank is gone."""
+
+    def close(self) -> None:
+        """Say goodbye: the end of this process means nothing from now on. May be called twice."""
+
+
+_LEAVES: Message = {"leaves": True}
+
+
+class _Connection:
+    """Messages, one per line, over a socket that never blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._received = b""
+        self._to_send = b""
+        self.is_over = False
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        _open_sockets.add(connection)
+
+    def send(self, message: Message) -> None:
+        self._to_send += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        while self._to_send and not self.is_over:
+            try:
+                self._to_send = self._to_send[self.socket.send(self._to_send) :]
+            except BlockingIOError:  # noqa: PERF203 - the loop is for the remaining bytes
+                return
+            except OSError:  # the reading side notices the end
+                self._to_send = b""
+
+    def receive(self) -> list[Message]:
+        """Return the available messages; afterwards, `is_over` says whether the other end is gone."""
+        self.flush()
+        while not self.is_over:
+            try:
+                more = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                more = b""
+            self.is_over = not more or len(self._received) > _MAX_LINE_BYTES
+            self._received += more
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self.is_over = True
+        _open_sockets.discard(self.socket)
+        self.socket.close()
+
+
+@final
+class Spoke:
+    """The line of a rank that is not rank 0.
+
+    Args:
+        rank: The number of this rank.
+        address: The host and port of the `Hub`.
+        token: The token of the `Hub`.
+
+    Raises:
+        RanksLostError: If rank 0 can't be reached there.
+    """
+
+    def __init__(self, rank: int, address: tuple[str, int], token: str) -> None:
+        try:
+            connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+        except OSError as error:
+            raise RanksLostError(
+                f"rank {rank} can't reach port {address[1]} of rank 0's machine, {address[0]}: {error}. Allow the "
+                "ranks to reach all ports of that machine"
+            ) from error
+        self._connection = _Connection(connection)
+        self._connection.send({"rank": rank, "token": token})
+        self._is_over = False
+
+    def send(self, message: Message) -> None:
+        """Send a message to rank 0."""
+        self._connection.send(message)
+
+    def receive(self) -> list[tuple[int, Message | None]]:
+        """Return the messages from rank 0."""
+        if self._is_over:
+            return []
+        incoming: list[tuple[int, Message | None]] = [(0, message) for message in self._connection.receive()]
+        if any(message == _LEAVES for _, message in incoming):
+            self._is_over = True
+            return [entry for entry in incoming if entry[1] != _LEAVES]
+        if self._connection.is_over:
+            self._is_over = True
+            incoming.append((0, None))
+        return incoming
+
+    def close(self) -> None:
+        """Say goodbye."""
+        if not self._connection.is_over:
+            self._connection.send(_LEAVES)
+        self._is_over = True
+        self._connection.close()
+
+
+@final
+class Hub:
+    """The line of rank 0. All other ranks connect to it."""
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(16)
+        self._server = _listen()
+        _open_sockets.add(self._server)
+        self.port: int = self._server.getsockname()[1]
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._nameless: dict[int, _Connection] = {}
+        self._others: dict[int, _Connection] = {}
+        self._early: list[tuple[int, Message | None]] = []
+
+    def wait_for(self, num_others: int) -> None:
+        """Wait until all other ranks are connected: they would miss messages that are sent before.
+
+        Raises:
+            RanksLostError: If they are not connected within a minute.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while len(self._others) < num_others:
+            if time.monotonic() > deadline:
+                raise RanksLostError(
+                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0 "
+                    f"within {_CONNECT_SECONDS:g} seconds. Allow the ranks to reach all ports of rank 0's machine"
+                )
+            self._early = self.receive()  # includes the earlier ones
+            time.sleep(0.001)
+
+    def send(self, message: Message) -> None:
+        """Send a message to all other ranks."""
+        for connection in self._others.values():
+            connection.send(message)
+
+    def receive(self) -> list[tuple[int, Message | None]]:
+        """Return the messages from the other ranks."""
+        incoming, self._early = self._early, []
+        for key, _ in self._selector.select(timeout=0):
+            if key.fileobj is self._server:
+                self._accept()
+            elif key.fd in self._nameless:
+                self._learn_name(key.fd, incoming)
+            else:
+                self._hear(key.data, incoming)
+        for connection in self._others.values():
+            connection.flush()
+        return incoming
+
+    def close(self) -> None:
+        """Say goodbye to all."""
+        self.send(_LEAVES)
+        for connection in (*self._nameless.values(), *self._others.values()):
+            connection.close()
+        self._nameless, self._others = {}, {}
+        self._selector.close()
+        _open_sockets.discard(self._server)
+        self._server.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # includes BlockingIOError: no more connections are waiting
+            while True:  # thousands may come at the same time
+                connection = _Connection(self._server.accept()[0])
+                self._nameless[connection.socket.fileno()] = connection
+                self._selector.register(connection.socket, selectors.EVENT_READ)
+
+    def _learn_name(self, fd: int, incoming: list[tuple[int, Message | None]]) -> None:
+        connection = self._nameless[fd]
+        try:
+            messages = connection.receive()
+            is_ours = not messages or hmac.compare_digest(messages[0]["token"], self.token)
+        except (ValueError, KeyError, TypeError):
+            messages, is_ours = [], False
+        if not is_ours or (connection.is_over and not messages):  # a stranger's connection
+            del self._nameless[fd]
+            self._selector.unregister(connection.socket)
+            connection.close()
+        elif messages:
+            del self._nameless[fd]
+            rank = messages[0]["rank"]
+            self._others[rank] = connection
+            self._selector.modify(connection.socket, selectors.EVENT_READ, rank)
+            self._take(rank, messages[1:], incoming)
+
+    def _hear(self, rank: int, incoming: list[tuple[int, Message | None]]) -> None:
+        self._take(rank, self._others[rank].receive(), incoming)
+
+    def _take(self, rank: int, messages: list[Message], incoming: list[tuple[int, Message | None]]) -> None:
+        has_left = _LEAVES in messages
+        incoming += [(rank, message) for message in messages if message != _LEAVES]
+        if has_left or self._others[rank].is_over:
+            connection = self._others.pop(rank)
+            self._selector.unregister(connection.socket)
+            connection.close()
+            if not has_left:
+                incoming.append((rank, None))
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be switched off nevertheless
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+def open_line(ranks: Ranks, host: str) -> Line:
+    """Connect the ranks; all of them at the same time.
+
+    Args:
+        ranks: The ranks to connect.
+        host: The host at which all ranks can reach rank 0.
+    """
+    hub = Hub() if ranks.rank == 0 else None
+    address = ranks.from_first("the line", hub and (hub.port, hub.token))
+    if hub is None:
+        return Spoke(ranks.rank, (host, address[0]), address[1])
+    hub.wait_for(ranks.num_ranks - 1)
+    return hub

@@ -1,0 +1,219 @@
+"""The ranks of a fit: the strategies that are served, where the ranks meet, and how they connect.
+
+A strategy is served if it is one of these classes, or derives from one and saves and loads as that one does. All others
+are refused at the start, before anything is written.
+
+Ranks that torchrun starts again meet in a part of its store that no earlier rank has written to. torchrun's agent keeps
+one store for all starts of its ranks, and in the store the addresses of those that have died (pytorch issue 135712). A
+rank that looks before a restarted one has written its own address finds the old one. So the ranks of a start first
+agree on a prefix for their keys. They can't derive it from the number of the restart: each agent counts its own, and
+when a machine joins or leaves, all ranks start again without being counted.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+from torch import distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_faulttolerant.checkpoint.ranks import Alone, RankGroup, Ranks
+from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
+from lightning_faulttolerant.trainer.compat import callbacks
+from lightning_faulttolerant.trainer.patches import Method, Patches
+
+# All ranks wait for a save on rank 0, for as long as torch waits for a collective.
+_TIMEOUT = timedelta(minutes=30)
+_SPARE_DESCRIPTORS = 16  # a listener, an autosave, connections to workers
+
+
+def check_descriptors(num_ranks: int) -> None:
+    """Check that this process may open as many connections as this number of ranks takes.
+
+    gloo connects each rank with every other one. If it can't, it ends the process without a message from Python. Rank 0
+    has one more connection for each rank.
+
+    Raises:
+        UnsupportedTrainerError: If the process may not open that many.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = Path("/proc/self/fd")
+    num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+    needed = num_open + 2 * num_ranks + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UnsupportedTrainerError(
+            f"This process may have {limit} files and connections open, has {num_open}, and {num_ranks} ranks that save"
+            f" together need {needed}. They could not be connected. Start each rank after"
+            f" `ulimit -n {max(needed, 65536)}`, or leave FaultTolerance out."
+        )
+
+
+def connect(trainer: Trainer) -> Ranks:
+    """Connect the ranks of a fit when its process group exists; all of them at the same time."""
+    return Alone() if trainer.world_size == 1 else connect_all()
+
+
+def connect_all() -> RankGroup:
+    """Connect all ranks of the default process group."""
+    check_descriptors(dist.get_world_size())
+    return RankGroup(range(dist.get_world_size()), _TIMEOUT)
+
+
+_CALLS = "lightning_faulttolerant/calls"
+"""The key under which all ranks of all starts leave their names, which no other rank has ever had."""
+_POLL_SECONDS = 0.01
+
+
+def shares_store(environment: Mapping[str, str]) -> bool:
+    """Return whether the ranks are to meet in the store of an agent that may have started, or may start, others."""
+    may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def apart_from_earlier_ranks(setup_environment: Method) -> Any:
+    """Let a strategy set its environment up. If it creates the process group, the ranks meet apart from earlier ones.
+
+    Everything else about the group is as Lightning has it: its backend, its timeout, its device, and its end.
+    """
+    patches = Patches()
+    if shares_store(os.environ):
+        patches.around(dist, "init_process_group", _create_group)
+    try:
+        return setup_environment()
+    finally:
+        patches.undo()
+
+
+def _create_group(create: Method, *positional: Any, **arguments: Any) -> Any:
+    """Create a process group, in its own store, unless the caller says where the ranks meet."""
+    if len(positional) > 1 or not {"init_method", "store"}.isdisjoint(arguments):
+        return create(*positional, **arguments)
+    timeout = arguments.get("timeout") or default_pg_timeout
+    asked = {name: arguments[name] for name in ("rank", "world_size") if name in arguments}
+    store, rank, num_ranks = next(rendezvous("env://", **asked, timeout=timeout))
+    store.set_timeout(timeout)
+    prefix = agree_on_prefix(store, rank=rank, num_ranks=num_ranks, timeout=timeout)
+    own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return create(*positional, **{**arguments, "store": own, "rank": rank, "world_size": num_ranks})
+
+
+def agree_on_prefix(store: Any, *, rank: int, num_ranks: int, timeout: timedelta) -> str:
+    """Return the prefix of this start; all of its ranks call this at the same time.
+
+    Each rank leaves a new name, and rank 0 answers all names that it finds. Dead ranks have left theirs too, but do not
+    take the answer. An answer to a name that is this rank's own comes from the rank 0 of this start.
+
+    Args:
+        store: The store of the agent.
+        rank: The number of this rank.
+        num_ranks: The number of ranks.
+        timeout: How long rank 0 waits for the others; how long they wait is set in the store.
+
+    Raises:
+        RanksLostError: If not all ranks come in time.
+    """
+    name = secrets.token_hex(8)
+    if rank:
+        store.append(_CALLS, f"{name} ")
+        prefix: str = store.get(name).decode()
+        store.add(f"{prefix}/others", 1)
+        return prefix
+    answered: set[str] = set()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (num_others := store.add(f"{name}/others", 0)) < num_ranks - 1:
+        if time.monotonic() > deadline:
+            raise RanksLostError(
+                f"Only {num_others + 1} of {num_ranks} ranks have come to torchrun's store within"
+                f" {timeout.total_seconds():g} seconds. The logs of the others say why they have not."
+            )
+        calls = store.get(_CALLS).decode().split() if store.check([_CALLS]) else []
+        for call in calls:
+            if call not in answered:
+                store.set(call, name)
+                answered.add(call)
+        time.sleep(_POLL_SECONDS)
+    return name
+
+
+SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+
+_XLA = (
+    "On XLA devices, steps run lazily and torch_xla writes the checkpoints. No test has shown that a run continues "
+    "exactly there"
+)
+# These derive from supported strategies. What each does that autosaves can't handle, and what to use instead.
+REFUSED: Mapping[type[Strategy], str] = {
+    DeepSpeedStrategy: (
+        "DeepSpeed writes and loads its own checkpoints of its engine. They can't be saved and restored together with "
+        "the rest of the run. Use strategy=ModelParallelStrategy() or "
+        'strategy=FSDPStrategy(state_dict_type="sharded"), which also shard'
+    ),
+    XLAStrategy: _XLA,
+    SingleDeviceXLAStrategy: _XLA,
+}
+_ADVICE = (
+    "Use a strategy that docs/strategies.md lists, or leave the callback out. PL_FAULT_TOLERANT_TRAINING=0 leaves it "
+    "out, too."
+)
+# Autosaves of one file are written without the strategy, and restored by Lightning's connector.
+_OWN_FORMAT = ("save_checkpoint", "load_checkpoint")
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise if a strategy can't be served.
+
+    Raises:
+        UnsupportedTrainerError: With the reason, and what to do.
+    """
+    kind = type(strategy)
+    for refused, reason in REFUSED.items():
+        if isinstance(strategy, refused):
+            raise UnsupportedTrainerError(f"FaultTolerance does not support {kind.__name__}. {reason}. {_ADVICE}")
+    base = next((known for known in SUPPORTED if isinstance(strategy, known)), None)
+    if base is None:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not know the strategy {kind.__module__}.{kind.__name__}, which derives from none of "
+            f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
+            f"hold. {_ADVICE}"
+        )
+    own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
+    if own:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not know how {kind.__module__}.{kind.__name__} saves: it derives from "
+            f"{base.__name__} and has its own {' and its own '.join(own)}. An autosave would be written without it, "
+            f"or in an unknown form. {_ADVICE}"
+        )
+
+
+def can_be_evaluated(trainer: Trainer) -> bool:
+    """Return whether an evaluation of this trainer can be resumed. If not, it runs as it is.
+
+    It can't under a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at its start.
+    """
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks(trainer)):
+        return False
+    try:
+        check_strategy(trainer.strategy)
+    except UnsupportedTrainerError:
+        return False
+    return True
