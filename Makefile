@@ -36,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest checks lint types compiled format clean
+.PHONY: help environment environments libraries demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -112,6 +112,15 @@ try-installs:
 
 slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
+
+# The number of faults, and the seed that decides when they come.
+FAULT_TRIALS ?= 240
+ifndef FAULT_SEED
+FAULT_SEED := $(shell date +%s)
+endif
+faults: $(NEWEST)  ## let each kind of fault come at random moments of supervised runs (20 minutes; needs root)
+	@echo "make faults FAULT_TRIALS=$(FAULT_TRIALS) FAULT_SEED=$(FAULT_SEED)"
+	$(BIN)/$(SUITE) tests/cli/supervise/test_faults.py --fault-trials=$(FAULT_TRIALS) --fault-seed=$(FAULT_SEED) $(PYTEST_ARGS)
 
 # Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
 # others with the same torch.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import lru_cache
 from pathlib import Path
 
-_STARTED_AT = 19
-"""The place of a process's start among the fields of its ``stat`` from its state on."""
+_SESSION, _STARTED_AT = 3, 19
+"""The places of a process's session and start among the fields of its ``stat`` from its state on."""
 
 
 def is_alive(process_id: int) -> bool:
@@ -83,6 +83,16 @@ def parents_and_states() -> tuple[dict[int, int], dict[int, str]]:
         if fields := _stat_fields(process_id):
             states[process_id], parents[process_id] = fields[0], int(fields[1])
     return parents, states
+
+
+def in_sessions(leaders: Set[int]) -> set[int]:
+    """Return the processes of sessions that have not ended; nothing without ``/proc``.
+
+    Args:
+        leaders: The process ids of the leaders, which the sessions keep when their leaders have ended.
+    """
+    fields = {int(entry.name): _stat_fields(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
+    return {one for one, stat in fields.items() if stat and int(stat[_SESSION]) in leaders and stat[0] not in "ZX"}
 
 
 def with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]:

@@ -35,11 +35,15 @@ _PART_BYTES = 5 * 1024 * 1024
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `make quick`."""
+    """Add the options of `make quick` and `make faults`."""
     parser.addoption(
         "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
     )
     parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
+    parser.addoption(
+        "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
+    )
+    parser.addoption("--fault-seed", type=int, default=1, help="at which moments they come")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 
+from lightning_faulttolerant.supervision.companion import start_companion
 from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, end_hung
 from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
 from lightning_faulttolerant.supervision.watcher import HangWatcher
@@ -24,17 +25,13 @@ _started: list[int] = []
 
 
 def start_watcher(directory: str) -> None:
-    """Start the watcher of a directory as a process in its own session."""
+    """Start the watcher of a directory."""
     for process_id in list(_started):  # those that have ended
         with contextlib.suppress(ChildProcessError):
             if not os.waitpid(process_id, os.WNOHANG)[0]:
                 continue
         _started.remove(process_id)
-    # Without the settings of the run: the watcher is not one.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
-    words = [sys.executable, "-m", __spec__.name, directory]
-    nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-    _started.append(os.posix_spawn(sys.executable, words, variables, file_actions=[nothing], setsid=True))
+    _started.append(start_companion(__name__, directory))
 
 
 def watch(directory: str) -> None:

@@ -74,7 +74,8 @@ class Boundary:
         if wish is not None:
             self._do_together(wish)
         now = self._budget.now()
-        if (now >= self._pace.due_at or self._pace.kept_steps.is_due()) and self._autosaver.is_due():
+        kept_steps = self._pace.kept_steps
+        if (now >= self._pace.due_at or kept_steps.is_due() or kept_steps.is_retry_due()) and self._autosaver.is_due():
             self._save_due()
         if now >= self._budget.capture_at or self._hook_saves.wants_captures or self.captures_each:
             self._take_capture(BOUNDARY)
@@ -91,8 +92,7 @@ class Boundary:
 
     def _save_due(self) -> None:
         """Save if every rank knows by itself that a save is due. Otherwise rank 0 requests a common boundary."""
-        by_steps = self._autosaver.counts_steps or self._pace.kept_steps.is_due()
-        if self._ranks.num_ranks == 1 or by_steps or self._pace.is_first:
+        if self._ranks.num_ranks == 1 or self._pace.is_due_by_steps() or self._pace.is_first:
             self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
         elif self._ranks.rank == 0:
             batch, num_batches = compat.num_completed(self._trainer), self._trainer.num_training_batches

@@ -47,6 +47,17 @@ def test_first_rank_that_can_not_save_where_time_says_when() -> None:
 
 
 @pytest.mark.slow
+def test_first_rank_that_can_not_save_a_multiple_of_keep_every() -> None:
+    """It requests another try soon after, though no save is due by steps, and the others take part."""
+    fit = rank_fit(2, users=lambda: [Slow()], max_epochs=6)
+    faults = [[FullDisk(19, 21, rank=0), KillAt(36, rank=1)]]
+    options = {"every_n_train_steps": 20, "keep_every": 20}
+    [cost] = assert_resumes_exactly(fit, faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert cost.exit_code == -signal.SIGKILL
+    assert cost.num_batches_twice < 36 - 20
+
+
+@pytest.mark.slow
 def test_shards_of_which_one_can_not_be_written() -> None:
     """If one rank can't write its shard, no rank has an autosave."""
     fit = rank_fit(2, module=ShardedNet, strategy=fsdp2())

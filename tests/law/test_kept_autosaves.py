@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def test_a_multiple_that_finds_no_room_is_kept_a_step_later(tmp_path: Path) -> N
     """The disk is full at the save of step 3: the state of step 4 is kept, and then that of step 6 as always."""
     own = protected(keep_every=3, every_n_train_steps=1)
     ended = run(lambda: fit_net([own, FullDisk(2, 3)], tmp_path, max_epochs=2))
+    assert ended.exit_code == 0, ended.output
+    assert "could not be saved" in ended.output
+    assert places(tmp_path) == [(0, 4), (1, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 3}, {"train_time_interval": timedelta(hours=1)}], ids=str)
+def test_a_multiple_that_finds_no_room_is_kept_though_no_other_save_is_due(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The next save that is due is that of the next multiple, or an hour away."""
+    ended = run(lambda: fit_net([FaultTolerance(keep_every=3, **options), FullDisk(2, 3)], tmp_path, max_epochs=2))
     assert ended.exit_code == 0, ended.output
     assert "could not be saved" in ended.output
     assert places(tmp_path) == [(0, 4), (1, 1), (1, 4)]

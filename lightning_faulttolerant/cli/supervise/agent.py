@@ -14,18 +14,23 @@ from collections.abc import Iterator
 from typing import Any, final
 from uuid import uuid4
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
 from lightning_faulttolerant.cli.supervise.environment import SupervisedLogs
-from lightning_faulttolerant.cli.supervise.policy import FINISHED, WRONG_USAGE, stop_code
+from lightning_faulttolerant.cli.supervise.policy import FINISHED, GAVE_UP, WRONG_USAGE, stop_code
 from lightning_faulttolerant.cli.supervise.supervisor import SupervisionEnded, Supervisor, say
 
 _STATIC = "static"
 _AGENT = "LocalElasticAgent"
+OTHERS_ENDED = (
+    "The other machines have ended the run, or can't be reached. The output of the one that ended first says why."
+)
 _UNLIMITED = 1_000_000
 """How often torch may restart: our policy ends the run long before."""
 
@@ -42,9 +47,19 @@ class SupervisedAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._supervisor = supervisor
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # All earlier ones are stopped, after a failure and for a machine that joins.
+        self._supervisor.begin_start()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self._supervisor.note_started(started.values())
+        return started
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+        if result.state == WorkerState.SUCCEEDED and self._supervisor.is_cut():
+            result = RunResult(state=WorkerState.FAILED)
+            self._supervisor.after_failure([0])
+        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._supervisor.after_failure(failure.exitcode for failure in result.failures.values())
         elif result.state == WorkerState.HEALTHY:
             self._supervisor.look()
@@ -87,6 +102,9 @@ def run_supervised(arguments: Namespace, supervisor: Supervisor) -> int:
         return end.exit_code
     except SignalException as stop:
         return stop_code(supervisor.exit_codes, signum=int(stop.sigval))
+    except (RendezvousError, DistError) as error:
+        say(f"{OTHERS_ENDED} torch says: {error}")
+        return GAVE_UP
     return FINISHED
 
 

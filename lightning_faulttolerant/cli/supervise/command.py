@@ -26,8 +26,8 @@ SIGTERM and SIGINT are passed on: the run saves its state, and ends.
 """
 EPILOG = """\
 Exit status: 0 finished; 2 wrong usage; 3 the same exception at the same batch came three starts in a row; 4 given up,
-after starts without a new autosave. Stopped on request: 143 by SIGTERM, 130 by SIGINT, 75 by a deadline, 76 with its
-SLURM job queued again, 74 if its state could not be saved.
+after starts without a new autosave, or because the other machines have ended the run. Stopped on request: 143 by
+SIGTERM, 130 by SIGINT, 75 by a deadline, 76 with its SLURM job queued again, 74 if its state could not be saved.
 """
 # Our own, or of no use for a command that begins with its interpreter.
 _NOT_TORCHRUNS = {"help", "max_restarts", "module", "no_python", "run_path", "training_script", "training_script_args"}

@@ -36,7 +36,8 @@ class EndedStart:
     """How a start has ended.
 
     Args:
-        exit_codes: The exit codes of the processes that ended by themselves; negative for a signal.
+        exit_codes: The exit codes of the processes that ended by themselves; negative for a signal. 0 stands for
+            processes that ended in the middle of a fit or an evaluation.
         failure: The exception that ended it, if a process could tell.
         hang: What hung, if that has ended it.
         saved: The place of the newest autosave that its processes have told of.
@@ -54,9 +55,7 @@ class EndedStart:
             return self.hang
         if self.failure is not None:
             return f"{self.failure.kind}: {self.failure.text}, {self.failure.place} on rank {self.failure.rank}"
-        return ", ".join(
-            f"signal {-code}" if code < 0 else f"exit code {code}" for code in sorted(set(self.exit_codes))
-        )
+        return ", ".join(map(_code_text, sorted(set(self.exit_codes))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +105,18 @@ class RestartPolicy:
         seconds = _WAITS_SECONDS[min(max(self._num_without_progress, 1), len(_WAITS_SECONDS)) - 1]
         return Verdict(text=f"Ended by {ended.text}. Started again in {seconds:g} s.", wait_seconds=seconds)
 
+    def note_saved(self, saved: Saved | None) -> bool:
+        """Note the newest autosave that a start has told of. Return whether it is newer than those before it."""
+        has_progress = saved is not None and (self._saved is None or saved > self._saved)
+        if has_progress:
+            self._saved, self._last, self._num_without_progress = saved, None, 0
+        return has_progress
+
     def _count(self, ended: EndedStart) -> None:
-        has_progress = ended.saved is not None and (self._saved is None or ended.saved > self._saved)
-        self._saved = ended.saved if has_progress else self._saved
-        self._num_without_progress = 0 if has_progress else self._num_without_progress + 1
+        if not self.note_saved(ended.saved):
+            self._num_without_progress += 1
         identity = None if ended.failure is None or ended.hang else ended.failure.identity
-        is_same = identity is not None and identity == self._last and not has_progress
-        self._num_same = self._num_same + 1 if is_same else 1
+        self._num_same = self._num_same + 1 if identity is not None and identity == self._last else 1
         self._last = identity
 
 
@@ -125,6 +129,12 @@ def stop_code(exit_codes: Iterable[int | None], *, signum: int) -> int:
     """
     found = set(exit_codes)
     return next((code for code in _FIRST_STOP_CODES if code in found), 128 + signum)
+
+
+def _code_text(code: int) -> str:
+    if code < 0:
+        return f"signal {-code}"
+    return f"exit code {code}" if code else "exit code 0 in the middle of a fit or an evaluation"
 
 
 def _same_failure(failure: TrainingFailure, command: str) -> str:

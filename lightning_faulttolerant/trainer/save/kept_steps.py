@@ -1,6 +1,7 @@
 """When an autosave is due that is kept for good: at each multiple of `keep_every` steps, in whichever process.
 
-If the save of a multiple fails, the next one that succeeds is kept instead.
+If the save of a multiple fails, the next one that succeeds is kept instead. It is tried again 1, 2, 4, ... steps later:
+the next save that is due anyway may be that of the next multiple.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class KeptSteps:
         """How many multiples had been reached by the last state that is saved."""
         self._taken: tuple[TrainerPosition, int] | None = None
         """Where the last state was taken, and how many multiples had been reached there."""
+        self._retry_at: int | None = None
+        """The number of steps at which a multiple whose save has failed is tried again."""
+        self._num_failures = 0
 
     def is_due(self) -> bool:
         """Return whether a multiple was reached since the last save was begun. All ranks return the same."""
@@ -36,6 +40,10 @@ class KeptSteps:
             return False
         num_reached = self._num_reached()
         return num_reached > self._num_begun_or(num_reached)
+
+    def is_retry_due(self) -> bool:
+        """Return whether the save of a multiple has failed and is to be tried again now. Only rank 0 knows for sure."""
+        return self._retry_at is not None and self._num_steps() >= self._retry_at
 
     def note_taken(self, position: TrainerPosition) -> None:
         """Note that a state is taken, for a save.
@@ -46,15 +54,23 @@ class KeptSteps:
         if self._every is not None:
             self._num_begun_or(self._num_reached())
             self._taken = position, self._num_reached(position)
+            self._retry_at = None
 
     def note_save(self, position: TrainerPosition) -> None:
         """Note that the save of the state that was taken last, at `position`, has begun, or can't be done."""
         if self._num_begun is not None:
             self._num_begun = max(self._num_begun, self._num_taken(position))
 
+    def note_failed(self, position: TrainerPosition) -> None:
+        """Note that the save of the state that was taken last, at `position`, has failed."""
+        if self.keeps(position):
+            self._retry_at = self._num_steps() + 2 ** min(self._num_failures, 30)
+            self._num_failures += 1
+
     def note_written(self, position: TrainerPosition) -> None:
         """Note that this save is written. The thread that writes in the background calls this, too."""
         self._num_saved = max(self._num_saved, self._num_taken(position))
+        self._num_failures = 0
 
     def keeps(self, position: TrainerPosition) -> bool:
         """Return whether the autosave of the state that was taken last, at `position`, is kept for good."""
@@ -71,11 +87,15 @@ class KeptSteps:
     def _num_reached(self, position: TrainerPosition | None = None) -> int:
         """Return how many multiples were reached at a position, by default now."""
         assert self._every is not None
+        return self._num_steps(position) // self._every
+
+    def _num_steps(self, position: TrainerPosition | None = None) -> int:
+        """Return how many steps were done at a position, by default now."""
         trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
         if trainer.global_step > 0 or trainer.lightning_module.automatic_optimization:
-            return (trainer.global_step if position is None else position.global_step) // self._every
+            return trainer.global_step if position is None else position.global_step
         if position is None:
-            return progress.total.completed // self._every
+            return int(progress.total.completed)
         if position.epoch != trainer.current_epoch:  # a capture of an earlier epoch: how long that was is not known
             return 0
-        return (progress.total.completed - progress.current.completed + position.batch) // self._every
+        return int(progress.total.completed - progress.current.completed + position.batch)

@@ -321,11 +321,15 @@ class Pace:
 
     def is_due(self) -> bool:
         """Return whether a save is due at this boundary, if none is in progress. The first boundary's always is."""
-        if self._last is None or self.kept_steps.is_due():
+        if self._last is None or self.kept_steps.is_retry_due():
             return True
         if self._step_count is not None:
-            return self._step_count.is_due()
-        return self.budget.now() >= self.due_at
+            return self.is_due_by_steps()
+        return self.kept_steps.is_due() or self.budget.now() >= self.due_at
+
+    def is_due_by_steps(self) -> bool:
+        """Return whether a save is due after so many steps. All ranks return the same."""
+        return self.kept_steps.is_due() or (self._step_count is not None and self._step_count.is_due())
 
     def begin(self) -> None:
         """Note that training begins."""
@@ -372,6 +376,7 @@ class Pace:
             began: When training began to wait for it.
         """
         self.failed, self.is_urgent = (position, failure), False
+        self.kept_steps.note_failed(position)
         self._outage.note(failure, position, self.saved, is_last=self.is_ending)
         self.budget.spend_on_failure(began, self._outage.num_failures)
         if position != self._last:  # a save in the background noted it when it began

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,17 +87,21 @@ class RunningTrial:
         """
         try:
             code = self.process.wait(timeout_seconds)
-            left = self._left()
+            left = [described(process_id) for process_id in self._left()]
         except subprocess.TimeoutExpired:
             raise TimeoutError(self._output.read_text()) from None
         finally:
-            for process_id in python.marked(self._mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-        assert not left, self._output.read_text()
+            self.kill()
+        assert not left, f"These processes are left: {left}\n{self._output.read_text()}"
         return Trial(code, self._output.read_text(), self._directory)
+
+    def kill(self) -> None:
+        """Kill what is left of it."""
+        for process_id in python.marked(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
 
     def _left(self) -> list[int]:
         """Return the processes that are left some seconds after the end."""
@@ -104,6 +109,16 @@ class RunningTrial:
         while (left := python.marked(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
+
+
+def described(process_id: int) -> str:
+    """Return what is known of a process. One that is forked from this one has its words."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+        status = Path(f"/proc/{process_id}/status").read_text()
+        kept = re.findall(r"^(?:State|PPid|Threads|SigCgt|SigPnd|ShdPnd):.*", status, re.MULTILINE)
+        return f"{process_id} {b' '.join(words[:6])!r} {kept}"
+    return f"{process_id}, which has ended since"
 
 
 def begin(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.cli.supervise.agent import OTHERS_ENDED
 from tests.cli.supervise.supervised import RUN, RunningTrial, begin, supervised, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS
 
@@ -140,6 +141,26 @@ def test_two_machines_are_started_again_together(tmp_path: Path) -> None:
     ended = [trial.wait() for trial in trials]
     assert [trial.exit_code for trial in ended] == [0, 0], "".join(trial.output for trial in ended)
     assert ended[0].told("weights") == undisturbed(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_other_machine_ends_with_a_message(tmp_path: Path, number: int) -> None:
+    """One machine gives up, the one at whose address they meet or another one; the other one says so, and ends."""
+    port = 20_000 + os.getpid() % 10_000
+    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one")
+    trials = []
+    for each in range(2):
+        options = (*meet, "--max-restarts", "1" if each == number else "5")
+        trials.append(begin(tmp_path, "--flaw", "import error", options=options, output=f"machine-{each}"))
+        time.sleep(1)  # the first one is to listen
+    ended = [trial.wait() for trial in trials]
+    output = "".join(trial.output for trial in ended)
+    assert [trial.exit_code for trial in ended] == [4, 4], output
+    gave_up, other = ended[number].output, ended[1 - number].output
+    assert "A start ended without a new autosave" in gave_up, output
+    assert OTHERS_ENDED in other, output
+    assert "launch_agent" not in other, f"torch's traceback: {output}"
 
 
 def test_what_can_not_be_started_is_wrong_usage(tmp_path: Path) -> None:

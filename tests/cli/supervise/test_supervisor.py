@@ -8,9 +8,10 @@ import pytest
 
 from lightning_faulttolerant.cli.supervise import supervisor as supervisor_module
 from lightning_faulttolerant.cli.supervise.policy import RestartPolicy
-from lightning_faulttolerant.cli.supervise.supervisor import Supervisor, kill
+from lightning_faulttolerant.cli.supervise.supervisor import SupervisionEnded, Supervisor, kill
 from lightning_faulttolerant.processes import is_running
-from lightning_faulttolerant.supervision.marks import SAVE, Marks
+from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures, write_failure
+from lightning_faulttolerant.supervision.marks import OUTSIDE, SAVE, TRAINING_BATCH, Marks
 
 
 def sleeper(directory: Path | None = None) -> int:
@@ -60,6 +61,49 @@ def test_a_mark_that_vanishes_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
     """A process may remove its own file while the supervisor forgets a start."""
     supervisor = Supervisor(RestartPolicy(5))
     monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone"]))
-    supervisor.after_failure([1])
+    supervisor.begin_start()
     monkeypatch.undo()
     supervisor.close()
+
+
+def test_each_start_forgets_what_the_one_before_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes without a failure, when a machine joins; an autosave before it counts as progress."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    supervisor = Supervisor(RestartPolicy(2))
+    supervisor.begin_start()
+    supervisor.after_failure([1])
+    supervisor.begin_start()
+    Marks(supervisor.directory).note_saved((1, 0, 5, 0))
+    failure = TrainingFailure(kind="ValueError", text="boom", function="fit", epoch=0, batch=5, time=1.0)
+    write_failure(supervisor.directory, failure)
+    supervisor.begin_start()
+    assert read_failures(supervisor.directory) == []
+    supervisor.after_failure([1])
+    with pytest.raises(SupervisionEnded, match="2 starts in a row ended without a new autosave"):
+        supervisor.after_failure([1])
+    supervisor.close()
+
+
+@pytest.mark.parametrize(("section", "is_cut"), [(TRAINING_BATCH, True), (OUTSIDE, False)])
+def test_a_process_that_ends_with_0_in_a_fit_is_no_success(section: int, is_cut: bool) -> None:
+    """Nor does a fit of another process say anything about those that were started."""
+    supervisor = Supervisor(RestartPolicy(5))
+    supervisor.begin_start()
+    started, other = (ended_in(supervisor.directory, each) for each in (section, TRAINING_BATCH))
+    supervisor.note_started([started])
+    assert supervisor.is_cut() == is_cut
+    supervisor.note_started([other])
+    assert supervisor.is_cut()
+    supervisor.note_started([])
+    assert not supervisor.is_cut()
+    supervisor.close()
+
+
+def ended_in(directory: Path, section: int) -> int:
+    """Return the id of a process that has ended in a section."""
+    process_id = os.fork()
+    if not process_id:
+        Marks(directory).begin(section)
+        os._exit(0)
+    os.waitpid(process_id, 0)
+    return process_id

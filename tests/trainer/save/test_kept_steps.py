@@ -49,6 +49,8 @@ class Run:
         keeps = self.kept.keeps(position)
         if succeeds:
             self.kept.note_written(position)
+        else:
+            self.kept.note_failed(position)
         self.kept.note_save(position)
         return keeps
 
@@ -78,6 +80,21 @@ def test_a_multiple_that_could_not_be_saved_is_kept_by_the_next_save(fit: Run) -
     assert fit.save(position, succeeds=False)
     assert fit.save(fit.go_to(5))
     assert not fit.save(fit.go_to(5))
+
+
+def test_a_multiple_that_could_not_be_saved_is_tried_again_after_1_2_and_4_steps(fit: Run) -> None:
+    """Or it would be lost where no save is due before the next multiple. A save that succeeds ends that."""
+    tried = []
+    fit.kept = KeptSteps(fit.trainer, 12)
+    assert not fit.kept.is_due()
+    for step in range(24):
+        position = fit.go_to(step)
+        if fit.kept.is_due() or fit.kept.is_retry_due():
+            tried.append(step)
+            assert fit.save(position, succeeds=step >= 19)
+    assert tried == [12, 13, 15, 19]
+    assert not fit.save(fit.go_to(23), succeeds=False)
+    assert not fit.kept.is_retry_due()
 
 
 def test_a_capture_from_before_a_multiple_is_not_kept_for_it(fit: Run) -> None:
