@@ -17,7 +17,7 @@ from typing import IO, Any, cast, final
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.file_systems import file_system, is_gcs, is_s3, move, remote_errors
+from lightning_faulttolerant.storage.file_systems import file_system, has_folders, is_azure, is_s3, move, remote_errors
 from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.uploads import Sender, begin_upload, check_arrived
 
@@ -109,7 +109,7 @@ class RemoteStore:
         """Move a file; an object store copies it and then deletes the original."""
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
-            if not (is_s3(fs) or is_gcs(fs)):
+            if has_folders(fs):
                 fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
             move(fs, path, new_path)
 
@@ -125,7 +125,7 @@ class RemoteStore:
     def remove_if_empty(self) -> None:
         """Remove the directory if the store has directories."""
         with self._opened("") as (fs, path):
-            if is_s3(fs) or is_gcs(fs):
+            if not has_folders(fs):
                 return
             fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
@@ -172,7 +172,7 @@ class RemoteStore:
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file, replacing the existing one."""
         with self._opened(name) as (fs, path):
-            if not (is_s3(fs) or is_gcs(fs)):
+            if has_folders(fs):
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(path, content)
 
@@ -190,6 +190,8 @@ def open_file(url: str, *, whole: bool = False) -> IO[bytes]:
         fs.invalidate_cache()
         if isinstance(fs, MemoryFileSystem):  # it returns the same file object, with its position, to each caller
             return io.BytesIO(fs.cat_file(path))
+        if is_azure(fs) and fs.info(path)["type"] == "directory":  # it can be opened, but has no size
+            raise IsADirectoryError("It is a directory")
         block_bytes, num_blocks = _BLOCKS_OF_WHOLE if whole else _BLOCKS_OF_PARTS
         options = {"maxblocks": num_blocks}
         file = fs.open(path, "rb", block_size=block_bytes, cache_type="blockcache", cache_options=options)
@@ -207,7 +209,10 @@ def copy_file(url: str) -> IO[bytes]:
         fs.invalidate_cache()
         if isinstance(fs, MemoryFileSystem):
             return io.BytesIO(fs.cat_file(path))
-        size = fs.info(path)["size"]
+        info = fs.info(path)
+        if info["type"] == "directory":
+            raise IsADirectoryError("It is a directory")
+        size = info["size"]
         with tempfile.NamedTemporaryFile(prefix="lightning_faulttolerant-") as copy:
             fs.get_file(path, copy.name)
             if os.path.getsize(copy.name) != size:
