@@ -34,6 +34,7 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 _LAWS = "tests/law/"
+_CLIENTS = (("s3fs", "S3FileSystem"), ("adlfs", "AzureBlobFileSystem"), ("gcsfs", "GCSFileSystem"))
 _PART_BYTES = 5 * 1024 * 1024
 
 
@@ -124,8 +125,10 @@ def _ports() -> Iterator[Callable[[str], int]]:
 
 
 @pytest.fixture
-def emulated(_ports: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, _clients: None) -> Callable[[str], str]:
-    """Return a function that returns the URL of an empty bucket of an emulator, with what its client needs to know."""
+def emulated(
+    _ports: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, _clients: None
+) -> Iterator[Callable[[str], str]]:
+    """Yield a function that returns the URL of an empty bucket of an emulator, with what its client needs to know."""
 
     def new_bucket(name: str) -> str:
         emulator, port = EMULATORS[name], _ports(name)
@@ -133,17 +136,24 @@ def emulated(_ports: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, _cli
             monkeypatch.setenv(variable, value)
         return emulator.create(port, f"bucket-{uuid.uuid4().hex[:12]}")
 
-    return new_bucket
+    _release_clients()  # s3fs finds its server when a client is created, and moto is another one
+    yield new_bucket
+    _release_clients()
 
 
 @pytest.fixture(scope="module")
 def _clients() -> Iterator[None]:
     """Release the clients of stores after their tests: in a process forked later, each waits for its thread."""
     yield
-    for module, name in (("s3fs", "S3FileSystem"), ("adlfs", "AzureBlobFileSystem"), ("gcsfs", "GCSFileSystem")):
-        if module in sys.modules:
-            getattr(sys.modules[module], name).clear_instance_cache()
-            gc.collect()
+    if _release_clients():
+        gc.collect()
+
+
+def _release_clients() -> int:
+    loaded = [(sys.modules[module], name) for module, name in _CLIENTS if module in sys.modules]
+    for module, name in loaded:
+        getattr(module, name).clear_instance_cache()
+    return len(loaded)
 
 
 @pytest.fixture

@@ -95,12 +95,23 @@ def move(fs: Any, path: str, new_path: str) -> None:
     """
     # fsspec's own mv treats [, * and ? in a name as a pattern, and s3fs's ignores files that can't be deleted.
     if not has_folders(fs) or type(fs).mv is AbstractFileSystem.mv:
-        fs.cp_file(path, new_path)
-        if is_azure(fs):
-            _wait_for_copy(fs, new_path)
+        copy(fs, path, new_path)
         fs.rm_file(path)
     else:
         fs.mv(path, new_path)
+
+
+def copy(fs: Any, path: str, new_path: str) -> None:
+    """Copy a file in its file system's own way.
+
+    Args:
+        fs: An fsspec file system.
+        path: The path in it.
+        new_path: The path of the copy in it.
+    """
+    fs.cp_file(path, new_path)
+    if is_azure(fs):
+        _wait_for_copy(fs, new_path)
 
 
 def _wait_for_copy(fs: Any, path: str) -> None:

@@ -17,7 +17,15 @@ from typing import IO, Any, cast, final
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.file_systems import file_system, has_folders, is_azure, is_s3, move, remote_errors
+from lightning_faulttolerant.storage.file_systems import (
+    copy,
+    file_system,
+    has_folders,
+    is_azure,
+    is_s3,
+    move,
+    remote_errors,
+)
 from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.uploads import Sender, begin_upload, check_arrived
 
@@ -112,6 +120,23 @@ class RemoteStore:
             if has_folders(fs):
                 fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
             move(fs, path, new_path)
+
+    def copy(self, name: str, new_name: str) -> None:
+        """Copy a file, without transferring it through this machine if the store can copy."""
+        with self._opened(name) as (fs, path):
+            new_path = file_system(self.path(new_name))[1]
+            if has_folders(fs):
+                fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
+            copy(fs, path, new_path)
+
+    def tree(self) -> list[str]:
+        """List all files whose names begin with the URL; in a bucket, only such names are requested."""
+        with self._opened("") as (fs, path):
+            if is_s3(fs):
+                return _s3_listing(fs, path, delimiter="").files
+            fs.invalidate_cache()
+            root = path.rstrip("/")
+            return sorted(found[len(root) + 1 :] for found in fs.find(path) if found.startswith(f"{root}/"))
 
     def delete(self, name: str) -> None:
         """Delete a file."""
@@ -220,14 +245,14 @@ def copy_file(url: str) -> IO[bytes]:
             return open(copy.name, "rb")
 
 
-def _s3_listing(fs: Any, path: str) -> Listing:
+def _s3_listing(fs: Any, path: str, *, delimiter: str = "/") -> Listing:
     bucket, key, _ = fs.split_path(path)
     prefix = f"{key.rstrip('/')}/" if key else ""
     files: set[str] = set()
     folders: set[str] = set()
     more: dict[str, str] = {}
     while True:
-        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter=delimiter, **more)
         files.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", []))
         folders.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", []))
         if not page.get("IsTruncated"):

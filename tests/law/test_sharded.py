@@ -164,3 +164,10 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 def test_fsdp1_goes_on() -> None:
     """With one rank of FSDP1 killed, both resume exactly."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
+
+
+def test_fsdp2_goes_on_from_an_object_store(s3: str) -> None:
+    """Autosaves below a URL are sets of objects, from which both ranks resume exactly."""
+    cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
+    limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    assert_ranks_go_on(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)
