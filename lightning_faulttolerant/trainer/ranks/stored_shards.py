@@ -145,9 +145,9 @@ class StoredFiles:
             yield buffer
             self._begun[name] = buffer.getvalue()
             return
-        with self._store.writer(name) as file, _Counted(file) as counted:
-            yield counted  # type: ignore[misc]
-        self.written[name] = FileEntry(size_bytes=counted.tell(), crc32=counted.crc32)
+        with self._store.writer(name) as file, _SummedFile(file) as summed:
+            yield summed  # type: ignore[misc]
+        self.written[name] = FileEntry(size_bytes=summed.tell(), crc32=summed.crc32)
 
     def open_reader(self, path: str | os.PathLike[str]) -> IO[bytes]:
         """Open a file for reading; only the parts that are read are transferred."""
@@ -167,7 +167,7 @@ class StoredFiles:
         return os.path.relpath(path, self._directory).replace(os.sep, "/")
 
 
-class _Counted(io.RawIOBase):
+class _SummedFile(io.RawIOBase):
     """A file that notes size and checksum of what is written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
