@@ -80,12 +80,24 @@ def delete(store: Store, name: str) -> None:
     Raises:
         FileNotFoundError: If it does not exist, and the store can tell.
     """
-    names = _files_in(store, name)
-    if not names:
+    if _files_in(store, name):
+        delete_directory(store, name)
+    else:
         store.delete(name)
-        return
+
+
+def delete_directory(store: Store, name: str) -> None:
+    """Delete what is left of a directory in an object store.
+
+    Args:
+        store: The directory of the series.
+        name: The name of the directory; it may be empty or gone.
+
+    Raises:
+        OSError: If a file can't be deleted.
+    """
     folder = store.folder(name)
-    for inner in names:
+    for inner in _files_in(store, name):
         with contextlib.suppress(FileNotFoundError):  # deleted by another process
             folder.delete(inner)
     folder.remove_if_empty()
@@ -108,7 +120,7 @@ def rename(store: Store, name: str, new_name: str) -> None:
         return
     for inner in reversed(names):  # the manifest last
         store.copy(f"{name}/{inner}", f"{new_name}/{inner}")
-    delete(store, name)
+    delete_directory(store, name)
 
 
 def _files_in(store: Store, name: str) -> list[str]:

@@ -391,7 +391,7 @@ class AutosaveSeries:
             self.check()  # only the holder of the lock writes here, so these are of nobody who still writes
         for name in names:
             _logger.info("Removing %s, which was not completed or not deleted to the end", store.path(name))
-            object_directory.delete(store, name)
+            object_directory.delete_directory(store, name)
 
     def _is_abandoned(self, name: str) -> bool:
         return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))

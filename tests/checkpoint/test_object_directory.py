@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 import zlib
@@ -21,7 +22,9 @@ from lightning_faulttolerant.errors import (
     NoValidCheckpointError,
     RunInUseError,
 )
+from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
+from lightning_faulttolerant.testing import FaultyURLs, fail_with
 from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
 
 
@@ -105,6 +108,7 @@ def test_set_without_its_manifest_never_counts(autosaves):
     later = AutosaveSeries(autosaves.directory)
     assert _newest(later) == 0
     assert len(later.paths()) == 1
+    assert not any(name.endswith(".damaged") for name in _names(later))
     with pytest.raises(DamagedCheckpointError):
         verify_path(url)
     assert _name(save_objects(later, 2)) > _name(url), "a number is not given twice"
@@ -122,6 +126,16 @@ def test_set_that_was_begun_names_its_writer_and_never_counts(autosaves):
     later = AutosaveSeries(autosaves.directory)
     assert save_objects(later, 2) != begun
     assert _name(begun) not in _names(later)
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_first_set_that_was_not_completed_is_no_damage(autosaves, has_manifest):
+    """A run whose first save was killed must start from the beginning, without an error."""
+    begun = begin_objects(autosaves, 1)
+    if not has_manifest:
+        open_store(begun).delete(MANIFEST_NAME)
+    assert _newest(autosaves) is None
+    assert AutosaveSeries(autosaves.directory).newest() is None
 
 
 def test_name_is_begun_by_one_process_only(autosaves):
@@ -219,3 +233,52 @@ def test_entries_are_those_of_the_content(autosaves):
     for name, entry in read_manifest(url).files.items():
         content = open_store(url).read(name)
         assert (entry.size_bytes, entry.crc32) == (len(content), zlib.crc32(content))
+
+
+def test_manifest_goes_first_and_is_copied_last(autosaves, monkeypatch):
+    """A process that is killed while it deletes or moves a set must leave one that counts and is whole, or none."""
+    steps: list[str] = []
+
+    def note(kind: str) -> None:
+        real = getattr(RemoteStore, kind)
+
+        def noted(store: RemoteStore, *names: str) -> None:
+            steps.append(f"{kind} {names[-1]}")
+            real(store, *names)
+
+        monkeypatch.setattr(RemoteStore, kind, noted)
+
+    note("delete")
+    note("copy")
+    url = save_objects(autosaves, 1)
+    name = _name(url)
+    object_directory.rename(autosaves.store, name, "moved")
+    moved = [f"copy moved/{inner}" for inner in (METADATA_NAME, SHARD, MANIFEST_NAME)]
+    deleted = [f"delete {inner}" for inner in (MANIFEST_NAME, SHARD, METADATA_NAME)]
+    assert steps == [*moved, *deleted]
+
+
+@pytest.mark.slow
+def test_an_error_at_any_step_keeps_what_is_there():
+    """Whichever request fails, the old set or the new one must load, and the next save must succeed."""
+    url = f"faulty://law/{uuid.uuid4().hex}"
+    for number in (1, 2):
+        save_objects(AutosaveSeries(url), number)
+    newest = 2
+    for at in range(1, 200):
+        raised = False
+        with FaultyURLs(fail_with(errno.EIO), at=at) as files:
+            try:
+                save_objects(AutosaveSeries(url), newest + 1)
+            except (OSError, RuntimeError):  # torch raises the second if its file fails
+                raised = True
+        found = AutosaveSeries(url).load_newest()
+        assert found is not None
+        assert load_objects(found[0]) in (newest, newest + 1)
+        newest = found[1]["number"] + 1
+        save_objects(AutosaveSeries(url), newest)
+        assert load_objects(AutosaveSeries(url).load_newest()[0]) == newest
+        if not raised:
+            break
+    assert len(files.steps) < at
+    assert at > 10
