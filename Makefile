@@ -177,7 +177,7 @@ $(LIBRARIES): .venv-libraries/torch.stamp pyproject.toml
 
 # Without torch: the tests append its packages to the path of .venv, so its Python must be the same one. Its Node.js
 # comes from PyPI, and does not depend on the machine's.
-$(STORES): requirements/stores.txt requirements/stores-npm.txt $(NEWEST) | $(UV)
+$(STORES): requirements/stores.txt requirements/stores-npm.txt | $(NEWEST) $(UV)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)
 	$(UV) pip install --quiet --python $(@D) --constraint requirements/newest.txt --requirement $<
 	PATH="$(CURDIR)/$(@D)/bin:$$PATH" npm install --silent --no-audit --no-fund --prefix $(@D) $$(cat requirements/stores-npm.txt)
