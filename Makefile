@@ -23,6 +23,7 @@ DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
 LIBRARIES := .venv-libraries/installed.stamp
+STORES := .venv-stores/installed.stamp
 # uv takes seconds where pip takes minutes. It does not read pip's settings, so the Makefile passes them on.
 UV := .venv-uv/bin/uv
 export UV_CACHE_DIR := $(CURDIR)/.venv-uv/cache
@@ -36,14 +37,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
+.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 environment: $(NEWEST)  ## create or update .venv
 
-environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-installs  ## create or update all that test-all needs
+environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(STORES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-installs  ## create or update all that test-all needs
 
 demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
@@ -110,7 +111,7 @@ try-installs:
 	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
 	@$(MAKE) --no-print-directory slurm-installed || echo "Can't install SLURM. The tests that need it are skipped." >&2
 
-slow: compiled $(LIBRARIES)
+slow: compiled $(LIBRARIES) $(STORES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
 # The number of faults, and the seed that decides when they come.
@@ -129,6 +130,8 @@ oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
 libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
+
+stores: $(STORES)  ## create the environment with the emulators of object stores that the slow tests use
 
 checks: $(NEWEST)
 	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled
@@ -149,7 +152,7 @@ format: $(NEWEST)  ## let ruff format the code and fix what it can
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environments, build outputs, and caches
-	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-stores .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: requirements/newest.txt | $(UV)
@@ -185,6 +188,14 @@ $(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 $(LIBRARIES): .venv-libraries/torch.stamp pyproject.toml
 	$(UV) pip install --quiet --python $(@D) --requirement requirements/libraries.txt
 	$(UV) pip install --quiet --python $(@D) --no-deps --editable .
+	touch $@
+
+# Without torch: the tests append its packages to the path of .venv, so its Python must be the same one. Its Node.js
+# comes from PyPI, and does not depend on the machine's.
+$(STORES): requirements/stores.txt requirements/stores-npm.txt | $(NEWEST) $(UV)
+	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)
+	$(UV) pip install --quiet --python $(@D) --constraint requirements/newest.txt --requirement $<
+	PATH="$(CURDIR)/$(@D)/bin:$$PATH" npm install --silent --no-audit --no-fund --prefix $(@D) $$(cat requirements/stores-npm.txt)
 	touch $@
 
 $(UV):

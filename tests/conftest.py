@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import importlib
 import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec.config
@@ -17,10 +19,11 @@ import pytest
 import torch
 
 from lightning_faulttolerant.state.objects.modules import users_namespaces
+from tests.emulators import EMULATORS, WARNING, use_clients
 from tests.harness import durations, oldest
-from tests.harness.s3 import shared_endpoint
+from tests.harness.servers import server
 from tests.harness.shared_runs import SharedRuns, share
-from tests.s3 import CREDENTIALS, client, s3_server
+from tests.s3 import CREDENTIALS, client, start_server
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs this way
@@ -31,6 +34,7 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 _LAWS = "tests/law/"
+_CLIENTS = (("s3fs", "S3FileSystem"), ("adlfs", "AzureBlobFileSystem"), ("gcsfs", "GCSFileSystem"))
 _PART_BYTES = 5 * 1024 * 1024
 
 
@@ -112,26 +116,52 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 API on localhost."""
     importlib.import_module("s3fs")  # once here, not in each forked process
-    shared = shared_endpoint()
-    if shared is not None:
-        yield shared
-        return
-    with s3_server() as endpoint:
+    with server("s3", start_server) as endpoint:
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def _s3_clients() -> Iterator[None]:
-    """Release s3fs's clients after the tests that used them: in a process forked later, each waits for its thread."""
-    yield
-    s3fs = sys.modules.get("s3fs")
-    if s3fs is not None:
-        s3fs.S3FileSystem.clear_instance_cache()
-        gc.collect()
+@pytest.fixture(scope="session")
+def _ports() -> Iterator[Callable[[str], int]]:
+    """Yield a function that returns the port of the emulator with a name, and starts it if needed."""
+    use_clients()
+    with contextlib.ExitStack() as ends:
+        yield functools.lru_cache(lambda name: int(ends.enter_context(server(name, EMULATORS[name].start))))
 
 
 @pytest.fixture
-def s3(s3_endpoint: str, _s3_clients: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def emulated(
+    _ports: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, _clients: None
+) -> Iterator[Callable[[str], str]]:
+    """Yield a function that returns the URL of an empty bucket of an emulator, with what its client needs to know."""
+
+    def new_bucket(name: str) -> str:
+        emulator, port = EMULATORS[name], _ports(name)
+        for variable, value in emulator.variables(port).items():
+            monkeypatch.setenv(variable, value)
+        return emulator.create(port, f"bucket-{uuid.uuid4().hex[:12]}")
+
+    _release_clients()  # s3fs finds its server when a client is created, and moto is another one
+    yield new_bucket
+    _release_clients()
+
+
+@pytest.fixture(scope="module")
+def _clients() -> Iterator[None]:
+    """Release the clients of stores after their tests: in a process forked later, each waits for its thread."""
+    yield
+    if _release_clients():
+        gc.collect()
+
+
+def _release_clients() -> int:
+    loaded = [(sys.modules[module], name) for module, name in _CLIENTS if module in sys.modules]
+    for module, name in loaded:
+        getattr(module, name).clear_instance_cache()
+    return len(loaded)
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, _clients: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty bucket, with the credentials in the environment."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3_endpoint}.items():
         monkeypatch.setenv(name, value)
@@ -140,20 +170,28 @@ def s3(s3_endpoint: str, _s3_clients: None, monkeypatch: pytest.MonkeyPatch) -> 
     return f"s3://{bucket}"
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+_AS_EMULATED = [pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]
+_EMULATED = [pytest.param(name, marks=_AS_EMULATED) for name in sorted(EMULATORS)]
+
+
+@pytest.fixture(params=["local", "memory", "s3", *_EMULATED])
 def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Yield a directory that does not exist yet, in each kind of store."""
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3')}/runs/run"
-    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
+    return str(tmp_path / "run") if request.param == "local" else _remote_url(request)
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", "s3", *_EMULATED])
 def remote_url(request: pytest.FixtureRequest) -> str:
     """Yield a directory that does not exist yet, in each kind of store that is not a local directory."""
+    return _remote_url(request)
+
+
+def _remote_url(request: pytest.FixtureRequest) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/runs/run"
-    return f"memory://{uuid.uuid4().hex}/run"
+    return f"{request.getfixturevalue('emulated')(request.param)}/runs/run"
 
 
 @pytest.fixture

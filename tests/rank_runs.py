@@ -77,14 +77,18 @@ def rank_fit(
     train: Callable[[], Any] | None = None,
     validation: Callable[[], Any] | None = None,
     users: Callable[[], list[Callback]] = list,
+    url: str | None = None,
     **arguments: Any,
 ) -> Callable[[list[Callback], Path], Trainer]:
-    """Return a fit on several ranks of what the callables return; `arguments` are the Trainer's."""
+    """Return a fit on several ranks of what the callables return, saved in a bucket if one is passed.
+
+    `arguments` are the Trainer's.
+    """
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
             [*users(), *callbacks],
-            directory,
+            directory if url is None else f"{url}/{directory.name}",  # type: ignore[arg-type]
             train=shuffled(num_ranks=num_ranks) if train is None else train(),
             validation=DataLoader(NoisyDataset(4 * 2 * num_ranks), batch_size=4)
             if validation is None

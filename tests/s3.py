@@ -42,7 +42,7 @@ def start_server(**environment: str) -> tuple[subprocess.Popen[bytes], str]:
         start_new_session=True,
     )
     try:
-        _wait_for(port)
+        wait_for(port)
     except BaseException:
         server.kill()
         raise
@@ -67,10 +67,11 @@ def client(endpoint: str) -> Any:
     return session.create_client("s3", endpoint_url=endpoint, region_name="us-east-1")
 
 
-def _wait_for(port: int) -> None:
+def wait_for(port: int) -> None:
+    """Wait until a server accepts connections at a port of this machine."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.05)
-    raise TimeoutError("moto's server did not start")
+    raise TimeoutError(f"no server listens at port {port}")

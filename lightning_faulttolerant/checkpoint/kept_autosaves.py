@@ -5,6 +5,7 @@ A resume does not choose from that directory: it stays when a run has finished, 
 
 from __future__ import annotations
 
+from lightning_faulttolerant.checkpoint import object_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, KEPT_FOLDER
 from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.store import Store
@@ -35,9 +36,9 @@ def leave(store: Store, name: str) -> None:
         FileNotFoundError: If another process has deleted it.
     """
     if is_kept(name):
-        store.rename(name, f"{KEPT_FOLDER}/{name}")
+        object_directory.rename(store, name, f"{KEPT_FOLDER}/{name}")
     else:
-        store.delete(name)
+        object_directory.delete(store, name)
 
 
 def kept_names(store: Store, listing: Listing | None = None) -> list[str]:

@@ -156,6 +156,16 @@ def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsyn
     Raises:
         OSError: If it can't be written; the old one still exists.
     """
+    with atomic_writer(Path(directory) / MANIFEST_NAME, fsync=fsync) as file:
+        file.write(encoded(manifest))
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """Return the content of a manifest's file.
+
+    Args:
+        manifest: The manifest to write.
+    """
     content: dict[str, object] = {"format": _FORMAT, "version": _VERSION}
     if manifest.owner is not None:
         content["owner"] = manifest.owner
@@ -165,8 +175,7 @@ def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsyn
             name: {"size_bytes": entry.size_bytes, "crc32": f"{entry.crc32:08x}"}
             for name, entry in manifest.files.items()
         }
-    with atomic_writer(Path(directory) / MANIFEST_NAME, fsync=fsync) as file:
-        file.write(_encode(content))
+    return _encode(content)
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

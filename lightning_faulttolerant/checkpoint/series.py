@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, final
 
-from lightning_faulttolerant.checkpoint import autosave_directory
+from lightning_faulttolerant.checkpoint import autosave_directory, object_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.autosave_directory import (
     AUTOSAVE_NAME,
@@ -28,7 +28,7 @@ from lightning_faulttolerant.checkpoint.autosave_directory import (
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_names, leave
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
-from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENT_NAME, INCIDENTS_FOLDER
 from lightning_faulttolerant.storage.atomic_file import (
     flushed_meanwhile,
@@ -56,8 +56,8 @@ def _is_still_ours() -> None:
 class AutosaveSeries:
     """The autosaves in one directory or below one URL, numbered in the order of saving.
 
-    Each autosave is a file. In a local directory, it can also be a directory that other code writes shards into. Only
-    one process at a time may write (``open_lock``), except for the shards.
+    Each autosave is a file, or a directory that other code writes shards into. Only one process at a time may write
+    (``open_lock``), except for the shards.
 
     Args:
         directory: A path or a URL; created at the first save.
@@ -80,6 +80,8 @@ class AutosaveSeries:
     store: Store = field(init=False, repr=False, compare=False)
     _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
     """The autosaves that verified in this process."""
+    _committed: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
+    """The URLs of the directories that are known to be complete."""
     num_bytes: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
     """The size of the autosave that this process wrote last, by its path."""
 
@@ -124,7 +126,7 @@ class AutosaveSeries:
             ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
         self._note(name, num_bytes)
-        self._prune([*_autosaves(self.store, listing), name])
+        self._prune([*self._autosaves(self.store, listing), name])
         return path
 
     def begin_directory(self, *, epoch: int, batch: int, keep: bool = False) -> str:
@@ -136,28 +138,23 @@ class AutosaveSeries:
             keep: As in `save`.
 
         Returns:
-            Its path. End it with `commit_directory` or `drop_directory`.
+            Its path or URL. End it with `commit_directory` or `drop_directory`.
 
         Raises:
             OSError: If it can't be created.
-            CheckpointError: If the series is below a URL.
         """
-        if is_url(self.directory):
-            raise CheckpointError(
-                f"Shards can't be written to {self.store.url}: an object store can't publish several files together, "
-                "and torch.distributed.checkpoint would have to read them from there. Pass a directory that all ranks "
-                "see as FaultTolerance(dirpath=...), or let the strategy save one file."
-            )
-        return autosave_directory.begin(
-            self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch, keep=keep))
-        )
+        name = self._next_name(self.store.listing(), epoch=epoch, batch=batch, keep=keep)
+        if not is_url(self.store.url):
+            return autosave_directory.begin(self.store.path(name))
+        object_directory.begin(self.store, name)
+        return self.store.path(name)
 
     def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
         """Turn a complete directory of shards into an autosave, and only then delete those beyond ``keep_last``.
 
         Args:
             directory: The path that `begin_directory` returned.
-            files: Sizes and checksums of all files in it, from ``sum_files``.
+            files: Sizes and checksums of all files in it.
 
         Returns:
             The path of the new autosave.
@@ -168,12 +165,16 @@ class AutosaveSeries:
                 are kept.
             RunInUseError: If another process has taken over the directory; nothing was changed.
         """
-        name = autosave_directory.target_of(directory)
+        is_remote = is_url(self.store.url)
+        name = os.path.basename(directory) if is_remote else autosave_directory.target_of(directory)
         self.check()
         verify_file(os.path.join(directory, METADATA_NAME))
-        autosave_directory.commit(directory, self.store.path(name), files)
+        if is_remote:
+            object_directory.commit(self.store, name, files)
+        else:
+            autosave_directory.commit(directory, self.store.path(name), files)
         self._note(name, sum(entry.size_bytes for entry in files.values()))
-        self._prune(_autosaves(self.store, self.store.listing()))
+        self._prune(self._autosaves(self.store, self.store.listing()))
         return self.store.path(name)
 
     def drop_directory(self, directory: str) -> None:
@@ -183,14 +184,15 @@ class AutosaveSeries:
             directory: Its path; it may already be gone.
         """
         with contextlib.suppress(FileNotFoundError):
-            self.store.delete(os.path.basename(directory))
+            object_directory.delete(self.store, os.path.basename(directory))
 
     def _next_name(self, listing: Listing, *, epoch: int, batch: int, keep: bool) -> str:
         self._remove_leftovers(listing)
         lasting = self._lasting(listing)
-        known = [*map(_name_in_folder, lasting), *(name for _, name in self._all_names(listing))]
+        names = (name for _, name in self._all_names(listing))
+        known = [*map(_name_in_folder, lasting), *listing.folders, *names]
         sequence = 1 + max(map(sequence_of, known), default=0)
-        if lasting and not _autosaves(self.store, listing):  # they are from a run that began before this one
+        if lasting and not self._autosaves(self.store, listing):  # they are from a run that began before this one
             self._move_aside(lasting, listing, "earlier-run")
         return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}{'-kept' if keep else ''}.ckpt"
 
@@ -228,7 +230,7 @@ class AutosaveSeries:
         Returns:
             Their paths or URLs, oldest first.
         """
-        return [self.store.path(name) for name in _autosaves(self.store, self.store.listing())]
+        return [self.store.path(name) for name in self._autosaves(self.store, self.store.listing())]
 
     def set_aside(self, label: str) -> str | None:
         """Move all autosaves into a subdirectory, so that the next run starts without them.
@@ -246,7 +248,7 @@ class AutosaveSeries:
         if _LABEL.fullmatch(label) is None:
             raise ValueError(f"The label {label!r} can't be part of a name. Use letters, digits and any of _.=+-")
         listing = self.store.listing()
-        names = _in_order_of_leaving(self.store, listing)
+        names = self._in_order_of_leaving(self.store, listing)
         if not names:
             return None
         return self._move_aside([*self._lasting(listing), *names], listing, label)
@@ -265,7 +267,7 @@ class AutosaveSeries:
         number = 1 + max((superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
         for name in names:
-            self.store.rename(name, f"{folder}/{_name_in_folder(name)}")
+            object_directory.rename(self.store, name, f"{folder}/{_name_in_folder(name)}")
         for emptied in (KEPT_FOLDER, INCIDENTS_FOLDER):
             self.store.folder(emptied).remove_if_empty()
         return self.store.path(folder)
@@ -285,8 +287,11 @@ class AutosaveSeries:
                 leave(store, name)
         for name in filter(PREDICTIONS_NAME.fullmatch, listing.files):
             self.store.delete(name)
-        for store in (*self._superseded(listing), self.store):
+        for store in self._superseded(listing):
+            if is_url(store.url):  # a move that was interrupted may have left a part of an autosave
+                self._remove_uncommitted(store, store.listing())
             store.remove_if_empty()
+        self.store.remove_if_empty()
 
     def _note(self, name: str, num_bytes: int) -> None:
         self._sound.add(name)
@@ -321,7 +326,7 @@ class AutosaveSeries:
     def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
         damages: dict[str, DamagedCheckpointError] = {}
         found = None
-        for name in reversed(_autosaves(self.store, self.store.listing())):
+        for name in reversed(self._autosaves(self.store, self.store.listing())):
             try:
                 found = self.store.path(name), read(self.store.path(name))
                 self._sound.add(name)
@@ -337,7 +342,7 @@ class AutosaveSeries:
         return found
 
     def _refuse_to_start_over(self, damages: list[DamagedCheckpointError]) -> None:
-        damaged = _autosaves(self.store, self.store.listing(), damaged=True)
+        damaged = self._autosaves(self.store, self.store.listing(), damaged=True)
         if damaged:
             names = "\n".join(f"  {self.store.path(name)}" for name in damaged)
             raise NoValidCheckpointError(
@@ -349,17 +354,37 @@ class AutosaveSeries:
             ) from (damages[-1] if damages else None)
 
     def _set_damaged_aside(self, name: str) -> str:
-        self.store.rename(name, f"{name}.damaged")
+        object_directory.rename(self.store, name, f"{name}.damaged")
         return self.store.path(f"{name}.damaged")
+
+    def _autosaves(self, store: Store, listing: Listing, *, damaged: bool = False) -> list[str]:
+        folders = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
+        is_there = self._is_committed if is_url(store.url) else _is_not_empty
+        names = [*listing.files, *(name for name in folders if is_there(store, name))]
+        found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in names)
+        return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=sequence_of)
+
+    def _in_order_of_leaving(self, store: Store, listing: Listing) -> list[str]:
+        # If interrupted, it must leave the newest in place, and never only damaged ones: the next start would refuse.
+        return self._autosaves(store, listing, damaged=True) + self._autosaves(store, listing)
+
+    def _is_committed(self, store: Store, name: str) -> bool:
+        # Only we delete or move it, and a name is not given twice.
+        path = store.path(name)
+        if path not in self._committed and object_directory.is_committed(store, name):
+            self._committed.add(path)
+        return path in self._committed
 
     def _superseded(self, listing: Listing) -> list[Store]:
         return [self.store.folder(name) for name in listing.folders if SUPERSEDED_NAME.fullmatch(name) is not None]
 
     def _all_names(self, listing: Listing) -> list[tuple[Store, str]]:
         listed = [*((folder, folder.listing()) for folder in self._superseded(listing)), (self.store, listing)]
-        return [(store, name) for store, found in listed for name in _in_order_of_leaving(store, found)]
+        return [(store, name) for store, found in listed for name in self._in_order_of_leaving(store, found)]
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
+        if is_url(self.store.url):
+            self._remove_uncommitted(self.store, listing)
         names = [*listing.files, *listing.folders]
         # This process's own directories too: those that could not be deleted, and those of failed saves.
         own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
@@ -369,6 +394,15 @@ class AutosaveSeries:
                 _logger.info("Removing %s, left by a killed writer", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
+
+    def _remove_uncommitted(self, store: Store, listing: Listing) -> None:
+        names = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
+        names = [name for name in names if not self._is_committed(store, name)]
+        if names:
+            self.check()  # only the holder of the lock writes here, so these are of nobody who still writes
+        for name in names:
+            _logger.info("Removing %s, which was not completed or not deleted to the end", store.path(name))
+            object_directory.delete_directory(store, name)
 
     def _is_abandoned(self, name: str) -> bool:
         return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))
@@ -389,27 +423,9 @@ def _name_in_folder(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list[str]:
-    folders = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
-    if folders and is_url(store.url):
-        raise CheckpointError(
-            f"{store.path(folders[-1])} is an autosave of several files that was copied there, but shards can't be "
-            "loaded from an object store. Copy it to a directory that all ranks see, and pass that directory as "
-            "FaultTolerance(dirpath=...)."
-        )
-    names = [*listing.files, *(name for name in folders if not _is_empty(store.path(name)))]
-    found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in names)
-    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=sequence_of)
-
-
-def _is_empty(folder: str) -> bool:
-    """Return whether a directory is empty: not committed here, or just being deleted by another process."""
+def _is_not_empty(store: Store, name: str) -> bool:
+    """Return whether a directory holds anything; else it was not committed here, or another process is deleting it."""
     try:
-        return not os.listdir(folder)
+        return bool(os.listdir(store.path(name)))
     except FileNotFoundError:
-        return True
-
-
-def _in_order_of_leaving(store: Store, listing: Listing) -> list[str]:
-    # If interrupted, it must leave the newest in place, and never only damaged ones: the next start would refuse.
-    return _autosaves(store, listing, damaged=True) + _autosaves(store, listing)
+        return False

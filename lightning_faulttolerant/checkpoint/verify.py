@@ -123,7 +123,7 @@ def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> di
     """Verify an autosave and load it; for a directory, verify all of it, and load the part outside the shards.
 
     Args:
-        path: A file written by ``torch.save``, the URL of one, or a local directory with a manifest.
+        path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
         verify_shards: Read the shards of a directory too; not needed if another rank has done so.
 
     Returns:
@@ -134,7 +134,13 @@ def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> di
         UnsafeCheckpointError: As ``load_file``.
         CheckpointError: As ``load_file``.
     """
-    if is_url(path) or not os.path.isdir(local_path(path)):
+    if is_url(path):
+        try:
+            return load_file(path)
+        except DamagedCheckpointError as error:
+            if not _is_no_file(error):
+                raise
+    elif not os.path.isdir(local_path(path)):
         return load_file(path)
     directory = local_path(path)
     if verify_shards:
@@ -152,7 +158,9 @@ def verify_autosave(path: str | os.PathLike[str]) -> Verification:
         DamagedCheckpointError: As ``verify_file``; also if a directory was never committed.
         OSError: As ``verify_file``.
     """
-    if is_url(path) or not os.path.isdir(local_path(path)):
+    if is_url(path):
+        return _verify_url(os.fspath(path))
+    if not os.path.isdir(local_path(path)):
         return verify_file(path)
     return autosave_directory.verify(local_path(path))
 
@@ -181,11 +189,16 @@ def _verify_url(url: str) -> Verification:
     # So a name that is not a checkpoint itself may still have a manifest below it.
     try:
         return verify_file(url)
-    except DamagedCheckpointError:
-        verification = verify_directory_if_any(url)
+    except DamagedCheckpointError as error:
+        verification = verify_directory_if_any(url) if _is_no_file(error) else None
         if verification is None:
             raise
         return verification
+
+
+def _is_no_file(damage: DamagedCheckpointError) -> bool:
+    cause = damage.__cause__
+    return isinstance(cause, OSError) and (cause.errno in (errno.ENOENT, errno.EISDIR) or isinstance(cause, _NOT_THERE))
 
 
 @contextlib.contextmanager

@@ -144,7 +144,10 @@ def content_path(path: str) -> str:
     Args:
         path: Path or URL.
     """
-    if is_url(path) or not os.path.isdir(local_path(path)):
+    if is_url(path):
+        store = open_store(path)
+        return store.path(METADATA_NAME) if {METADATA_NAME, MANIFEST_NAME} <= {*store.listing().files} else path
+    if not os.path.isdir(local_path(path)):
         return path
     inner = os.path.join(local_path(path), METADATA_NAME)
     return inner if os.path.exists(inner) else path

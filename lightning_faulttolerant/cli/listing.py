@@ -198,7 +198,10 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
 def _content(file: FoundFile) -> tuple[object, CheckpointVerdict | None]:
     """Return the contents of a checkpoint, or the reason why they are unknown."""
     try:
-        with remote_errors(file.path), found.open_checkpoint(found.content_path(file.path)) as opened:
+        with remote_errors(file.path):
+            path = found.content_path(file.path) if file.is_directory else file.path
+            opened = found.open_checkpoint(path)
+        with remote_errors(path), opened:
             return read_summary(opened, name=file.name).content, None
     except FileNotFoundError:
         return None, CheckpointVerdict(word=verdict.MISSING)

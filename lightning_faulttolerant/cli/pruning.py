@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from lightning_faulttolerant.checkpoint import object_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.cli import found, verdict
@@ -110,7 +111,7 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
                 lock.check()
                 store = open_store(file.folder)
                 with contextlib.suppress(FileNotFoundError):  # deleted by another process
-                    store.delete(file.name)
+                    object_directory.delete(store, file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
     finally:
@@ -134,6 +135,8 @@ def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
             plan.deleted += [] if is_kept(file.name) else [file]
             continue
         word = verdict_of(file.path).word
+        if word == verdict.NOT_COMMITTED:  # the next save of the run removes it
+            continue
         place = {verdict.VERIFIED: plan.kept, verdict.DAMAGED: plan.damaged}.get(word, plan.unreadable)
         place.append(file)
     plan.damaged += [file for file in files if file.kind == found.SET_ASIDE and not found.is_superseded(file.folder)]
@@ -150,7 +153,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
         is_candidate = file.is_autosave and file.kind != found.KEPT
-        if is_candidate and not file.is_link and not (file.is_directory and is_url(file.folder)):
+        if is_candidate and not file.is_link:
             folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
             series.setdefault(folder, []).append(file)
     return series

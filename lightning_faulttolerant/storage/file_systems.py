@@ -10,16 +10,19 @@ import errno
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
+from fsspec.asyn import sync
 from fsspec.config import conf
 from fsspec.spec import AbstractFileSystem
 
 from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
 
 _GCS_PROTOCOLS = ("gs", "gcs")
+_AZURE_PROTOCOLS = ("abfs", "az", "abfss")
 # Not EIO: a disk that reports EIO has lost the data, a network has only failed to deliver it.
 _REMOTE_ERRNO: int = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
 _ERRNOS = {
@@ -44,6 +47,9 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     protocol = url.partition("://")[0]
     try:
+        if "::" not in protocol:
+            fsspec.get_filesystem_class(protocol)  # imports the client, which may draw when it is created
+            let_clients_draw_elsewhere()
         fs, path = fsspec.url_to_fs(url, **client_options(protocol))
     except ImportError as error:
         raise CheckpointError(
@@ -55,7 +61,7 @@ def file_system(url: str) -> tuple[Any, str]:
             f"{url} can't be opened: {error}. Nothing can be written or read there. Pass a directory, or a URL that "
             "fsspec knows, such as s3://bucket/folder."
         ) from error
-    let_retries_draw_elsewhere()
+    let_clients_draw_elsewhere()
     return fs, path
 
 
@@ -69,6 +75,16 @@ def is_gcs(fs: object) -> bool:
     return _protocols(fs) == set(_GCS_PROTOCOLS)
 
 
+def is_azure(fs: object) -> bool:
+    """Return whether a file system is from adlfs."""
+    return _protocols(fs) == set(_AZURE_PROTOCOLS)
+
+
+def has_folders(fs: object) -> bool:
+    """Return whether folders are created and removed. In an object store they are only parts of names."""
+    return not (is_s3(fs) or is_gcs(fs) or is_azure(fs))
+
+
 def move(fs: Any, path: str, new_path: str) -> None:
     """Move a file in its file system's own way; an object store copies it and then deletes the original.
 
@@ -78,11 +94,41 @@ def move(fs: Any, path: str, new_path: str) -> None:
         new_path: The new path in it.
     """
     # fsspec's own mv treats [, * and ? in a name as a pattern, and s3fs's ignores files that can't be deleted.
-    if is_s3(fs) or is_gcs(fs) or type(fs).mv is AbstractFileSystem.mv:
-        fs.cp_file(path, new_path)
+    if not has_folders(fs) or type(fs).mv is AbstractFileSystem.mv:
+        copy(fs, path, new_path)
         fs.rm_file(path)
     else:
         fs.mv(path, new_path)
+
+
+def copy(fs: Any, path: str, new_path: str) -> None:
+    """Copy a file in its file system's own way.
+
+    Args:
+        fs: An fsspec file system.
+        path: The path in it.
+        new_path: The path of the copy in it.
+    """
+    fs.cp_file(path, new_path)
+    if is_azure(fs):
+        _wait_for_copy(fs, new_path)
+
+
+def _wait_for_copy(fs: Any, path: str) -> None:
+    """Wait until Azure has copied a file: it answers first, and the copy of a deleted file fails."""
+    container, blob, _ = fs.split_path(path)
+
+    async def status() -> str:
+        async with fs.service_client.get_blob_client(container, blob) as client:
+            found = (await client.get_blob_properties()).copy.status
+        return str(found)
+
+    pause_seconds = 0.01
+    while (found := sync(fs.loop, status)) == "pending":
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 1.0)
+    if found != "success":
+        raise OSError(f"The copy to {path} was not finished: {found}")
 
 
 @contextlib.contextmanager
@@ -124,8 +170,18 @@ def _protocols(fs: Any) -> set[str]:
 
 
 S3_PROTOCOLS = ("s3", "s3a")
-# Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
-_DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
+# They draw from the global generator of `random`, in fsspec's thread, at any moment: most wait a random time before a
+# retry. Azure's renew a token at a random time, which they draw when they are created.
+_DRAWING_MODULES = (
+    "botocore.retryhandler",
+    "aiohttp.connector",
+    "gcsfs.retry",
+    "gcsfs.core",
+    "google.api_core.retry.retry_base",
+    "google.auth._exponential_backoff",
+    "azure.core.pipeline.policies._authentication",
+    "azure.core.pipeline.policies._authentication_async",
+)
 
 
 def client_options(protocol: str) -> dict[str, object]:
@@ -137,8 +193,8 @@ def client_options(protocol: str) -> dict[str, object]:
     return {"config_kwargs": {"retries": {"mode": "legacy"}, **given}}
 
 
-def let_retries_draw_elsewhere() -> None:
-    """Give the loaded clients their own generator, so that no retry draws from the run's generator."""
+def let_clients_draw_elsewhere() -> None:
+    """Give the loaded clients their own generator, so that none draws from the run's generator."""
     for name in _DRAWING_MODULES:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "random", None) is random:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,16 @@ class LocalStore:
         # The new name first: the disk may have the file under both names for a moment, but never under none.
         for folder in dict.fromkeys((new.parent, old.parent)):
             fsync_directory(folder)
+
+    def copy(self, name: str, new_name: str) -> None:
+        """Copy a file; the copy appears when it is complete."""
+        with open(self.directory / name, "rb") as original, self.writer(new_name) as copy:
+            shutil.copyfileobj(original, copy)
+
+    def tree(self) -> list[str]:
+        """List all files in it and below it, without following links to directories."""
+        found = (os.path.join(folder, name) for folder, _, names in os.walk(self.directory) for name in names)
+        return sorted(Path(path).relative_to(self.directory).as_posix() for path in found)
 
     def delete(self, name: str) -> None:
         """Delete a file, or a directory and its content."""

@@ -17,7 +17,15 @@ from typing import IO, Any, cast, final
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.file_systems import file_system, is_gcs, is_s3, move, remote_errors
+from lightning_faulttolerant.storage.file_systems import (
+    copy,
+    file_system,
+    has_folders,
+    is_azure,
+    is_s3,
+    move,
+    remote_errors,
+)
 from lightning_faulttolerant.storage.local import Listing
 from lightning_faulttolerant.storage.uploads import Sender, begin_upload, check_arrived
 
@@ -109,9 +117,26 @@ class RemoteStore:
         """Move a file; an object store copies it and then deletes the original."""
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
-            if not (is_s3(fs) or is_gcs(fs)):
+            if has_folders(fs):
                 fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
             move(fs, path, new_path)
+
+    def copy(self, name: str, new_name: str) -> None:
+        """Copy a file, without transferring it through this machine if the store can copy."""
+        with self._opened(name) as (fs, path):
+            new_path = file_system(self.path(new_name))[1]
+            if has_folders(fs):
+                fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
+            copy(fs, path, new_path)
+
+    def tree(self) -> list[str]:
+        """List all files whose names begin with the URL; in a bucket, only such names are requested."""
+        with self._opened("") as (fs, path):
+            if is_s3(fs):
+                return _s3_listing(fs, path, delimiter="").files
+            fs.invalidate_cache()
+            root = path.rstrip("/")
+            return sorted(found[len(root) + 1 :] for found in fs.find(path) if found.startswith(f"{root}/"))
 
     def delete(self, name: str) -> None:
         """Delete a file."""
@@ -125,7 +150,7 @@ class RemoteStore:
     def remove_if_empty(self) -> None:
         """Remove the directory if the store has directories."""
         with self._opened("") as (fs, path):
-            if is_s3(fs) or is_gcs(fs):
+            if not has_folders(fs):
                 return
             fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
@@ -172,7 +197,7 @@ class RemoteStore:
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file, replacing the existing one."""
         with self._opened(name) as (fs, path):
-            if not (is_s3(fs) or is_gcs(fs)):
+            if has_folders(fs):
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(path, content)
 
@@ -190,6 +215,8 @@ def open_file(url: str, *, whole: bool = False) -> IO[bytes]:
         fs.invalidate_cache()
         if isinstance(fs, MemoryFileSystem):  # it returns the same file object, with its position, to each caller
             return io.BytesIO(fs.cat_file(path))
+        if is_azure(fs) and fs.info(path)["type"] == "directory":  # it can be opened, but has no size
+            raise IsADirectoryError("It is a directory")
         block_bytes, num_blocks = _BLOCKS_OF_WHOLE if whole else _BLOCKS_OF_PARTS
         options = {"maxblocks": num_blocks}
         file = fs.open(path, "rb", block_size=block_bytes, cache_type="blockcache", cache_options=options)
@@ -207,7 +234,10 @@ def copy_file(url: str) -> IO[bytes]:
         fs.invalidate_cache()
         if isinstance(fs, MemoryFileSystem):
             return io.BytesIO(fs.cat_file(path))
-        size = fs.info(path)["size"]
+        info = fs.info(path)
+        if info["type"] == "directory":
+            raise IsADirectoryError("It is a directory")
+        size = info["size"]
         with tempfile.NamedTemporaryFile(prefix="lightning_faulttolerant-") as copy:
             fs.get_file(path, copy.name)
             if os.path.getsize(copy.name) != size:
@@ -215,14 +245,14 @@ def copy_file(url: str) -> IO[bytes]:
             return open(copy.name, "rb")
 
 
-def _s3_listing(fs: Any, path: str) -> Listing:
+def _s3_listing(fs: Any, path: str, *, delimiter: str = "/") -> Listing:
     bucket, key, _ = fs.split_path(path)
     prefix = f"{key.rstrip('/')}/" if key else ""
     files: set[str] = set()
     folders: set[str] = set()
     more: dict[str, str] = {}
     while True:
-        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter=delimiter, **more)
         files.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", []))
         folders.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", []))
         if not page.get("IsTruncated"):

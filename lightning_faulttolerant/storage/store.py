@@ -45,8 +45,14 @@ class Store(Protocol):
     def rename(self, name: str, new_name: str) -> None:
         """Move a file within the store."""
 
+    def copy(self, name: str, new_name: str) -> None:
+        """Copy a file within the store."""
+
     def delete(self, name: str) -> None:
         """Delete a file."""
+
+    def tree(self) -> list[str]:
+        """List all files in it and in the directories below it, by their paths relative to it."""
 
     def folder(self, name: str) -> Store:
         """Return a directory within this one; it need not exist."""
@@ -148,6 +154,21 @@ def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Abstract
         return local.open_writer(local_path(path), fsync=fsync)
     directory, name = split_path(path)
     return open_store(directory).writer(name, fsync=fsync)
+
+
+def create_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a small file in an object store that must not exist yet.
+
+    Args:
+        path: The URL of the file.
+        content: What to write.
+
+    Raises:
+        FileExistsError: If it exists, and the store can tell.
+        OSError: If it can't be written.
+    """
+    directory, name = split_path(path)
+    _remote().RemoteStore(directory).create(name, content)
 
 
 def local_copy(path: str | os.PathLike[str]) -> IO[bytes]:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.storage.atomic_file import make_directory
+from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
@@ -147,6 +150,38 @@ def _load_shards(path: str | Path) -> dict[str, Any]:
     checkpoint = load_file(Path(path) / "__0_0.distcp")
     assert load_path(path) == {"number": checkpoint["number"]}
     return checkpoint
+
+
+SHARD = "__0_0.distcp"
+
+
+def begin_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
+    """Write the shards of an autosave below a URL; return the URL."""
+    url = series.begin_directory(epoch=0, batch=number, keep=keep)
+    for name, saved in ((SHARD, content(number)), (METADATA_NAME, {"number": number})):
+        with open_store(url).writer(name) as file:
+            torch.save(saved, file)
+    return url
+
+
+def save_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
+    """Save shards below a URL, and commit them; return the URL."""
+    url = begin_objects(series, number, keep=keep)
+    sums = {}
+    for name in (SHARD, METADATA_NAME):
+        with open_file(open_store(url).path(name)) as file:
+            data = file.read()
+        sums[name] = FileEntry(size_bytes=len(data), crc32=zlib.crc32(data))
+    return series.commit_directory(url, sums)
+
+
+def load_objects(url: str) -> int:
+    """Return the number of an autosave of shards below a URL, verified."""
+    number: int = load_path(url)["number"]
+    shard = load_file(open_store(url).path(SHARD))
+    assert shard["number"] == number
+    assert torch.equal(shard["weights"], content(number)["weights"])
+    return number
 
 
 # Code that begins a directory and fails to fill it has to call abort, or leave it to the next save.

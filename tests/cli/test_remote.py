@@ -13,6 +13,7 @@ import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, open_store
 from lightning_faulttolerant.storage.locks import open_lock
+from tests.checkpoint.writers import SHARD, begin_objects, save_objects
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 from tests.s3 import CREDENTIALS, s3_server
 
@@ -169,3 +170,23 @@ def test_an_unknown_kind_of_url_is_an_error_without_a_traceback(capsys: Capture,
     found = call(capsys, *command, "nothing://bucket/run")
     assert found.status == 2
     assert "nothing://bucket/run" in found.out + found.err
+
+
+def test_shards_in_a_store_are_like_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sets of objects must be listed, inspected, verified, and pruned; one without a manifest must not count."""
+    root = f"memory://shards-{os.getpid()}"
+    series = AutosaveSeries(f"{root}/run/fit-1", keep_last=100)
+    urls = [save_objects(series, number) for number in range(3)]
+    begun = begin_objects(series, 3)
+    rows = [line.split() for line in call(capsys, "list", root).out.splitlines() if "autosave-" in line]
+    assert [(row[0], row[-1]) for row in rows if row[0] in {url.rpartition("/")[2] for url in urls}] == [
+        (url.rpartition("/")[2], "verified") for url in urls
+    ]
+    assert call(capsys, "inspect", urls[0]).status == 0
+    assert call(capsys, "verify", urls[0]).status == 0
+    assert call(capsys, "verify", begun).status != 0
+    open_store(urls[2]).delete(SHARD)
+    assert call(capsys, "verify", urls[2]).status == 1
+    assert call(capsys, "prune", root, "--keep-last", "1").status == 0
+    left = {name.partition("/")[0] for name in series.store.tree()}
+    assert left == {url.rpartition("/")[2] for url in (*urls[1:], begun)}

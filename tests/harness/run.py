@@ -26,7 +26,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.harness import durations, places, s3, warm
+from tests.harness import durations, places, servers, warm
 
 ROOT = Path(__file__).parent.parent.parent
 _NO_TESTS = 5  # pytest's exit code
@@ -246,11 +246,11 @@ def find_files(paths: list[str]) -> dict[str, list[str]]:
 def _directory() -> Iterator[Path]:
     """Create the directory of this run, in memory if there is room, and remove it at the end."""
     directory = places.make_directory()
-    s3.share_server(directory)
+    servers.share_servers(directory)
     try:
         yield directory
     finally:
-        s3.stop_server(directory)
+        servers.stop_servers(directory)
         shutil.rmtree(directory, ignore_errors=True)
 
 

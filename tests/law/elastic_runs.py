@@ -201,7 +201,7 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     options = {"every_n_train_steps": 1, **plan.options, **leg.options}
     own = directory / "own.ckpt"
     written = Ledger(ledger, leg, own)
-    written.fault_tolerance = FaultTolerance(str(directory / "autosaves"), run_id="run", **options)
+    written.fault_tolerance = FaultTolerance(**{"dirpath": str(directory / "autosaves"), "run_id": "run", **options})
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": leg.num_ranks,

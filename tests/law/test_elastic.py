@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,8 +189,8 @@ class NetInShards(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
-def test_shards_are_cut_anew(is_sharded: bool) -> None:
-    """From two ranks of FSDP2 to one and back, an equal global batch takes the same steps."""
+def test_shards_are_cut_anew(is_sharded: bool, request: pytest.FixtureRequest) -> None:
+    """From two ranks of FSDP2 to one and back, an equal global batch takes the same steps; shards are in a store."""
     plan = Plan(options=PER_SAMPLE.options, length=48, max_epochs=1, make_module=NetInShards)
     two, one = (
         {
@@ -200,6 +201,8 @@ def test_shards_are_cut_anew(is_sharded: bool) -> None:
         for n in (2, 1)
     )
     uninterrupted = run(plan, Leg(**two))
+    if is_sharded:
+        plan = replace(plan, options={**plan.options, "dirpath": request.getfixturevalue("s3")})
     done = run(plan, Leg(**two, kill=(0, 3)), Leg(**one, kill=(0, 7)), Leg(**two))
     assert consumed(done, 0) == consumed(uninterrupted, 0)
     expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))

@@ -56,14 +56,18 @@ def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
     The save comes right after a validation run, when FSDP2 holds the whole module.
     """
     strategy = fsdp2(save_distributed_checkpoint=is_sharded)
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, val_check_interval=3)
+    limits = {"max_epochs": 1, "val_check_interval": 3}
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, **limits)
 
 
 @pytest.mark.slow
-def test_fsdp2_with_one_file_goes_on() -> None:
-    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all resume exactly."""
+def test_fsdp2_with_one_file_goes_on(s3: str) -> None:
+    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all resume exactly.
+
+    Here it is an object in a store. The other cases with one file have it in a directory.
+    """
     strategy = fsdp2(save_distributed_checkpoint=False)
-    assert_ranks_go_on(FIRST_EPOCH, rank=0, module=ShardedNet, strategy=strategy)
+    assert_ranks_go_on(FIRST_EPOCH, rank=0, url=s3, module=ShardedNet, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow
@@ -74,28 +78,28 @@ def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
     assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
 
 
-def cost_of_a_stop_in_validation(signum: int, **arguments: Any) -> Interruption:
-    """Check the law for a signal in batch 9 of a validation run."""
+def costs_of_stops_in_validation(*signums: int, **arguments: Any) -> list[Interruption]:
+    """Check the law for signals in validation runs, in batch 9 after each start."""
     limits = {"val_check_interval": 4, "max_epochs": 1}
     fit = rank_fit(2, validation=lambda: DataLoader(NoisyDataset(120), batch_size=4), **limits, **arguments)
-    fault, options = StopInValidation(9, signum), {"train_time_interval": timedelta(microseconds=1)}
-    [cost] = assert_resumes_exactly(fit, [fault], options=options, num_ranks=2, timeout_seconds=SECONDS)
-    assert cost.num_batches_twice == 0
-    return cost
+    faults = [StopInValidation(9, signum) for signum in signums]
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    costs = assert_resumes_exactly(fit, faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert [cost.num_batches_twice for cost in costs] == [0] * len(signums)
+    return costs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("kind", ["directory", "file", "tensor parallel"])
-def test_stopped_in_validation(kind: str, signum: int) -> None:
+def test_stopped_in_validation(kind: str) -> None:
     """A validation run continues at its batch, with an accumulation window open around it."""
     kinds: dict[str, dict[str, Any]] = {
         "directory": {"module": ShardedNet, "strategy": fsdp2()},
         "file": {"module": ShardedNet, "strategy": fsdp2(save_distributed_checkpoint=False)},
         "tensor parallel": {"module": TensorParallelNet, "strategy": tensor_parallel(), "train": same_rows},
     }
-    cost = cost_of_a_stop_in_validation(signum, accumulate_grad_batches=3, **kinds[kind])
-    assert cost.num_validation_batches_twice <= 1
+    costs = costs_of_stops_in_validation(signal.SIGTERM, signal.SIGKILL, accumulate_grad_batches=3, **kinds[kind])
+    assert all(cost.num_validation_batches_twice <= 1 for cost in costs)
 
 
 @pytest.mark.slow
@@ -104,13 +108,13 @@ def test_stopped_in_validation(kind: str, signum: int) -> None:
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 def test_fsdp1_stopped_in_validation() -> None:
     """FSDP1 has its gradients in another form in a validation run, which is finished or repeated, exactly."""
-    cost_of_a_stop_in_validation(signal.SIGTERM, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
+    costs_of_stops_in_validation(signal.SIGTERM, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
 
 
 @pytest.mark.slow
 def test_tensor_parallel_goes_on() -> None:
     """With one rank of a module that is split over ranks killed, both resume exactly."""
-    arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0}
+    arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0, "max_epochs": 1}
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
 
 
@@ -161,6 +165,14 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
-def test_fsdp1_goes_on() -> None:
-    """With one rank of FSDP1 killed, both resume exactly."""
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
+def test_fsdp1_goes_on(s3: str) -> None:
+    """With one rank of FSDP1 killed, both resume exactly, here from an object store."""
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, url=s3, strategy=Fsdp1OnCpu(state_dict_type="sharded"), max_epochs=1)
+
+
+@pytest.mark.slow
+def test_fsdp2_goes_on_from_an_object_store(s3: str) -> None:
+    """Autosaves below a URL are sets of objects, from which both ranks resume exactly."""
+    cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
+    limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    assert_ranks_go_on(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)

@@ -446,9 +446,9 @@ def test_whole_file_is_transferred_once(s3: str, monkeypatch: pytest.MonkeyPatch
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the client of a store isn't installed, the error says what to install."""
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"gs://bucket/run can't be opened.*pip install gcsfs"):
-        open_store("gs://bucket/run").names()
+    monkeypatch.setitem(sys.modules, "ossfs", None)
+    with pytest.raises(CheckpointError, match=r"oss://bucket/run can't be opened.*pip install ossfs"):
+        open_store("oss://bucket/run").names()
 
 
 def test_unknown_kind_of_url_is_refused() -> None:

@@ -25,7 +25,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_faulttolerant.storage.file_systems import client_options, let_retries_draw_elsewhere, missing_package
+from lightning_faulttolerant.storage.file_systems import client_options, let_clients_draw_elsewhere, missing_package
 
 Result = TypeVar("Result")
 
@@ -145,7 +145,7 @@ class Remote:
             Exception: Any error of the client.
         """
         fs, path = self.file_system(), _join(self._root, basename)
-        let_retries_draw_elsewhere()
+        let_clients_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             result_in_time(_in_loop(fs, fs._get_file(path, target)), timeout_seconds)
         else:
@@ -161,7 +161,7 @@ class Remote:
     def read(self, basename: str, *, timeout_seconds: float) -> bytes:
         """Return the content of a file, with the limits of ``download``."""
         fs, path = self.file_system(), _join(self._root, basename)
-        let_retries_draw_elsewhere()
+        let_clients_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
         else:  # requested in the thread that uses it: fsspec keeps one for each thread

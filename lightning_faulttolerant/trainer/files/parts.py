@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,11 +25,18 @@ def load(path: str) -> dict[str, Any]:
     if not is_url(path) and os.path.isdir(path):
         path = os.path.join(path, METADATA_NAME)
     if is_url(path):
-        with local_copy(path) as file:
+        with _copy(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content
+
+
+def _copy(url: str) -> IO[bytes]:
+    try:
+        return local_copy(url)
+    except (FileNotFoundError, IsADirectoryError):
+        return local_copy(f"{url.rstrip('/')}/{METADATA_NAME}")
 
 
 def part_of(path: str | None) -> CheckpointPart | None:

@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -32,15 +32,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_of_bits
+from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
 from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, send_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
@@ -187,11 +190,7 @@ class ShardWriter:
         )
         try:
             self._together("see", lambda: _wait_for(directory))
-            self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
-            shares = self._first(
-                "deal", series, lambda _: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
-            )
-            summed = self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
+            summed = (self._sent if is_url(directory) else self._written)(checkpoint, directory)
             files = {name: entry for share in summed or () for name, entry in share.items()}
             return self._first("commit", series, lambda own: own.commit_directory(directory, files))
         except BaseException:
@@ -199,6 +198,20 @@ class ShardWriter:
                 with suppress(OSError):  # the first error is the one to report, and the next save tries again
                     series.drop_directory(directory)
             raise
+
+    def _written(self, checkpoint: dict[str, object], directory: str) -> list[dict[str, FileEntry]] | None:
+        """Write the files of a directory, and return their entries in shares, on rank 0."""
+        self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
+        shares = self._first(
+            "deal",
+            self._series,
+            lambda _: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks),
+        )
+        return self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
+
+    def _sent(self, checkpoint: dict[str, object], url: str) -> list[dict[str, FileEntry]] | None:
+        """Send the files to an object store, and return their entries for each rank, on rank 0."""
+        return self._together("shards", lambda: send_checkpoint(self._trainer.strategy, checkpoint, url))
 
     def _first(self, step: str, series: AutosaveSeries | None, work: Callable[[AutosaveSeries], _Result]) -> _Result:
         """Do something on rank 0, and return the result on each rank; if it fails, every rank raises."""
@@ -256,7 +269,8 @@ def _raise_if(failure: str, own: BaseException | None) -> None:
 def _wait_for(directory: str) -> None:
     # On a network file system, a directory that another node created may become visible late.
     deadline, pause_seconds = time.monotonic() + _SEEN_WITHIN_SECONDS, 0.01
-    while not os.path.isdir(directory):
+    manifest = open_store(directory) if is_url(directory) else None
+    while not (os.path.isdir(directory) if manifest is None else MANIFEST_NAME in manifest.listing().files):
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"After {_SEEN_WITHIN_SECONDS:g} seconds, this rank does not see {directory}, which rank 0 has "
@@ -292,7 +306,11 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
         return
     part = (choice.part or part_of(choice.path)) if loads_itself else None
     without = [] if part is None else part.get(WITHOUT_STATE, [])
-    with loadable(trainer, without) if choice.path is not None else nullcontext():
+    with contextlib.ExitStack() as stack:
+        if choice.path is not None:
+            stack.enter_context(loadable(trainer, without))
+        if loads_itself and choice.path is not None and is_url(choice.path):
+            stack.enter_context(fetched(trainer.strategy, choice.path))
         load(choice.path)
 
 

@@ -1,0 +1,198 @@
+"""Checkpoints of strategies that shard, in an object store: torch writes and reads its files there, through our store.
+
+A strategy takes a local path only. So on each rank it gets a stand-in, an empty temporary directory. Within a block,
+the files that ``torch.distributed.checkpoint`` writes into it or reads from it are in the store instead. Only the file
+with everything outside the shards is in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any, final
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.storage.store import Store, local_copy, open_file, open_store
+from lightning_faulttolerant.trainer.ranks.compat import files_of_shards
+
+_TEMPORARY = ".tmp"
+_PREFIX = "lightning_faulttolerant-"
+_PIECE_BYTES = 1024 * 1024
+
+
+def send_checkpoint(strategy: Strategy, checkpoint: dict[str, Any], url: str) -> dict[str, FileEntry]:
+    """Let a strategy save a checkpoint below a URL. A collective.
+
+    Args:
+        strategy: A strategy that shards.
+        checkpoint: Lightning's checkpoint of this rank.
+        url: The directory in the object store.
+
+    Returns:
+        Sizes and checksums of the files that this rank has written.
+
+    Raises:
+        OSError: If a file can't be sent.
+        DamagedCheckpointError: If a file did not arrive as it was sent.
+    """
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as stand_in:
+        files = StoredFiles(open_store(url), stand_in)
+        with files_of_shards(files), _own_path(strategy, stand_in):
+            strategy.save_checkpoint(checkpoint, stand_in)
+        metadata = os.path.join(stand_in, METADATA_NAME)
+        if os.path.exists(metadata):  # on rank 0
+            with open(metadata, "rb") as original, files.open_writer(metadata) as sent:
+                shutil.copyfileobj(original, sent, _PIECE_BYTES)
+        return files.written
+
+
+@contextlib.contextmanager
+def fetched(strategy: Strategy, url: str) -> Iterator[None]:
+    """Within the block, let a strategy that loads a checkpoint by its path load it from a URL.
+
+    Args:
+        strategy: The strategy.
+        url: A checkpoint: a file, or a directory of shards.
+
+    Raises:
+        OSError: If the checkpoint can't be read.
+    """
+    load = strategy.load_checkpoint
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as stand_in:
+        path = os.path.join(stand_in, METADATA_NAME)
+        if _fetch(f"{url.rstrip('/')}/{METADATA_NAME}", path):
+            local = stand_in
+        else:
+            _fetch(url, path)
+            local = path
+        files = StoredFiles(open_store(url), stand_in)
+
+        def load_fetched(_: object, **arguments: Any) -> Any:
+            with files_of_shards(files), _own_path(strategy, local):
+                return load(local, **arguments)
+
+        with _replaced(strategy, "load_checkpoint", load_fetched):
+            yield
+
+
+@contextlib.contextmanager
+def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
+    """Within the block, let a rank use its own local path: strategies take that of rank 0."""
+    broadcast = strategy.broadcast
+
+    def keep_path(value: Any, *arguments: Any, **more: Any) -> Any:
+        return value if value == path else broadcast(value, *arguments, **more)
+
+    with _replaced(strategy, "broadcast", keep_path):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(strategy: Strategy, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    own = vars(strategy)
+    before = own.get(name)
+    own[name] = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before
+
+
+def _fetch(url: str, path: str) -> bool:
+    """Copy a file to this machine, unless the store does not have it."""
+    try:
+        original = local_copy(url)
+    except (FileNotFoundError, IsADirectoryError):
+        return False
+    with original, open(path, "wb") as copy:
+        shutil.copyfileobj(original, copy, _PIECE_BYTES)
+    return True
+
+
+@final
+class StoredFiles:
+    """The files of a local directory that are in an object store instead.
+
+    Args:
+        store: The directory in the object store.
+        directory: The local directory, which stays empty.
+    """
+
+    def __init__(self, store: Store, directory: str) -> None:
+        self._store = store
+        self._directory = directory
+        self._begun: dict[str, bytes] = {}
+        self.written: dict[str, FileEntry] = {}
+        """The files that were written here."""
+
+    @contextlib.contextmanager
+    def open_writer(self, path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+        """Open a file for writing that appears, whole, when the block ends; a temporary one waits for its name."""
+        name = self._name(path)
+        if name.endswith(_TEMPORARY):
+            buffer = io.BytesIO()
+            yield buffer
+            self._begun[name] = buffer.getvalue()
+            return
+        with self._store.writer(name) as file, _SummedFile(file) as summed:
+            yield summed  # type: ignore[misc]
+        self.written[name] = FileEntry(size_bytes=summed.tell(), crc32=summed.crc32)
+
+    def open_reader(self, path: str | os.PathLike[str]) -> IO[bytes]:
+        """Open a file for reading; only the parts that are read are transferred."""
+        return open_file(self._store.path(self._name(path)), whole=True)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a temporary file its name."""
+        content = self._begun.pop(self._name(path))
+        with self.open_writer(new_path) as file:
+            file.write(content)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether a file was written here. The directory is new, so no other file is in the way."""
+        return self._name(path) in self.written
+
+    def _name(self, path: str | os.PathLike[str]) -> str:
+        return os.path.relpath(path, self._directory).replace(os.sep, "/")
+
+
+class _SummedFile(io.RawIOBase):
+    """A file that notes size and checksum of what is written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._num_bytes = 0
+        self.crc32 = 0
+        self._nothing = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self._num_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def fileno(self) -> int:
+        # torch syncs the files that it writes, and all disks of the machine if a file has no descriptor.
+        return self._nothing.fileno()
+
+    def close(self) -> None:
+        self._nothing.close()
+        super().close()
