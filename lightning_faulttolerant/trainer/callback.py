@@ -125,7 +125,7 @@ class FaultTolerance(AnyCallback):
         record: str | Callable[[MeasuredStep], bool] | None = None,
         attribute: bool = False,
         stop_on_incident: bool = False,
-        resume_from: int | str | os.PathLike[str] | None = None,
+        resume_from: str | int | os.PathLike[str] | None = None,  # str first: to YAML, 2:7 is also a number
         skip_batches: Sequence[tuple[int, int]] = (),
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
