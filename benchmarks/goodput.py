@@ -40,10 +40,10 @@ START_SECONDS = 4.0
 """How long a start sleeps: imports of torch and Lightning take as long."""
 _WORK = {15.0: 100.0, 60.0: 200.0, 300.0: 450.0}
 """Seconds of training without a failure."""
-_LIMIT = 6.0
+_LIMIT, _MORE_SECONDS = 6.0, 60.0
+"""A run is given up at this many times its work, and so many seconds more."""
 _MUCH_LONGER = 1.3
 """A run is given up, too, at this many times what the second fastest of them has taken."""
-"""A run is given up at this many times its work."""
 _LOOK_SECONDS = 0.02
 
 
@@ -171,7 +171,7 @@ def measure(mean: float, directory: Path, *, work: float, intervals: Sequence[in
     num_steps = round(work / STEP_SECONDS)
     right, _ = undisturbed(directory / "right", num_steps)
     runs = [Run(directory, interval, num_steps, failures(mean, seed)) for interval in (None, *intervals)]
-    together(runs, limit_seconds=_LIMIT * work)
+    together(runs, limit_seconds=_LIMIT * work + _MORE_SECONDS)
     found = {
         run.name: {
             "seconds": run.seconds,
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     for mean in options.mean or MEANS:
         work = options.work or _WORK.get(mean, 5 * mean)
         if options.quick:
-            mean, work, intervals = 10.0, 3.0, (10,)
+            mean, work, intervals = 30.0, 3.0, (10,)
         print(f"mean distance {mean:g} s, {work:g} s of training:", flush=True)
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary) if options.keep is None else options.keep / f"{mean:g}"
