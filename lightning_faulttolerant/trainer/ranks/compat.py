@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 SEAMS = {
     "trainer._accelerator_connector.cluster_environment": "queueing a SLURM job again",
@@ -42,4 +42,6 @@ def saves_shards(strategy: object) -> bool:
     """Return whether a strategy writes a checkpoint as a directory in which each rank has its own files."""
     if isinstance(strategy, ModelParallelStrategy):
         return bool(strategy._save_distributed_checkpoint)
-    return isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded"
+    if isinstance(strategy, FSDPStrategy):
+        return strategy._state_dict_type == "sharded"
+    return isinstance(strategy, DeepSpeedStrategy)

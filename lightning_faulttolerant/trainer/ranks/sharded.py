@@ -22,20 +22,23 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.state.tensors import load_buffers
 from lightning_faulttolerant.trainer.compat import put_checkpoint
+from lightning_faulttolerant.trainer.files.parts import load as load_content
 from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
+from lightning_faulttolerant.trainer.ranks.deepspeed import failing_together
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
@@ -182,7 +185,7 @@ class ShardWriter:
         )
         try:
             self._together("see", lambda: _wait_for(directory))
-            self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
+            self._together("shards", lambda: self._write(checkpoint, directory))
             shares = self._first(
                 "deal", series, lambda _: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
             )
@@ -194,6 +197,17 @@ class ShardWriter:
                 with suppress(OSError):  # the first error is the one to report, and the next save tries again
                     series.drop_directory(directory)
             raise
+
+    def _write(self, checkpoint: dict[str, object], directory: str) -> None:
+        strategy = self._trainer.strategy
+        if not isinstance(strategy, DeepSpeedStrategy):
+            strategy.save_checkpoint(checkpoint, directory)
+            return
+        own = {key: value for key, value in checkpoint.items() if key != KEY}
+        with failing_together(self._trainer):
+            strategy.save_checkpoint(own, directory)
+        if self._ranks.rank == 0:
+            torch.save(without_shards(checkpoint), os.path.join(directory, METADATA_NAME))
 
     def _first(self, step: str, series: AutosaveSeries | None, work: Callable[[AutosaveSeries], _Result]) -> _Result:
         """Do something on rank 0, and return the result on each rank; if it fails, every rank raises."""
@@ -289,6 +303,16 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
     without = [] if part is None else part.get(WITHOUT_STATE, [])
     with loadable(trainer, without) if choice.path is not None else nullcontext():
         load(choice.path)
+    if isinstance(trainer.strategy, DeepSpeedStrategy) and choice.path is not None:
+        _put_content(trainer, choice.path, choice.checkpoint)
+
+
+def _put_content(trainer: Trainer, path: str, content: dict[str, Any] | None) -> None:
+    """Give Lightning the content of an autosave: our part of it is next to the files of DeepSpeed's engine."""
+    if content is None and os.path.exists(os.path.join(path, METADATA_NAME)):
+        content = load_content(path)
+    if content is not None:
+        put_checkpoint(trainer, path, content)
 
 
 def reshard(trainer: Trainer) -> None:
