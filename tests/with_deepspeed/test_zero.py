@@ -5,6 +5,7 @@ They run in an environment that has DeepSpeed (``make deepspeed``).
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,8 +21,9 @@ pytest.importorskip("deepspeed")
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.hook_saves import assert_goes_on_from, saver
 from tests.kills import StopInValidation
-from tests.rank_runs import SECONDS, RankNet, Slowly, for_ranks, rank_fit
+from tests.rank_runs import SECONDS, RankNet, Slowly, for_ranks, rank_fit, shuffled
 from tests.with_deepspeed.on_cpu import DeepSpeedOnCpu
 
 pytestmark = [
@@ -85,3 +87,41 @@ def test_stopped_in_validation() -> None:
         timeout_seconds=SECONDS * 5,
     )
     assert (cost.exit_code, cost.batch, cost.num_validation_batches_twice) == (143, 4, 0)
+
+
+class FullDiskOfOneRank(Callback):
+    """Lets the writes of rank 1 in the second save of the engine fail."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1 or trainer.global_rank != 1:
+            return
+        engine = trainer.strategy.model.checkpoint_engine
+
+        def fail(*_: Any) -> None:
+            del engine.save
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        engine.save = fail
+
+
+def test_disk_that_is_full_for_one_rank() -> None:
+    """A rank that can't write must not leave the others in the engine's barrier. The next save succeeds."""
+    fit = rank_fit(2, strategy=DeepSpeedOnCpu(stage=1), users=lambda: [FullDiskOfOneRank()], max_epochs=1)
+    [cost] = assert_resumes_exactly(
+        fit, [KillAt(4, rank=0)], options={"every_n_train_steps": 1}, num_ranks=2, timeout_seconds=SECONDS * 5
+    )
+    assert cost.batch == 4
+
+
+def test_checkpoints_that_others_ask_for_go_on() -> None:
+    """A checkpoint that a callback saves in a hook resumes exactly, too."""
+    hook = "on_train_batch_end"
+    assert_goes_on_from(
+        hook,
+        users=lambda: [saver(hook, 1)],
+        module=RankNet,
+        train=shuffled,
+        num_ranks=2,
+        devices=2,
+        strategy=DeepSpeedOnCpu(stage=2),
+    )
