@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.patches import Patches
 
 _SERVED_STAGES = (1, 2)
@@ -30,6 +31,7 @@ _SERVED_OF_ZERO = frozenset({
 
 _COUNTERS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps", "_global_grad_norm")
 _OF_PARAMETERS: Final = ("grad", "grad_accum")
+_OF_OPTIMIZER: Final = ("all_grad_tensors", "averaged_gradients")
 
 
 def why_not_served(strategy: DeepSpeedStrategy) -> str | None:
@@ -67,11 +69,23 @@ def users_optimizers(trainer: Trainer) -> list[Any]:
 
 
 def engine_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what the engine's checkpoint lacks on this rank: its counters, and gradients of an open window."""
+    """Return what the engine's checkpoint lacks on this rank: its counters, and gradients of an open window.
+
+    Raises:
+        UnsupportedTrainerError: If the engine or its optimizer has not the attributes that we know.
+    """
     engine = engine_of(trainer)
     if engine is None:
         return {}
     optimizer = engine.optimizer
+    unknown = [name for name in _COUNTERS if not hasattr(engine, name)]
+    unknown += [name for name in _OF_OPTIMIZER if not hasattr(optimizer, name)]
+    if unknown:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not know this version of DeepSpeed, or its {type(optimizer).__name__}: it has no "
+            f"{', '.join(unknown)}, and gradients of an accumulation window could not be saved. Use DeepSpeed 0.19.8 "
+            "with ZeRO 1 or 2, or leave the callback out."
+        )
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         **{name: _of_parameters(trainer, name) for name in _OF_PARAMETERS},
