@@ -71,10 +71,10 @@ def check_strategy(strategy: Strategy) -> None:
             f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
             f"hold. {_ADVICE}"
         )
-    reason = why_not_served(strategy) if isinstance(strategy, DeepSpeedStrategy) else None
-    if reason is not None:
+    why_not = why_not_served(strategy) if isinstance(strategy, DeepSpeedStrategy) else None
+    if why_not is not None:
         raise UnsupportedTrainerError(
-            f"FaultTolerance does not support this {kind.__name__}. {reason}. {_INSTEAD_OF_DEEPSPEED}. {_ADVICE}"
+            f"FaultTolerance does not support this {kind.__name__}. {why_not}. {_INSTEAD_OF_DEEPSPEED}. {_ADVICE}"
         )
     own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
     if own:
