@@ -135,5 +135,5 @@ def test_another_number_of_ranks_is_refused() -> None:
     plan = elastic_runs.Plan(options={"elastic": True}, arguments={"limit_val_batches": 0})
     two, one = ({"num_ranks": n, "arguments": {"strategy": DeepSpeedOnCpu(stage=1)}} for n in (2, 1))
     elastic_runs.run(
-        plan, elastic_runs.Leg(**two, save=(1, "start")), elastic_runs.Leg(**one), error="under DeepSpeed: its engine"
+        plan, elastic_runs.Leg(**two, kill=(1, 2)), elastic_runs.Leg(**one), error="under DeepSpeed: its engine"
     )

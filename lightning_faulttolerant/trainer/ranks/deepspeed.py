@@ -26,7 +26,8 @@ _SERVED = frozenset({
 })  # fmt: skip
 _SERVED_OF_ZERO = frozenset({
     "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "ignore_unused_parameters",
-    "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "stage", "sub_group_size",
+    "load_from_fp32_weights", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+    "stage", "sub_group_size",
 })  # fmt: skip
 
 _COUNTERS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps", "_global_grad_norm")
@@ -45,6 +46,8 @@ def why_not_served(strategy: DeepSpeedStrategy) -> str | None:
     unknown += [name for name, value in config.items() if name not in _SERVED and value]
     if unknown:
         return f"No test has shown that a run continues exactly with {', '.join(sorted(unknown))} in its config"
+    if not zero.get("load_from_fp32_weights", True):
+        return "With load_from_fp32_weights=False, it restores the optimizer's weights from rounded ones"
     if strategy.exclude_frozen_parameters:
         return "With exclude_frozen_parameters=True, its checkpoints lack the frozen parameters"
     return None

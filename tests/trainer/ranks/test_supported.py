@@ -76,6 +76,7 @@ def test_what_saves_by_itself_is_refused(kind: type[Strategy]) -> None:
     [
         ({}, "this is stage 0"),
         ({"zero_optimization": {"stage": 3}}, "this is stage 3"),
+        ({"zero_optimization": {"stage": 1, "load_from_fp32_weights": False}}, "from rounded ones"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "Adam"}},
             "exactly with optimizer, zero_optimization.offload_optimizer in its config",
