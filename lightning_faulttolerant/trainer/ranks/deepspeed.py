@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.compat import gradient_buffer_of
 
 _SERVED_STAGES = (1, 2)
 _SERVED = frozenset({
@@ -117,7 +118,7 @@ def load_engine_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     for number, gradients in state["partitions"].items():
         optimizer.all_grad_tensors[int(number)] = [gradient.to(device, copy=True) for gradient in gradients]
     for number, flat in state["buffers"].items():
-        optimizer._get_compact_grad_partition_buffer(int(number)).flat_partition.copy_(flat)
+        gradient_buffer_of(optimizer, int(number)).copy_(flat)
 
 
 def _of_parameters(trainer: Trainer, attribute: str) -> dict[str, Tensor]:
