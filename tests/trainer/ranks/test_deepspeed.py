@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import tempfile
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsafeCheckpointError, UnsupportedTrainerError
+from lightning_faulttolerant.state.objects.kinds import is_shared_value
 from lightning_faulttolerant.trainer.ranks.deepspeed import engine_state, failing_together
 from lightning_faulttolerant.trainer.save.trust import Trust
 
@@ -84,3 +86,9 @@ def test_failed_write_is_raised_when_the_save_is_over() -> None:
         save()
     assert done == ["barrier"]
     assert vars(writes) == {}
+
+
+def test_loaded_library_is_not_a_shared_value() -> None:
+    """DeepSpeed's objects hold libraries of ctypes, which look up any attribute in the library, and may raise."""
+    assert not is_shared_value(ctypes.LibraryLoader(ctypes.CDLL))
+    assert is_shared_value(ctypes.c_int(3))
