@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.rank_runs import RankNet
@@ -82,3 +91,36 @@ class Fsdp1OnCpu(FSDPStrategy):
         return FullyShardedDataParallel(
             module=model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **self.kwargs
         )
+
+
+class Fsdp1WholeOnCpu(Fsdp1OnCpu):
+    """FSDP1 on the CPU with ``state_dict_type="full"``.
+
+    Lightning has torch copy the gathered weights to the CPU. There, torch takes them without a copy, and a segmentation
+    fault follows when it has freed them. Without that copy, the same values are saved.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(state_dict_type="full")
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with _without_a_copy():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+        with _without_a_copy():
+            return super().optimizer_state(optimizer)
+
+
+@contextlib.contextmanager
+def _without_a_copy() -> Iterator[None]:
+    def context(module: nn.Module, world_size: int, rank0_only: bool = True) -> Any:
+        return FullyShardedDataParallel.state_dict_type(
+            module,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+        )
+
+    with mock.patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", context):
+        yield

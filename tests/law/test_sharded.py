@@ -19,6 +19,7 @@ from tests.rank_runs import SECONDS, assert_ranks_go_on, assert_ranks_resume, fo
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import (
     Fsdp1OnCpu,
+    Fsdp1WholeOnCpu,
     PartlyShardedNet,
     ShardedNet,
     TensorParallelNet,
@@ -165,9 +166,11 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
-def test_fsdp1_goes_on(s3: str) -> None:
-    """With one rank of FSDP1 killed, both resume exactly, here from an object store."""
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, url=s3, strategy=Fsdp1OnCpu(state_dict_type="sharded"), max_epochs=1)
+@pytest.mark.parametrize("is_whole", [False, True], ids=["directory", "file"])
+def test_fsdp1_goes_on(s3: str, is_whole: bool) -> None:
+    """With one rank of FSDP1 killed, both resume exactly, from a directory in an object store and from one file."""
+    strategy = Fsdp1WholeOnCpu() if is_whole else Fsdp1OnCpu(state_dict_type="sharded")
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, url="" if is_whole else s3, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow

@@ -143,7 +143,8 @@ def contents_of_cell(cell: types.CellType) -> list[object]:
 
 def is_shared_value(value: object) -> bool:
     """Return whether `value` is a number, or an array of numbers, that processes share (``multiprocessing.Value``)."""
-    is_simple = type(value).__module__ == "ctypes" and hasattr(value, "value")
+    # Of the class: a loaded library (ctypes.CDLL) looks up any attribute among its functions, and may raise.
+    is_simple = type(value).__module__ == "ctypes" and hasattr(type(value), "value")
     return is_simple or isinstance(value, ctypes.Array) or hasattr(type(value), "get_obj")
 
 

@@ -50,6 +50,7 @@ from lightning_faulttolerant.trainer.loaders.trackers import followed_loaders
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.process import Registered, is_left_out
+from lightning_faulttolerant.trainer.ranks.deepspeed import users_optimizers
 
 _EPOCH_START = ("on_train_epoch_start", "on_epoch_start")
 
@@ -388,7 +389,7 @@ class Objects:
             getattr(owner, "hparams", None)  # they are created on first access, and a save accesses them
         roots = {
             **owners,
-            **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+            **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(users_optimizers(trainer))},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
             **functions_of(trainer, self._callbacks),
             "trainer": Namespace(owner=trainer, names=_OF_TRAINER),
@@ -442,7 +443,7 @@ def _rules(trainer: Trainer) -> Rules:
     own |= {id(metric) for metric in with_metrics_state(module)}
     own |= {id(metric) for callback in compat.callbacks(trainer) for metric in metrics_of(callback).values()}
     own |= {id(experiment) for experiment in experiments_of(trainer.loggers)} - {id(None)}
-    optimizers = {id(optimizer) for optimizer in trainer.optimizers}
+    optimizers = {id(optimizer) for optimizer in users_optimizers(trainer)}
 
     def is_live(value: object) -> bool:
         is_replayed = hasattr(type(value), REPLAYED)

@@ -41,6 +41,7 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, RankGroup, Ranks
 from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.ranks.deepspeed import why_not_served
 
 # All ranks wait for a save on rank 0, for as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
@@ -155,7 +156,14 @@ def agree_on_prefix(store: Any, *, rank: int, num_ranks: int, timeout: timedelta
     return name
 
 
-SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+# The first that a strategy derives from counts: DeepSpeedStrategy derives from DDPStrategy.
+SUPPORTED: tuple[type[Strategy], ...] = (
+    SingleDeviceStrategy,
+    DeepSpeedStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
 
 _XLA = (
     "On XLA devices, steps run lazily and torch_xla writes the checkpoints. No test has shown that a run continues "
@@ -163,14 +171,13 @@ _XLA = (
 )
 # These derive from supported strategies. What each does that autosaves can't handle, and what to use instead.
 REFUSED: Mapping[type[Strategy], str] = {
-    DeepSpeedStrategy: (
-        "DeepSpeed writes and loads its own checkpoints of its engine. They can't be saved and restored together with "
-        "the rest of the run. Use strategy=ModelParallelStrategy() or "
-        'strategy=FSDPStrategy(state_dict_type="sharded"), which also shard'
-    ),
     XLAStrategy: _XLA,
     SingleDeviceXLAStrategy: _XLA,
 }
+_INSTEAD_OF_DEEPSPEED = (
+    "Use ZeRO 1 or 2 without offloading, strategy=ModelParallelStrategy(), or "
+    'strategy=FSDPStrategy(state_dict_type="sharded"). The last two shard weights, too, as ZeRO 3 does'
+)
 _ADVICE = (
     "Use a strategy that docs/strategies.md lists, or leave the callback out. PL_FAULT_TOLERANT_TRAINING=0 leaves it "
     "out, too."
@@ -196,6 +203,11 @@ def check_strategy(strategy: Strategy) -> None:
             f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
             f"hold. {_ADVICE}"
         )
+    why_not = why_not_served(strategy) if isinstance(strategy, DeepSpeedStrategy) else None
+    if why_not is not None:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not support this {kind.__name__}. {why_not}. {_INSTEAD_OF_DEEPSPEED}. {_ADVICE}"
+        )
     own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
     if own:
         raise UnsupportedTrainerError(
@@ -208,9 +220,11 @@ def check_strategy(strategy: Strategy) -> None:
 def can_be_evaluated(trainer: Trainer) -> bool:
     """Return whether an evaluation of this trainer can be resumed. If not, it runs as it is.
 
-    It can't under a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at its start.
+    It can't under DeepSpeed or a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at
+    its start.
     """
-    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks(trainer)):
+    has_finder = any(isinstance(callback, BatchSizeFinder) for callback in callbacks(trainer))
+    if has_finder or isinstance(trainer.strategy, DeepSpeedStrategy):
         return False
     try:
         check_strategy(trainer.strategy)

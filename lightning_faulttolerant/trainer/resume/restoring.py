@@ -29,6 +29,7 @@ from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.deepspeed import engine_of
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
@@ -110,6 +111,8 @@ class Restoring:
         grown = GrownBuffers(self._trainer.lightning_module)
         choice = self._beginning.choose(checkpoint_path)
         self._loaders.share_seeds(self._beginning.ranks)
+        if choice.is_autosave and engine_of(self._trainer) is not None:
+            self._trust.check_engines_files(str(choice.path))
         load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
         is_read = choice.checkpoint is not None
         if not is_read:

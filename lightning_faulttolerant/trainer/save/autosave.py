@@ -24,6 +24,7 @@ from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_stat
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.deepspeed import engine_of
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.sharded import (
     IN_SHARDS,
@@ -365,7 +366,13 @@ class Autosaver:
             self.pace.note_failure(position, failure, began)
             return
         pool, is_new = self._packed.pool, not self._is_proven
-        by_first(self._ranks, "load", self._series, lambda _: self._trust.written(pool, path, is_first=is_new))
+        pickles = engine_of(self._trainer) is not None
+        by_first(
+            self._ranks,
+            "load",
+            self._series,
+            lambda _: self._trust.written(pool, path, is_first=is_new, has_pickles=pickles),
+        )
         self._has_saved(position, path)
         self._note(position, began, path)
 
@@ -390,6 +397,8 @@ class Autosaver:
     def _check(self, series: AutosaveSeries, checkpoint: Mapping[str, object]) -> None:
         # Checked now rather than when the run resumes, and before a good autosave is deleted to make room for it.
         self._trust.check(self._packed, checkpoint, os.fspath(series.directory))
+        if engine_of(self._trainer) is not None:
+            self._trust.check_engines_files(os.fspath(series.directory), is_saving=True)
 
     def _write(
         self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, *, is_first: bool = False
