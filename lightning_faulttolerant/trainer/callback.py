@@ -174,12 +174,12 @@ class FaultTolerance(AnyCallback):
             hang_timeout=hang_timeout,
             trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
+        self._set_up()
+
+    def _set_up(self) -> None:
         EARLY.begin(os.environ, fit_follows=True)
         self._number = self._options.script.count_callback()
-        self._hold_no_fit()
         self.is_from_environment = False
-
-    def _hold_no_fit(self) -> None:
         self._log: Any = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None

@@ -170,7 +170,7 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 def test_fsdp1_goes_on(s3: str, is_whole: bool) -> None:
     """With one rank of FSDP1 killed, both resume exactly, from a directory in an object store and from one file."""
     strategy = Fsdp1WholeOnCpu() if is_whole else Fsdp1OnCpu(state_dict_type="sharded")
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, url="" if is_whole else s3, strategy=strategy, max_epochs=1)
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, url=None if is_whole else s3, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow
