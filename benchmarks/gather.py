@@ -1,4 +1,4 @@
-"""The cost of saving and resuming with up to 4,096 ranks: rank 0's work is done for real, the network is modeled.
+"""The cost of saving and resuming with up to 16,384 ranks: rank 0's work is done for real, the network is modeled.
 
 The state of one rank comes from a fit with two ranks and 8 workers each. It is copied for each of the other ranks. The
 ranks' own work is measured where it happens. The exchange is measured in as many processes as the machine can run.
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
+from lightning_faulttolerant.checkpoint.own_state import OwnState
+from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.ranks import RankGroup
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.blobs import pack_blobs
@@ -43,7 +46,7 @@ from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
 from lightning_faulttolerant.trainer.save.run_state import RunState
 
 NUM_WORKERS = 8
-NUM_RANKS = (8, 64, 512, 1024, 4096)
+NUM_RANKS = (8, 64, 512, 1024, 4096, 16384)
 # Assumptions of the model, since there is only one machine here: a network of 10 Gbit/s at rank 0, and the time from
 # one rank to the next, waking it included.
 BYTES_PER_SECOND = 1.25e9
@@ -112,28 +115,32 @@ def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
 
 def first_ranks_work(checkpoint: dict[str, Any], num_ranks: int, directory: Path) -> dict[str, float]:
     """Return the work of rank 0 alone with the states of `num_ranks`, and the work of each rank that resumes."""
-    [first, other] = checkpoint[KEY]["ranks"]
-    pickled = pickle.dumps(other)
+    first, other = (packed_state(checkpoint[KEY], rank) for rank in range(2))
+    pickled = pickle.dumps(as_bytes(other))
     began = time.perf_counter()
-    others = [pickle.loads(pickled) for _ in range(num_ranks - 1)]
-    unpickle = time.perf_counter() - began
-    whole = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [first, *others]}}
+    states = joined([first, *(pickle.loads(pickled) for _ in range(num_ranks - 1))])
+    join = time.perf_counter() - began
+    whole = {**checkpoint, KEY: {**checkpoint[KEY], **states, "world_size": num_ranks}}
     check = median_of(lambda: unsafe_paths(whole), 3)
     path = directory / "gathered.ckpt"
     write = median_of(lambda: atomic_torch_save(whole, path), 3)
-    read = median_of(lambda: load_file(path), 3)
+    read, verify = (
+        median_of(partial(OwnState(rank=rank, num_ranks=num_ranks).load, path, verifies_all=rank == 0), 3)
+        for rank in (num_ranks - 1, 0)
+    )
     size = path.stat().st_size
-    alone = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": []}}
+    alone = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [], "states": {}}}
     atomic_torch_save(alone, path)
     part = size - path.stat().st_size
     path.unlink()
     return {
         "part_bytes": part,
         "told_bytes": len(pickled) * (num_ranks - 1),
-        "unpickle_s": unpickle,
+        "join_s": join,
         "check_s": check,
         "write_s": write,
         "read_s": read,
+        "verify_s": verify,
     }
 
 
@@ -160,7 +167,7 @@ def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str,
     work for each message.
     """
     network = num_ranks * HOP_SECONDS + work["told_bytes"] / BYTES_PER_SECOND + num_ranks * each_s
-    save = network + sum(work[name] for name in ("unpickle_s", "check_s", "write_s"))
+    save = network + sum(work[name] for name in ("join_s", "check_s", "write_s"))
     return {**work, "network_s": network, "save_s": save}
 
 
@@ -201,11 +208,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
     for name, case in found["cases"].items():
         print(f"{name}: state made in {case['state_s'] * 1e3:.2f} ms, packed in {case['pack_s'] * 1e3:.2f} ms")
-        print(f"{'ranks':>6} {'our part':>10} {'network':>9} {'unpickle':>9} {'check':>9} {'write':>9} {'read':>9}")
+        pieces = ("network", "join", "check", "write", "verify", "read")
+        print(f"{'ranks':>6} {'our part':>10} {' '.join(f'{piece:>9}' for piece in pieces)}")
         for n, of in case["ranks"].items():
-            seconds = " ".join(
-                f"{of[key + '_s'] * 1e3:6.0f} ms" for key in ("network", "unpickle", "check", "write", "read")
-            )
+            seconds = " ".join(f"{of[f'{piece}_s'] * 1e3:6.0f} ms" for piece in pieces)
             print(f"{n:>6} {of['part_bytes'] / 1e6:7.2f} MB {seconds}")
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")
