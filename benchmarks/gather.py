@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -38,15 +39,16 @@ from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
 from lightning_faulttolerant.checkpoint.own_state import OwnState
 from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
-from lightning_faulttolerant.checkpoint.ranks import RankGroup
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.blobs import pack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of
 from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
+from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 from lightning_faulttolerant.trainer.save.run_state import RunState
 
 NUM_WORKERS = 8
 NUM_RANKS = (8, 64, 512, 1024, 4096, 16384)
+RANKS_PER_NODE = 8
 # Assumptions of the model, since there is only one machine here: a network of 10 Gbit/s at rank 0, and the time from
 # one rank to the next, waking it included.
 BYTES_PER_SECOND = 1.25e9
@@ -89,7 +91,7 @@ def _fit_and_save(directory: Path, num_workers: int, alike: bool) -> dict[str, f
 
 
 def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
-    """Return the cost of connecting `num_ranks` real processes and sending `num_bytes` from each to rank 0."""
+    """Return the cost of connecting `num_ranks` real processes, each as a node, and sending `num_bytes` to rank 0."""
     found: dict[str, float] = in_ranks(_tell, num_ranks, num_bytes, rounds)
     return found
 
@@ -97,7 +99,14 @@ def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
 def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
     dist.init_process_group("gloo")
     descriptors, began = len(os.listdir("/proc/self/fd")), time.perf_counter()
-    channel = RankGroup(range(dist.get_world_size()), timedelta(seconds=60))
+    channel = NodeGroup(
+        _get_default_store(),
+        timedelta(seconds=60),
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        host="127.0.0.1",
+        node=str(dist.get_rank()),
+    )
     connect = time.perf_counter() - began
     descriptors = len(os.listdir("/proc/self/fd")) - descriptors
     value = os.urandom(num_bytes)
@@ -163,10 +172,12 @@ def slope(points: dict[int, float]) -> float:
 def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str, float]:
     """Return `work` with the time that sending to rank 0 takes.
 
-    First the sizes pass through all ranks, one after the other. Then rank 0 receives the bytes of all ranks, with some
-    work for each message.
+    The first rank of each node receives a message of each other rank there, all nodes at the same time. Then rank 0
+    receives the bytes of all ranks, with some work for each message: one of each node and of each rank of its own.
     """
-    network = num_ranks * HOP_SECONDS + work["told_bytes"] / BYTES_PER_SECOND + num_ranks * each_s
+    messages = RANKS_PER_NODE - 1 + num_ranks // RANKS_PER_NODE - 1
+    at_nodes = HOP_SECONDS + (RANKS_PER_NODE - 1) * each_s
+    network = at_nodes + HOP_SECONDS + messages * each_s + work["told_bytes"] / BYTES_PER_SECOND
     save = network + sum(work[name] for name in ("join_s", "check_s", "write_s"))
     return {**work, "network_s": network, "save_s": save}
 
@@ -203,8 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
         found = measure(Path(directory), quick=options.quick)
     for n, of in found["exchanged"].items():
         print(
-            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:6.1f} ms, with {of['descriptors']} descriptors"
-            f" each; a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
+            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:.1f} ms, {of['descriptors']} descriptors of rank 0"
+            f"; a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
         )
     for name, case in found["cases"].items():
         print(f"{name}: state made in {case['state_s'] * 1e3:.2f} ms, packed in {case['pack_s'] * 1e3:.2f} ms")

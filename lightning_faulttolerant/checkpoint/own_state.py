@@ -14,7 +14,7 @@ from typing import IO, Any
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.described import TensorInfo
-from lightning_faulttolerant.checkpoint.rank_states import DATA, STATES, check, states_in, with_state_of
+from lightning_faulttolerant.checkpoint.rank_states import DATA, check, states_in, with_state_of
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -64,7 +64,8 @@ class OwnState:
             if self.num_ranks > 1 and (verifies_all or left_out is not None):
                 mapped = load_open_file(file, verification, mapped=True)
                 if self._is_as_saved(mapped.get(KEY)):
-                    return Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
+                    copied: dict[str, Any] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
+                    return copied
             return load_open_file(file, verification)
 
     def _not_needed(self, file: IO[bytes], path: str | os.PathLike[str]) -> str | None:
@@ -74,13 +75,14 @@ class OwnState:
         except CheckpointError:  # the verification says what is wrong with it
             return None
         part = content.get(KEY) if isinstance(content, Mapping) else None
-        if not self._is_as_saved(part):
+        states = states_in(part)
+        if states is None or not self._is_as_saved(part):
             return None
-        data = part[STATES][DATA]
+        data = states[DATA]
         return data.storage.key if isinstance(data, TensorInfo) else None
 
     def _is_as_saved(self, part: Any) -> bool:
-        return states_in(part) is not None and part.get("world_size") == self.num_ranks
+        return states_in(part) is not None and bool(part.get("world_size") == self.num_ranks)
 
     def _cut(self, part: Mapping[str, Any]) -> dict[str, Any]:
         own = with_state_of(part, self.rank)
