@@ -37,7 +37,7 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
-from lightning_faulttolerant.checkpoint.own_state import OwnState
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.blobs import pack_blobs
@@ -134,7 +134,7 @@ def first_ranks_work(checkpoint: dict[str, Any], num_ranks: int, directory: Path
     path = directory / "gathered.ckpt"
     write = median_of(lambda: atomic_torch_save(whole, path), 3)
     read, verify = (
-        median_of(partial(OwnState(rank=rank, num_ranks=num_ranks).load, path, verifies_all=rank == 0), 3)
+        median_of(partial(RankReader(rank=rank, num_ranks=num_ranks).load, path, verifies_all=rank == 0), 3)
         for rank in (num_ranks - 1, 0)
     )
     size = path.stat().st_size

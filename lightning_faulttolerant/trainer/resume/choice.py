@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.own_state import OwnState
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -110,7 +110,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
 
 def _load_of(trainer: Trainer) -> Callable[[str], dict[str, Any]]:
     """Return what verifies a whole autosave and loads what rank 0 needs of it."""
-    return partial(OwnState(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
+    return partial(RankReader(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
 
 
 def choose_evaluation(trainer: Trainer, series: AutosaveSeries, options: Options) -> Choice:

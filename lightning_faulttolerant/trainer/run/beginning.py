@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.own_state import OwnState
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -278,7 +278,7 @@ class Beginning:
         failure = ""
         if self.ranks.rank > 0:
             try:
-                own = OwnState(rank=self.ranks.rank, num_ranks=self.ranks.num_ranks)
+                own = RankReader(rank=self.ranks.rank, num_ranks=self.ranks.num_ranks)
                 choice = choice.with_checkpoint(own.load(str(choice.path), verifies_all=False))
             except Exception as error:  # noqa: BLE001 - raised on all ranks below
                 failure = f"{type(error).__name__}: {error}"

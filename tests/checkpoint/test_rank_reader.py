@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_faulttolerant import DamagedCheckpointError, atomic_torch_save
-from lightning_faulttolerant.checkpoint import own_state
-from lightning_faulttolerant.checkpoint.own_state import OwnState
+from lightning_faulttolerant.checkpoint import rank_reader
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import KEY, part_in
 from lightning_faulttolerant.checkpoint.verify import verify_file
@@ -88,7 +88,7 @@ def test_a_file_with_states_as_bytes_loads_and_has_each_state(path: Path) -> Non
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_reads_its_own_state_only(path: Path, rank: int) -> None:
     """It has its state and all that is not of one rank, shared as it was; it has no state of another rank."""
-    found = OwnState(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0)
+    found = RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0)
     assert_is_state_of(found, rank)
     weights = found["state_dict"]
     assert weights["a"].tolist() == list(range(100))
@@ -103,11 +103,11 @@ def test_the_bytes_of_other_ranks_are_not_read(path: Path) -> None:
     """A rank does not notice damage in another rank's bytes, which rank 0 finds before, and finds it in its own."""
     flip(path, place_of_state(path, 3))
     for rank in (1, 2, 4):
-        assert_is_state_of(OwnState(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False), rank)
+        assert_is_state_of(RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False), rank)
     with pytest.raises(DamagedCheckpointError, match="The state of rank 3 is damaged"):
-        OwnState(rank=3, num_ranks=NUM_RANKS).load(path, verifies_all=False)
+        RankReader(rank=3, num_ranks=NUM_RANKS).load(path, verifies_all=False)
     with pytest.raises(DamagedCheckpointError, match="CRC32"):
-        OwnState(rank=0, num_ranks=NUM_RANKS).load(path, verifies_all=True)
+        RankReader(rank=0, num_ranks=NUM_RANKS).load(path, verifies_all=True)
     with pytest.raises(DamagedCheckpointError, match="CRC32"):
         verify_file(path)
 
@@ -117,19 +117,19 @@ def test_each_rank_verifies_what_is_not_of_one_rank(path: Path) -> None:
     flip(path, place_in(path, bytes(torch.arange(100.0).untyped_storage())) + 200)
     for rank in range(NUM_RANKS):
         with pytest.raises(DamagedCheckpointError, match="CRC32"):
-            OwnState(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False)
+            RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, NUM_RANKS + 1])
 def test_another_number_of_ranks_reads_all_states(path: Path, num_ranks: int) -> None:
     """They are merged, so each rank needs all, verified."""
     for rank in {0, num_ranks - 1}:
-        found = OwnState(rank=rank, num_ranks=num_ranks).load(path, verifies_all=rank == 0)
+        found = RankReader(rank=rank, num_ranks=num_ranks).load(path, verifies_all=rank == 0)
         for other in range(NUM_RANKS):
             assert_is_state_of(found, other)
     flip(path, place_of_state(path, 3))
     with pytest.raises(DamagedCheckpointError, match="CRC32"):
-        OwnState(rank=num_ranks - 1, num_ranks=num_ranks).load(path, verifies_all=False)
+        RankReader(rank=num_ranks - 1, num_ranks=num_ranks).load(path, verifies_all=False)
 
 
 def test_a_state_changed_on_its_way_is_found(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_a_state_changed_on_its_way_is_found(tmp_path: Path) -> None:
     atomic_torch_save(whole, tmp_path / "a.ckpt")
     verify_file(tmp_path / "a.ckpt")
     with pytest.raises(DamagedCheckpointError, match="The state of rank 1 is damaged"):
-        OwnState(rank=1, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=False)
+        RankReader(rank=1, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=False)
 
 
 def test_where_files_can_not_be_mapped_all_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is the same without ``/proc``."""
-    original = own_state.load_open_file
-    monkeypatch.setattr(own_state, "load_open_file", lambda *arguments, mapped=False: original(*arguments))
-    assert_is_state_of(OwnState(rank=2, num_ranks=NUM_RANKS).load(path, verifies_all=False), 2)
+    original = rank_reader.load_open_file
+    monkeypatch.setattr(rank_reader, "load_open_file", lambda *arguments, mapped=False: original(*arguments))
+    assert_is_state_of(RankReader(rank=2, num_ranks=NUM_RANKS).load(path, verifies_all=False), 2)
 
 
 def test_a_state_that_would_not_load_stays_as_it_is() -> None:

@@ -24,7 +24,7 @@ from lightning_faulttolerant.storage.store import is_url, local_copy, local_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnState:
+class RankReader:
     """Which states of a checkpoint a rank needs: its own, or all if another number of ranks has saved.
 
     Args:
