@@ -27,6 +27,7 @@ APART = {
     "ranks.line._open_sockets": "each module closes its own in a forked process",
     "ranks.line._PROBES": "never changes",
     "ranks.line._LEAVES": "never changes",
+    "ranks.links._LENGTH": "never changes",
     "ranks.watch._DIED": "never changes",
     "ranks.supported.REFUSED": "never changes, and holds classes of its package",
     "save.run_state.TITLES": "never changes",

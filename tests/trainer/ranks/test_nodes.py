@@ -108,6 +108,25 @@ def test_dead_ranks_end_an_exchange(tmp_path: Path, method: str, dies: Callable[
             assert answer.startswith(f"RanksLostError: rank {rank} had no answer at '"), answer
 
 
+def test_a_rank_that_lost_another_lets_its_neighbors_know_at_once(tmp_path: Path) -> None:
+    """Rank 0 stays alive until rank 1, which waits for its answer, has raised: long before its time is over."""
+
+    def main(rank: int) -> Any:
+        ranks = join(rank, tmp_path, timeout=60, per_node=1, num_ranks=3)
+        ranks.to_all("connected", rank)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return ranks.to_all("step", rank)
+        except RanksLostError:
+            deadline = time.monotonic() + 15
+            while rank == 0 and not (tmp_path / "answer-1.json").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return time.monotonic() < deadline
+
+    assert run_light(main, tmp_path, num_ranks=3) == [True, True, "dead"]
+
+
 def test_a_silent_node_ends_an_exchange_when_its_time_is_over(tmp_path: Path) -> None:
     """Stopped processes close no connection: the time limit counts, and it is one limit, not one for each rank."""
 
