@@ -1,4 +1,4 @@
-"""The cost of saving and resuming with up to 4,096 ranks: rank 0's work is done for real, the network is modeled.
+"""The cost of saving and resuming with up to 16,384 ranks: rank 0's work is done for real, the network is modeled.
 
 The state of one rank comes from a fit with two ranks and 8 workers each. It is copied for each of the other ranks. The
 ranks' own work is measured where it happens. The exchange is measured in as many processes as the machine can run.
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -35,14 +37,17 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
-from lightning_faulttolerant.checkpoint.ranks import RankGroup
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
+from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of
+from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 from lightning_faulttolerant.trainer.save.run_state import RunState
 
 NUM_WORKERS = 8
-NUM_RANKS = (8, 64, 512, 1024, 4096)
+NUM_RANKS = (8, 64, 512, 1024, 4096, 16384)
+RANKS_PER_NODE = 8
 # Assumptions of the model, since there is only one machine here: a network of 10 Gbit/s at rank 0, and the time from
 # one rank to the next, waking it included.
 BYTES_PER_SECOND = 1.25e9
@@ -85,7 +90,7 @@ def _fit_and_save(directory: Path, num_workers: int, alike: bool) -> dict[str, f
 
 
 def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
-    """Return the cost of connecting `num_ranks` real processes and sending `num_bytes` from each to rank 0."""
+    """Return the cost of connecting `num_ranks` real processes, each as a node, and sending `num_bytes` to rank 0."""
     found: dict[str, float] = in_ranks(_tell, num_ranks, num_bytes, rounds)
     return found
 
@@ -93,7 +98,14 @@ def exchange(num_ranks: int, num_bytes: int, rounds: int) -> dict[str, float]:
 def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
     dist.init_process_group("gloo")
     descriptors, began = len(os.listdir("/proc/self/fd")), time.perf_counter()
-    channel = RankGroup(range(dist.get_world_size()), timedelta(seconds=60))
+    channel = NodeGroup(
+        _get_default_store(),
+        timedelta(seconds=60),
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        host="127.0.0.1",
+        node=str(dist.get_rank()),
+    )
     connect = time.perf_counter() - began
     descriptors = len(os.listdir("/proc/self/fd")) - descriptors
     value = os.urandom(num_bytes)
@@ -111,28 +123,32 @@ def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
 
 def first_ranks_work(checkpoint: dict[str, Any], num_ranks: int, directory: Path) -> dict[str, float]:
     """Return the work of rank 0 alone with the states of `num_ranks`, and the work of each rank that resumes."""
-    [first, other] = checkpoint[KEY]["ranks"]
-    pickled = pickle.dumps(other)
+    first, other = (packed_state(checkpoint[KEY], rank) for rank in range(2))
+    pickled = pickle.dumps(as_bytes(other))
     began = time.perf_counter()
-    others = [pickle.loads(pickled) for _ in range(num_ranks - 1)]
-    unpickle = time.perf_counter() - began
-    whole = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [first, *others]}}
+    states = joined([first, *(pickle.loads(pickled) for _ in range(num_ranks - 1))])
+    join = time.perf_counter() - began
+    whole = {**checkpoint, KEY: {**checkpoint[KEY], **states, "world_size": num_ranks}}
     check = median_of(lambda: unsafe_paths(whole), 3)
     path = directory / "gathered.ckpt"
     write = median_of(lambda: atomic_torch_save(whole, path), 3)
-    read = median_of(lambda: load_file(path), 3)
+    read, verify = (
+        median_of(partial(RankReader(rank=rank, num_ranks=num_ranks).load, path, verifies_all=rank == 0), 3)
+        for rank in (num_ranks - 1, 0)
+    )
     size = path.stat().st_size
-    alone = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": []}}
+    alone = {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [], "states": {}}}
     atomic_torch_save(alone, path)
     part = size - path.stat().st_size
     path.unlink()
     return {
         "part_bytes": part,
         "told_bytes": len(pickled) * (num_ranks - 1),
-        "unpickle_s": unpickle,
+        "join_s": join,
         "check_s": check,
         "write_s": write,
         "read_s": read,
+        "verify_s": verify,
     }
 
 
@@ -155,11 +171,13 @@ def slope(points: dict[int, float]) -> float:
 def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str, float]:
     """Return `work` with the time that sending to rank 0 takes.
 
-    First the sizes pass through all ranks, one after the other. Then rank 0 receives the bytes of all ranks, with some
-    work for each message.
+    The first rank of each node receives a message of each other rank there, all nodes at the same time. Then rank 0
+    receives the bytes of all ranks, with some work for each message: one of each node and of each rank of its own.
     """
-    network = num_ranks * HOP_SECONDS + work["told_bytes"] / BYTES_PER_SECOND + num_ranks * each_s
-    save = network + sum(work[name] for name in ("unpickle_s", "check_s", "write_s"))
+    messages = RANKS_PER_NODE - 1 + num_ranks // RANKS_PER_NODE - 1
+    at_nodes = HOP_SECONDS + (RANKS_PER_NODE - 1) * each_s
+    network = at_nodes + HOP_SECONDS + messages * each_s + work["told_bytes"] / BYTES_PER_SECOND
+    save = network + sum(work[name] for name in ("join_s", "check_s", "write_s"))
     return {**work, "network_s": network, "save_s": save}
 
 
@@ -195,16 +213,15 @@ def main(arguments: list[str] | None = None) -> None:
         found = measure(Path(directory), quick=options.quick)
     for n, of in found["exchanged"].items():
         print(
-            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:6.1f} ms, with {of['descriptors']} descriptors"
-            f" each; a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
+            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:.1f} ms, {of['descriptors']} descriptors of rank 0"
+            f"; a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
         )
     for name, case in found["cases"].items():
         print(f"{name}: state made in {case['state_s'] * 1e3:.2f} ms, packed in {case['pack_s'] * 1e3:.2f} ms")
-        print(f"{'ranks':>6} {'our part':>10} {'network':>9} {'unpickle':>9} {'check':>9} {'write':>9} {'read':>9}")
+        pieces = ("network", "join", "check", "write", "verify", "read")
+        print(f"{'ranks':>6} {'our part':>10} {' '.join(f'{piece:>9}' for piece in pieces)}")
         for n, of in case["ranks"].items():
-            seconds = " ".join(
-                f"{of[key + '_s'] * 1e3:6.0f} ms" for key in ("network", "unpickle", "check", "write", "read")
-            )
+            seconds = " ".join(f"{of[f'{piece}_s'] * 1e3:6.0f} ms" for piece in pieces)
             print(f"{n:>6} {of['part_bytes'] / 1e6:7.2f} MB {seconds}")
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")

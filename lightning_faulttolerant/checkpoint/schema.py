@@ -13,8 +13,11 @@ from lightning_faulttolerant.errors import DamagedCheckpointError
 
 KEY: Final = "lightning_faulttolerant"
 """The key of our part in a checkpoint."""
-VERSION: Final = 1
-"""The version of the schema. A part of a later version is not checked here: its reader refuses it."""
+VERSION: Final = 2
+"""The version of the schema: in version 1, ``ranks`` holds the state of each rank, and ``states`` does not exist.
+
+A part of a later version is not checked here: its reader refuses it.
+"""
 MARK: Final = "run"
 """The key for the mark of the run; each checkpoint of a run has it."""
 PARENT: Final = "parent"
@@ -83,6 +86,14 @@ class Changes(_Changes):
     """How training has changed the optimizers, schedulers, and buffers that a fit began with."""
 
 
+@final
+class SavedStates(TypedDict):
+    """The states of ranks as bytes: their lengths and checksums, and the bytes themselves."""
+
+    index: Any
+    data: Any
+
+
 class _Header(_Origin, _Changes, total=False):
     run: str
     buckets: Mapping[str, Any]
@@ -109,6 +120,8 @@ class CheckpointPart(_Saved, total=False):
     # Each fit.
     parts: list[str]
     optimizers_without_state: list[Any]
+    # Each with several ranks.
+    states: SavedStates
     # Autosaves of a fit.
     opaque: Mapping[str, Any]
     pickled: Mapping[str, Any]
@@ -121,16 +134,18 @@ class CheckpointPart(_Saved, total=False):
     starts_over: bool
 
 
-def part_with(header: PartHeader, *, world_size: int, position: SavedPosition, ranks: list[Any]) -> CheckpointPart:
+def part_with(
+    header: PartHeader, *, world_size: int, position: SavedPosition, states: Mapping[str, Any]
+) -> CheckpointPart:
     """Return a new part with what each one has.
 
     Args:
         header: What each checkpoint of the run says about the run.
         world_size: How many ranks save.
         position: Where it is taken.
-        ranks: The packed state of each rank.
+        states: The states of the ranks, from `joined`.
     """
-    own = {"version": VERSION, "world_size": world_size, "position": position, **header, "ranks": ranks}
+    own = {"version": VERSION, "world_size": world_size, "position": position, **header, **states}
     return cast(CheckpointPart, own)
 
 

@@ -209,8 +209,11 @@ class AutosaveSeries:
         found = self._first_sound(verify_autosave)
         return None if found is None else found[0]
 
-    def load_newest(self) -> tuple[str, dict[str, Any]] | None:
+    def load_newest(self, load: Callable[[str], dict[str, Any]] = load_path) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
+
+        Args:
+            load: Verifies an autosave and loads it.
 
         Returns:
             Its path or URL and its content (for a directory, the part outside the shards), or None if no autosave was
@@ -222,7 +225,7 @@ class AutosaveSeries:
                 ones would hold it too, so none of them is tried.
             OSError: If a file can't be read for a reason that is not damage.
         """
-        return self._first_sound(load_path)
+        return self._first_sound(load)
 
     def paths(self) -> list[str]:
         """List the autosaves that are not set aside.

@@ -55,6 +55,8 @@ class Summary:
     num_bytes_read: int
     storages: Mapping[str, int]
     """Length of each record of tensor values in the file, by its key."""
+    headers: Mapping[str, int]
+    """Where the header of each of these records begins."""
 
     def size_of(self, *values: Any) -> Size:
         """Return the size of parts of the content; shared storages count once."""
@@ -113,11 +115,30 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
             f"{name} is not a checkpoint, or it is damaged: {reason}. A file written by torch.save is expected."
         ) from error
     begin = prefix + _STORAGES_NAME
-    storages = {
-        record.filename.removeprefix(begin): record.file_size for record in records if record.filename.startswith(begin)
-    }
-    end = file.seek(0, 2)
-    return Summary(content=content, num_bytes=end, num_bytes_read=counted.num_bytes, storages=storages)
+    found = {record.filename.removeprefix(begin): record for record in records if record.filename.startswith(begin)}
+    return Summary(
+        content=content,
+        num_bytes=file.seek(0, 2),
+        num_bytes_read=counted.num_bytes,
+        storages={key: record.file_size for key, record in found.items()},
+        headers={key: record.header_offset for key, record in found.items()},
+    )
+
+
+def begin_of(file: IO[bytes], summary: Summary, key: str) -> int:
+    """Return where the values of a storage begin in the file.
+
+    Args:
+        file: The file of the summary.
+        summary: The summary.
+        key: The key of the storage.
+
+    Raises:
+        ValueError: If there is no such record, or its header is damaged.
+    """
+    if key not in summary.headers:
+        raise ValueError(f"it has no record {key}")
+    return _begin_of_content(file, summary.headers[key], key)
 
 
 class _Counted:
@@ -155,12 +176,17 @@ def _prefix(records: Iterable[zipfile.ZipInfo]) -> str:
 def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"record {record.filename} is compressed, which torch.save never does")
-    file.seek(record.header_offset)
-    signature, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != b"PK\x03\x04":
-        raise ValueError(f"record {record.filename} does not begin where the directory says")
-    begin = record.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    begin = _begin_of_content(file, record.header_offset, record.filename)
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
+
+
+def _begin_of_content(file: Any, header_offset: int, name: str) -> int:
+    file.seek(header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
+        raise ValueError(f"record {name} does not begin where the directory says")
+    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    return header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def walk(values: Iterable[object]) -> Iterable[object]:

@@ -76,8 +76,8 @@ def verify_file(path: str | os.PathLike[str]) -> Verification:
         OSError: If it can't be read for a reason that is not damage, such as a missing permission.
         CheckpointError: If the package for this kind of URL is not installed.
     """
-    with _damage_named(path), open_file(path, whole=True) as file:
-        return _verify(path, file)
+    with damage_named(path), open_file(path, whole=True) as file:
+        return verify_open_file(path, file)
 
 
 def load_file(
@@ -104,27 +104,17 @@ def load_file(
     with contextlib.ExitStack() as stack:
         # One open file for both steps: the loaded bytes are the verified ones, even if another process puts a new file
         # at the path in between.
-        with _damage_named(path):
+        with damage_named(path):
             file = stack.enter_context(local_copy(path))
-            verification = _verify(path, file)
-            file.seek(0)
-        checkpoint = _load(file, verification, map_location=map_location, weights_only=weights_only)
-    if not verification.has_checksums:
-        _warn_unverified(str(verification))
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(
-            f"{os.fspath(path)} holds a {type(checkpoint).__name__}, but a checkpoint is a dict. Is this the right "
-            "file?"
-        )
-    return checkpoint
+            verification = verify_open_file(path, file)
+        return load_open_file(file, verification, map_location=map_location, weights_only=weights_only)
 
 
-def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> dict[str, Any]:
+def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Verify an autosave and load it; for a directory, verify all of it, and load the part outside the shards.
 
     Args:
         path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
-        verify_shards: Read the shards of a directory too; not needed if another rank has done so.
 
     Returns:
         The content; for a directory, without the shards.
@@ -138,13 +128,12 @@ def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> di
         try:
             return load_file(path)
         except DamagedCheckpointError as error:
-            if not _is_no_file(error):
+            if not is_no_file(error):
                 raise
     elif not os.path.isdir(local_path(path)):
         return load_file(path)
     directory = local_path(path)
-    if verify_shards:
-        autosave_directory.verify(directory)
+    autosave_directory.verify(directory)
     return load_file(os.path.join(directory, METADATA_NAME))
 
 
@@ -190,19 +179,25 @@ def _verify_url(url: str) -> Verification:
     try:
         return verify_file(url)
     except DamagedCheckpointError as error:
-        verification = verify_directory_if_any(url) if _is_no_file(error) else None
+        verification = verify_directory_if_any(url) if is_no_file(error) else None
         if verification is None:
             raise
         return verification
 
 
-def _is_no_file(damage: DamagedCheckpointError) -> bool:
+def is_no_file(damage: DamagedCheckpointError) -> bool:
+    """Return whether there is no file at all. A URL may then be that of a directory with a manifest."""
     cause = damage.__cause__
     return isinstance(cause, OSError) and (cause.errno in (errno.ENOENT, errno.EISDIR) or isinstance(cause, _NOT_THERE))
 
 
 @contextlib.contextmanager
-def _damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an ``OSError`` that means damage into a `DamagedCheckpointError`.
+
+    Args:
+        path: The file that is read.
+    """
     try:
         yield
     except OSError as error:
@@ -211,19 +206,68 @@ def _damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise DamagedCheckpointError(describe_damage(path, error.strerror or str(error))) from error
 
 
-def _verify(path: str | os.PathLike[str], file: IO[bytes]) -> Verification:
+def verify_open_file(path: str | os.PathLike[str], file: IO[bytes], *, without: str | None = None) -> Verification:
+    """Verify an open checkpoint file, as `verify_file` does.
+
+    Args:
+        path: Its path, for messages.
+        file: Open for reading, seekable.
+        without: The key of a record of tensor values whose content is not read.
+
+    Raises:
+        DamagedCheckpointError: As `verify_file`.
+        OSError: As `verify_file`.
+    """
     num_bytes = file.seek(0, os.SEEK_END)
     if is_legacy(file):
         return Verification(path=os.fspath(path), has_checksums=False, reason=_LEGACY, num_bytes=num_bytes)
-    damage = find_damage(file)
+    damage = find_damage(file, without=without)
     if damage is not None:
         raise DamagedCheckpointError(describe_damage(path, damage))
     reason = "" if has_checksums(file) else _CHECKSUMS_OFF
     return Verification(path=os.fspath(path), has_checksums=not reason, reason=reason, num_bytes=num_bytes)
 
 
-def _load(file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool) -> Any:
+def load_open_file(
+    file: IO[bytes],
+    verification: Verification,
+    *,
+    map_location: object = "cpu",
+    weights_only: bool = True,
+    mapped: bool = False,
+) -> dict[str, Any]:
+    """Load a file that `verify_open_file` has verified.
+
+    Args:
+        file: The file.
+        verification: The result.
+        map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``.
+        mapped: Map the tensors to the file, so that only the used ones are read; where this can't be done, read all.
+
+    Raises:
+        UnsafeCheckpointError: As `load_file`.
+        CheckpointError: As `load_file`.
+    """
+    checkpoint = _load(file, verification, map_location=map_location, weights_only=weights_only, mapped=mapped)
+    if not verification.has_checksums:
+        _warn_unverified(str(verification))
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(
+            f"{verification.path} holds a {type(checkpoint).__name__}, but a checkpoint is a dict. Is this the right "
+            "file?"
+        )
+    return checkpoint
+
+
+def _load(file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool, mapped: bool) -> Any:
+    # The verified file, even if another process puts a new one at its path. torch maps only what it opens by a path.
+    source = f"/proc/self/fd/{file.fileno()}" if mapped else ""
+    is_mapped = os.path.exists(source) and not is_legacy(file)
+    file.seek(0)
     try:
+        if is_mapped:
+            return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=True)
         return torch.load(file, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if not weights_only:

@@ -20,37 +20,42 @@ _SHOWN = (
     *("version", "world_size", "position", "run", "origin", "inexact", "behind", "skipped"),
     *("surroundings", "fingerprint"),
 )
-_SIZED = ("ranks", "opaque", "pickled")
+_SIZED = ("ranks", "states", "opaque", "pickled")
 
 
-def describe(summary: Summary, *, path: str) -> dict[str, object]:
+def describe(summary: Summary, *, path: str, states: Mapping[int, Summary]) -> dict[str, object]:
     """Return the description of a checkpoint.
 
     Args:
         summary: Summary of the file.
         path: Its path or URL.
+        states: Summaries of the states that it keeps as bytes, by the number of the rank.
     """
     content, part = summary.content, part_of(summary.content)
     return {
         "path": path,
         "num_bytes": summary.num_bytes,
-        "num_bytes_read": summary.num_bytes_read,
+        "num_bytes_read": summary.num_bytes_read + sum(state.num_bytes_read for state in states.values()),
         "lightning": plain(mapping(content).get("pytorch-lightning_version")),
         "epoch": plain(mapping(content).get("epoch")),
         "global_step": plain(mapping(content).get("global_step")),
         "num_parameters": _num_parameters(part),
         "keys": {str(plain(key)): _size(summary, value) for key, value in mapping(content).items()},
         "kind": "dict" if isinstance(content, dict) else str(plain(content) if _is_one(content) else "list"),
-        "fault_tolerance": None if part is None else _describe_part(summary, part),
+        "fault_tolerance": None if part is None else _describe_part(summary, part, states),
     }
 
 
-def _describe_part(summary: Summary, part: Mapping[object, object]) -> dict[str, object]:
-    ranks = part.get("ranks")
+def _describe_part(summary: Summary, part: Mapping[object, object], states: Mapping[int, Summary]) -> dict[str, object]:
+    kept = part.get("ranks")
+    of_ranks = [
+        (states[rank], states[rank].content) if rank in states else (summary, state)
+        for rank, state in enumerate(kept if isinstance(kept, list) else [])
+    ]
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
-        "ranks": [_rank(summary, state) for state in ranks] if isinstance(ranks, list) else [],
-        "lost": _lost(ranks) if isinstance(ranks, list) else {},
+        "ranks": [_rank(holder, state) for holder, state in of_ranks],
+        "lost": _lost([state for _, state in of_ranks]),
         "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},
         "pickled": _pickled(summary, part),
         "others": {

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.state_summaries import read_state_summaries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli.contents import describe
 from lightning_faulttolerant.cli.errors import remote_errors
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     path = content_path(arguments.file)
     with remote_errors(path), open_checkpoint(path) as file:
-        found = describe(read_summary(file, name=path), path=path)
+        summary = read_summary(file, name=path)
+        found = describe(summary, path=path, states=read_state_summaries(file, summary, name=path))
     incident = _incident(path)
     if arguments.json:
         print(json.dumps({**found, "incident": None if incident is None else asdict(incident)}, indent=2))

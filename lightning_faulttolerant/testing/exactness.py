@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
+from lightning_faulttolerant.checkpoint.rank_states import RANKS, STATES, packed_state
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
@@ -394,7 +395,9 @@ def _num_batches(events: list[Event], kind: str = "batch") -> int:
 def _leave_out(path: Path, part: str) -> set[str]:
     """Remove a part from a checkpoint; return the attributes that rank 0 has in no other part."""
     checkpoint = load_file(path)
-    ranks = checkpoint["lightning_faulttolerant"]["ranks"]
+    own = checkpoint["lightning_faulttolerant"]
+    own[RANKS] = ranks = [packed_state(own, rank) for rank in range(len(own[RANKS]))]
+    own.pop(STATES, None)
     found = names_in(ranks[0][OBJECTS]) if part == OBJECTS and ranks[0].get(OBJECTS) else set()
     for rank in ranks:
         for held in (rank, rank.get("own", {})):  # for other ranks it holds their difference from rank 0

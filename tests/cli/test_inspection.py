@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.contents import plain
-from lightning_faulttolerant.state.packing import difference, digests_of
+from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
 from tests.runs import Net, RaiseAt, fit_net
 
@@ -126,6 +127,21 @@ def test_each_rank_is_counted(tmp_path: Path, capsys: Capture) -> None:
     assert "more 1 40 B" in lines
     ranks = json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"]["ranks"]
     assert [sorted(state) for state in ranks] == [["flags", "metrics", "rng"], ["flags", "metrics", "more", "rng"]]
+
+
+def test_states_that_are_kept_as_bytes_are_shown_like_others(tmp_path: Path, capsys: Capture) -> None:
+    """The sizes and losses of ranks are those of a file that keeps the states as they are."""
+    [first] = checkpoint()["lightning_faulttolerant"]["ranks"]
+    more = {"objects": {"lost": {"module.rows": "a generator"}}, "tensor": torch.zeros(10)}
+    packed = [first, *(pack_blobs(difference({**more, "number": n}, digests_of({}))) for n in range(2))]
+    shown = []
+    for name, states in (("a", {"ranks": packed}), ("b", joined([first, *map(as_bytes, packed[1:])]))):
+        whole = checkpoint(world_size=3)
+        whole["lightning_faulttolerant"].update(states)
+        path = save(tmp_path / f"{name}.ckpt", whole)
+        shown.append(json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"])
+    assert shown[0] == shown[1]
+    assert shown[1]["lost"] == {"module.rows": "a generator"}
 
 
 class Striking:

@@ -294,10 +294,10 @@ class EvaluationSaver:
         header = self._header()
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
-        packed = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
-        if packed is None:
+        states = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
+        if states is None:
             return {}
-        part = part_with(header, world_size=self._trainer.world_size, position=position.state_dict(), ranks=packed)
+        part = part_with(header, world_size=self._trainer.world_size, position=position.state_dict(), states=states)
         if starts_over:
             part["starts_over"] = True
         return {"epoch": position.epoch, "global_step": position.global_step, KEY: part}

@@ -1,5 +1,7 @@
 """A connection of each rank to rank 0, for messages at any time, and to notice when a process ends.
 
+On another node than rank 0's, one rank passes on what the others of its node send and receive.
+
 Nothing waits in it, and nothing is sent while there are no messages. When a process dies, of whatever cause, the kernel
 closes its connection. So a process that is slow, stopped, or holds the interpreter's lock is never taken for dead. When
 a machine is gone, the kernel gets no answer to its probes.
@@ -18,7 +20,6 @@ import time
 import weakref
 from typing import Any, Protocol, final
 
-from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import RanksLostError
 
 Message = dict[str, Any]
@@ -30,6 +31,18 @@ _MAX_LINE_BYTES = 1 << 16
 _BACKLOG = 4096
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def watched(connection: socket.socket) -> socket.socket:
+    """Prepare a connection to another rank, and return it: it never blocks, and shows when the other end is gone."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _open_sockets.add(connection)
+    return connection
 
 
 def _close_in_child() -> None:
@@ -56,23 +69,27 @@ class Line(Protocol):
 
 
 _LEAVES: Message = {"leaves": True}
+_OF, _MESSAGE = "passed on for", "message"
+"""The keys of a message that another rank passes on: the rank that it is of, and its content, `None` if it is gone."""
+
+
+def _passed_on(rank: int, message: Message | None) -> Message:
+    return {_OF: rank, _MESSAGE: message}
+
+
+def _incoming_from(rank: int, messages: list[Message]) -> list[tuple[int, Message | None]]:
+    """Return messages that came from a rank, each with the rank that it is of."""
+    return [(message[_OF], message[_MESSAGE]) if _OF in message else (rank, message) for message in messages]
 
 
 class _Connection:
     """Messages, one per line, over a socket that never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+        self.socket = watched(connection)
         self._received = b""
         self._to_send = b""
         self.is_over = False
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _PROBES.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        _open_sockets.add(connection)
 
     def send(self, message: Message) -> None:
         self._to_send += json.dumps(message).encode() + b"\n"
@@ -116,18 +133,20 @@ class Spoke:
         rank: The number of this rank.
         address: The host and port of the `Hub`.
         token: The token of the `Hub`.
+        hub_rank: The number of the rank with the `Hub`.
 
     Raises:
-        RanksLostError: If rank 0 can't be reached there.
+        RanksLostError: If that rank can't be reached there.
     """
 
-    def __init__(self, rank: int, address: tuple[str, int], token: str) -> None:
+    def __init__(self, rank: int, address: tuple[str, int], token: str, *, hub_rank: int = 0) -> None:
+        self._hub_rank = hub_rank
         try:
             connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
         except OSError as error:
             raise RanksLostError(
-                f"rank {rank} can't reach port {address[1]} of rank 0's machine, {address[0]}: {error}. Allow the "
-                "ranks to reach all ports of that machine"
+                f"rank {rank} can't reach port {address[1]} of rank {hub_rank}'s machine, {address[0]}: {error}. Allow "
+                "the ranks to reach all ports of that machine"
             ) from error
         self._connection = _Connection(connection)
         self._connection.send({"rank": rank, "token": token})
@@ -141,13 +160,11 @@ class Spoke:
         """Return the messages from rank 0."""
         if self._is_over:
             return []
-        incoming: list[tuple[int, Message | None]] = [(0, message) for message in self._connection.receive()]
-        if any(message == _LEAVES for _, message in incoming):
-            self._is_over = True
-            return [entry for entry in incoming if entry[1] != _LEAVES]
-        if self._connection.is_over:
-            self._is_over = True
-            incoming.append((0, None))
+        messages = self._connection.receive()
+        incoming = _incoming_from(0, [message for message in messages if message != _LEAVES])
+        self._is_over = _LEAVES in messages or self._connection.is_over
+        if self._is_over and _LEAVES not in messages:
+            incoming.append((self._hub_rank, None))
         return incoming
 
     def close(self) -> None:
@@ -160,12 +177,15 @@ class Spoke:
 
 @final
 class Hub:
-    """The line of rank 0. All other ranks connect to it."""
+    """The line of rank 0, to which ranks connect.
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(16)
-        self._server = _listen()
-        _open_sockets.add(self._server)
+    Args:
+        token: What only the ranks of this fit know; by default a new one.
+    """
+
+    def __init__(self, token: str = "") -> None:
+        self.token = token or secrets.token_hex(16)
+        self._server = listen()
         self.port: int = self._server.getsockname()[1]
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -175,7 +195,10 @@ class Hub:
         self._early: list[tuple[int, Message | None]] = []
 
     def wait_for(self, num_others: int) -> None:
-        """Wait until all other ranks are connected: they would miss messages that are sent before.
+        """Wait until ranks are connected: they would miss messages that are sent before.
+
+        Args:
+            num_others: How many connect here.
 
         Raises:
             RanksLostError: If they are not connected within a minute.
@@ -184,8 +207,8 @@ class Hub:
         while len(self._others) < num_others:
             if time.monotonic() > deadline:
                 raise RanksLostError(
-                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0 "
-                    f"within {_CONNECT_SECONDS:g} seconds. Allow the ranks to reach all ports of rank 0's machine"
+                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of this machine"
+                    f" within {_CONNECT_SECONDS:g} seconds. Allow the ranks to reach all ports of rank 0's machine"
                 )
             self._early = self.receive()  # includes the earlier ones
             time.sleep(0.001)
@@ -249,7 +272,7 @@ class Hub:
 
     def _take(self, rank: int, messages: list[Message], incoming: list[tuple[int, Message | None]]) -> None:
         has_left = _LEAVES in messages
-        incoming += [(rank, message) for message in messages if message != _LEAVES]
+        incoming += _incoming_from(rank, [message for message in messages if message != _LEAVES])
         if has_left or self._others[rank].is_over:
             connection = self._others.pop(rank)
             self._selector.unregister(connection.socket)
@@ -258,23 +281,48 @@ class Hub:
                 incoming.append((rank, None))
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """Return a socket that listens on all addresses of this machine, on any port. It does not stay open in a fork."""
+    server = _create_server()
+    _open_sockets.add(server)
+    return server
+
+
+def _create_server() -> socket.socket:
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be switched off nevertheless
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def open_line(ranks: Ranks, host: str) -> Line:
-    """Connect the ranks; all of them at the same time.
+@final
+class Relay:
+    """The line of a rank that passes on what the other ranks of its node send and receive.
 
     Args:
-        ranks: The ranks to connect.
-        host: The host at which all ranks can reach rank 0.
+        hub: The other ranks of the node are connected to it.
+        spoke: It is connected to rank 0.
     """
-    hub = Hub() if ranks.rank == 0 else None
-    address = ranks.from_first("the line", hub and (hub.port, hub.token))
-    if hub is None:
-        return Spoke(ranks.rank, (host, address[0]), address[1])
-    hub.wait_for(ranks.num_ranks - 1)
-    return hub
+
+    def __init__(self, hub: Hub, spoke: Spoke) -> None:
+        self._hub = hub
+        self._spoke = spoke
+
+    def send(self, message: Message) -> None:
+        """Send a message to rank 0."""
+        self._spoke.send(message)
+
+    def receive(self) -> list[tuple[int, Message | None]]:
+        """Return the messages from rank 0, and pass messages on in both directions."""
+        for rank, message in self._hub.receive():
+            self._spoke.send(_passed_on(rank, message))
+        incoming = self._spoke.receive()
+        for rank, message in incoming:
+            self._hub.send(_passed_on(rank, message))
+        return incoming
+
+    def close(self) -> None:
+        """Say goodbye, in both directions."""
+        self.receive()
+        self._hub.close()
+        self._spoke.close()

@@ -1,17 +1,18 @@
 """The states of all ranks become one checkpoint, and each rank gets its own state back.
 
 Rank 0's state is kept whole. For the other ranks only the differences from it are kept. Rank 0 sends them digests of
-its state, so equal parts are not sent either.
+its state, so equal parts are not sent either. Each rank makes the bytes to keep, and rank 0 passes them on unread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
 from lightning_faulttolerant.errors import RanksLostError
@@ -68,8 +69,8 @@ def gather(
     state: Mapping[str, object],
     full: Mapping[str, object],
     times: OwnTimes | None = None,
-) -> list[dict[str, Any]] | None:
-    """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
+) -> dict[str, Any] | None:
+    """Return the states of all ranks on rank 0, ready for `part_with`, and ``None`` on the others; a collective.
 
     Args:
         ranks: The ranks that take part.
@@ -82,11 +83,12 @@ def gather(
         RanksLostError: If the ranks are at different places, or one of them is gone.
     """
     if ranks.num_ranks == 1:
-        return [pack_blobs(state)]
+        return joined([pack_blobs(state)])
     digests = ranks.from_first("digests", digests_of(full) if ranks.rank == 0 else None)
     own = state if ranks.rank == 0 else difference(full, digests)
+    packed = on_cpu(pack_blobs(own))
     own_times = None if times is None else times.take()
-    gathered = ranks.to_first("state", (position, on_cpu(pack_blobs(own)), own_times))
+    gathered = ranks.to_first("state", (position, packed if ranks.rank == 0 else as_bytes(packed), own_times))
     if gathered is None:
         return None
     elsewhere = {place: str(other) for place, (other, _, _) in enumerate(gathered) if other != position}
@@ -94,7 +96,7 @@ def gather(
         raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
     if times is not None:
         times.hear([seconds for _, _, seconds in gathered])
-    return [packed for _, packed, _ in gathered]
+    return joined([kept for _, kept, _ in gathered])
 
 
 def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:
@@ -105,13 +107,12 @@ def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) 
         rank: The number of the rank.
         checkpoint: The whole checkpoint.
     """
-    packed: Sequence[Mapping[str, object]] = part["ranks"]
-    if rank >= len(packed):
+    if rank >= len(part["ranks"]):
         return {}
-    first = unpack_blobs(packed[0])
+    first = unpack_blobs(part["ranks"][0])
     if rank == 0:
         return first
-    state = patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed[rank]))
+    state = patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed_state(part, rank)))
     # Rank 0 writes the files, so its list of existing files counts: the others may have looked while it wrote.
     found = first["files"]["checkpoints"]["found"] if "files" in first else None
     return state if found is None else _with_found(state, found)

@@ -13,12 +13,10 @@ when a machine joins or leaves, all ranks start again without being counted.
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -35,49 +33,52 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_faulttolerant.checkpoint.ranks import Alone, RankGroup, Ranks
+from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.ranks.compat import cluster_environment
+from lightning_faulttolerant.trainer.ranks.connection import Hub, Line, Relay, Spoke
 from lightning_faulttolerant.trainer.ranks.deepspeed import why_not_served
+from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 
 # All ranks wait for a save on rank 0, for as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
-_SPARE_DESCRIPTORS = 16  # a listener, an autosave, connections to workers
-
-
-def check_descriptors(num_ranks: int) -> None:
-    """Check that this process may open as many connections as this number of ranks takes.
-
-    gloo connects each rank with every other one. If it can't, it ends the process without a message from Python. Rank 0
-    has one more connection for each rank.
-
-    Raises:
-        UnsupportedTrainerError: If the process may not open that many.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = Path("/proc/self/fd")
-    num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
-    needed = num_open + 2 * num_ranks + _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise UnsupportedTrainerError(
-            f"This process may have {limit} files and connections open, has {num_open}, and {num_ranks} ranks that save"
-            f" together need {needed}. They could not be connected. Start each rank after"
-            f" `ulimit -n {max(needed, 65536)}`, or leave FaultTolerance out."
-        )
 
 
 def connect(trainer: Trainer) -> Ranks:
     """Connect the ranks of a fit when its process group exists; all of them at the same time."""
-    return Alone() if trainer.world_size == 1 else connect_all()
+    if trainer.world_size == 1:
+        return Alone()
+    environment = cluster_environment(trainer)
+    return connect_all("127.0.0.1" if environment is None else environment.main_address)
 
 
-def connect_all() -> RankGroup:
-    """Connect all ranks of the default process group."""
-    check_descriptors(dist.get_world_size())
-    return RankGroup(range(dist.get_world_size()), _TIMEOUT)
+def connect_all(host: str = "127.0.0.1") -> NodeGroup:
+    """Connect all ranks of the default process group.
+
+    Args:
+        host: The host at which all nodes can reach rank 0.
+    """
+    # The store in which the default group has met, so the ranks of an earlier start are not in it (`rendezvous`).
+    store = _get_default_store()
+    return NodeGroup(store, _TIMEOUT, rank=dist.get_rank(), num_ranks=dist.get_world_size(), host=host)
+
+
+def open_line(ranks: NodeGroup) -> Line:
+    """Open the line between ranks, with the connections that they have for exchanges; all of them at the same time."""
+    token: str = ranks.from_first("the line", secrets.token_hex(16))
+    hub = Hub(token) if ranks.rank == 0 or ranks.below else None
+    ports = ranks.to_all("the ports of the line", hub and hub.port)
+    if hub is not None:
+        hub.wait_for(len(ranks.below))
+        if ranks.rank == 0:
+            return hub
+    spoke = Spoke(ranks.rank, (ranks.host, ports[ranks.above]), token, hub_rank=ranks.above)
+    return spoke if hub is None else Relay(hub, spoke)
 
 
 _CALLS = "lightning_faulttolerant/calls"

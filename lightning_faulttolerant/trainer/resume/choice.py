@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -95,7 +97,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         series.set_aside("not-resumed")
         return Choice(path=_as_given(given), origin=origin)
     try:
-        found = series.load_newest()
+        found = series.load_newest(_load_of(trainer))
     except NoValidCheckpointError as damages:
         if not is_newest:
             raise
@@ -118,12 +120,17 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
-def choose_evaluation(series: AutosaveSeries, options: Options) -> Choice:
+def _load_of(trainer: Trainer) -> Callable[[str], dict[str, Any]]:
+    """Return what verifies a whole autosave and loads what rank 0 needs of it."""
+    return partial(RankReader(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
+
+
+def choose_evaluation(trainer: Trainer, series: AutosaveSeries, options: Options) -> Choice:
     """Choose what an evaluation continues from: its newest autosave, if it has any."""
     if not options.auto_resume:
         series.set_aside("not-resumed")
         return Choice(path=None, origin=None)
-    found = series.load_newest()
+    found = series.load_newest(_load_of(trainer))
     if found is None:
         return Choice(path=None, origin=None)
     checked_part(found[1].get(KEY), found[0])

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.process_end import leave_process
+from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.records.lookup import lookup_requested, write_lookup
@@ -173,7 +173,7 @@ class Beginning:
             given = given_checkpoint(self._trainer)
             found = self._open(None if given is None else given[0])
             if self._function != FIT:
-                self.choice = choose_evaluation(found.series, self._options)
+                self.choice = choose_evaluation(self._trainer, found.series, self._options)
                 if self.choice.path is not None:
                     self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
@@ -294,6 +294,8 @@ class Beginning:
     def _readable_by_all(self, choice: Choice) -> Choice:
         """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
 
+        Rank 0 has verified all of it. The others verify what they read.
+
         Raises:
             RanksLostError: On each rank, if one of them can't read it.
         """
@@ -302,7 +304,8 @@ class Beginning:
         failure = ""
         if self.ranks.rank > 0:
             try:
-                choice = choice.with_checkpoint(load_path(str(choice.path), verify_shards=False))
+                own = RankReader(rank=self.ranks.rank, num_ranks=self.ranks.num_ranks)
+                choice = choice.with_checkpoint(own.load(str(choice.path), verifies_all=False))
             except Exception as error:  # noqa: BLE001 - raised on all ranks below
                 failure = f"{type(error).__name__}: {error}"
         failures = self.ranks.to_first("read", failure)

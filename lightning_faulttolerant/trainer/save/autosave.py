@@ -282,11 +282,11 @@ class Autosaver:
         checkpoint = as_captured(checkpoint, instead, self._trainer)
         buffers = {} if instead is None else instead["buffers"]
         full = full_state(state, checkpoint, self._trainer.lightning_module, buffers=buffers)
-        packed = gather(ranks, position, state, full, times)
-        if packed is None:
+        states = gather(ranks, position, state, full, times)
+        if states is None:
             return None
         world_size = self._trainer.world_size
-        part = part_with(header, world_size=world_size, position=position.state_dict(), ranks=packed)
+        part = part_with(header, world_size=world_size, position=position.state_dict(), states=states)
         part["parts"], part[WITHOUT_STATE] = list(TITLES), without_state(self._trainer)
         return part
 

@@ -11,6 +11,7 @@ from typing import Any, final
 from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
+from lightning_faulttolerant.checkpoint.rank_states import RANKS, check
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
@@ -140,6 +141,8 @@ class Trust:
                     os.chmod(place, os.stat(place).st_mode & ~(stat.S_IWGRP | stat.S_IWOTH) & 0o7777)
         if is_first:
             checkpoint = load_path(path)
+            for rank in range(len(checkpoint[KEY][RANKS])):  # the bytes have come over the network
+                check(checkpoint[KEY], rank)
             if pool and self.why_not(path) is None:
                 drawn = rng_state()
                 unpack(checkpoint, checkpoint[KEY][PICKLED])

@@ -28,7 +28,8 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
-from lightning_faulttolerant.trainer.ranks.connection import open_line
+from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
+from lightning_faulttolerant.trainer.ranks.process_group import open_line
 from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.deadline import Deadline
@@ -210,11 +211,10 @@ class Stopping:
 
     def connect(self, ranks: Ranks) -> None:
         """Connect the ranks; a collective. From now on all ranks learn of the death of one."""
-        if ranks.num_ranks == 1:
+        if not isinstance(ranks, NodeGroup):  # there is one rank
             return
         self._ranks = ranks
-        environment = cluster_environment(self._trainer)
-        line = open_line(ranks, "127.0.0.1" if environment is None else environment.main_address)
+        line = open_line(ranks)
         self._watch = Watch(self.signals, rank=ranks.rank, num_ranks=ranks.num_ranks, line=line)
         self.agreement = self._watch.member
         self.signals.is_alone = False

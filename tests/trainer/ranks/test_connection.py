@@ -14,7 +14,7 @@ import pytest
 
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks import connection as line_module
-from lightning_faulttolerant.trainer.ranks.connection import Hub, Spoke
+from lightning_faulttolerant.trainer.ranks.connection import Hub, Relay, Spoke
 
 Told = list[tuple[int, Any]]
 
@@ -193,3 +193,70 @@ def test_rank_that_cannot_reach_rank_0_says_why() -> None:
         port = server.getsockname()[1]
     with pytest.raises(RanksLostError, match=rf"rank 1 can't reach port {port} of rank 0's machine, 127.0.0.1: .*all"):
         Spoke(1, ("127.0.0.1", port), "token")
+
+
+@pytest.fixture
+def relay(hub: Hub) -> Iterator[tuple[Relay, Spoke]]:
+    """Return the line of rank 4, which passes messages on for its node, and that of rank 5 on the same node."""
+    own = Hub(hub.token)
+    made = Relay(own, spoke(hub, 4)), Spoke(5, ("127.0.0.1", own.port), hub.token, hub_rank=4)
+    own.wait_for(1)
+    yield made
+    for line in made:
+        line.close()
+
+
+def relayed(relay: Relay, receive: Callable[[], Told]) -> Callable[[], Told]:
+    """Return what receives while the relay's rank looks, as its thread does."""
+
+    def received() -> Told:
+        assert relay.receive() == []
+        return receive()
+
+    return received
+
+
+def test_messages_are_passed_on_for_the_ranks_of_a_node(hub: Hub, relay: tuple[Relay, Spoke]) -> None:
+    """Rank 0 hears both ranks of the node under their own numbers, and both hear rank 0."""
+    passes_on, other = relay
+    passes_on.send({"of": 4})
+    assert until(hub.receive, 1) == [(4, {"of": 4})]
+    other.send({"of": 5})
+    assert until(relayed(passes_on, hub.receive), 1) == [(5, {"of": 5})]
+    hub.send({"at": 7})
+    assert until(passes_on.receive, 1) == [(0, {"at": 7})]
+    assert until(other.receive, 1) == [(0, {"at": 7})]
+
+
+def test_a_death_on_another_node_is_passed_on(hub: Hub, relay: tuple[Relay, Spoke]) -> None:
+    """Rank 0 learns which rank of the node died, not only that the node has lost one; a goodbye is no death."""
+    passes_on, other = relay
+    third = Spoke(6, ("127.0.0.1", passes_on._hub.port), hub.token, hub_rank=4)
+    third.send({"number": 6})
+    other.send({"number": 5})
+    assert sorted(until(relayed(passes_on, hub.receive), 2)) == [(5, {"number": 5}), (6, {"number": 6})]
+    third.close()
+    other._connection.socket.shutdown(socket.SHUT_RDWR)
+    assert until(relayed(passes_on, hub.receive), 1) == [(5, None)]
+
+
+def test_the_death_of_rank_0_is_passed_on(hub: Hub, relay: tuple[Relay, Spoke]) -> None:
+    """Each rank of the node learns that rank 0 is gone."""
+    passes_on, other = relay
+    passes_on.send({"number": 4})
+    assert until(hub.receive, 1) == [(4, {"number": 4})]
+    hub._others[4].socket.shutdown(socket.SHUT_RDWR)
+    assert until(passes_on.receive, 1) == [(0, None)]
+    assert until(other.receive, 1) == [(0, None)]
+
+
+def test_the_death_of_the_rank_that_passes_on_is_noticed_on_both_sides(hub: Hub, relay: tuple[Relay, Spoke]) -> None:
+    """Rank 0 and the other ranks of the node name it."""
+    passes_on, other = relay
+    passes_on.send({"number": 4})
+    other.send({"number": 5})
+    assert len(until(relayed(passes_on, hub.receive), 2)) == 2
+    passes_on._spoke._connection.socket.shutdown(socket.SHUT_RDWR)
+    passes_on._hub._others[5].socket.shutdown(socket.SHUT_RDWR)
+    assert until(hub.receive, 1) == [(4, None)]
+    assert until(other.receive, 1) == [(4, None)]
