@@ -32,6 +32,7 @@ Exit status: 0 found; 1 there is no such batch, or the sample was in none; 2 not
 """
 _SWITCH_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
 _NONE, _FAILED = 1, 2
+_STDERR = 2  # the script prints there: standard output is for our answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,7 @@ def _directory_of(words: Sequence[str], environment: Mapping[str, str] = os.envi
         variables = {**environment, LOOKUP_VARIABLE: path}
         if not variables.get(_SWITCH_VARIABLE):  # the variable adds nothing if the script has the callback
             variables[_SWITCH_VARIABLE] = "1"
-        code = subprocess.run(words, env=variables, check=False, stdout=sys.stderr).returncode
+        code = subprocess.run(words, env=variables, check=False, stdout=_STDERR).returncode
         return read_lookup(path), code
 
 

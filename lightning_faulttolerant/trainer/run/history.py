@@ -243,7 +243,6 @@ class HistoryWriter:
             epoch: The epoch.
             loaders: By place, the order in a form that JSON can hold, or ``None``.
         """
-        self._write_validated()
         self._add(ORDER, epoch=epoch, loaders=dict(loaders))
 
     def note_taken(self) -> None:

@@ -31,7 +31,7 @@ def trainer_with(**engine: object) -> Any:
 @pytest.fixture
 def reachable() -> Iterator[Path]:
     """A directory that other users can enter: pytest's own one is closed to them."""
-    with tempfile.TemporaryDirectory() as path:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
         os.chmod(path, 0o755)
         yield Path(path)
 
