@@ -78,7 +78,7 @@ class Run:
         self._failures = failures
         words = [sys.executable, str(SCRIPT), str(num_steps), str(sleep_seconds), str(start_seconds)]
         words += [] if interval is None else [str(interval)]
-        # In a session of its own, so that Linux gives each run the same share of the processor.
+        # In its own session, so that Linux gives each run the same share of the processor.
         self._starter = subprocess.Popen(
             words,
             cwd=self.directory,

@@ -1,6 +1,6 @@
 """How much memory a long run takes: the growth of the process between its tenth and its last step.
 
-Each case runs in a process of its own, with and without the callback, and saves after each hundred steps.
+Each case runs in its own process, with and without the callback, and saves after each hundred steps.
 
 Run `python benchmarks/growth.py --help` from the repository.
 """

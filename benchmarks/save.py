@@ -167,7 +167,7 @@ def peak_of(name: str, checkpoint: dict[str, Any], directory: Path) -> int:
             os._exit(code)
     _, status = os.waitpid(process_id, 0)
     if os.waitstatus_to_exitcode(status) != 0:
-        raise RuntimeError(f"{name} could not be measured in a process of its own.")
+        raise RuntimeError(f"{name} could not be measured in its own process.")
     return int(output.read_text())
 
 

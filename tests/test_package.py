@@ -58,7 +58,7 @@ def test_the_runtime_dependencies_are_the_declared_five() -> None:
 def test_extras() -> None:
     """There are extras for development, the demo, the drill, each kind of object store, and streaming."""
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])
-    assert set(extras) == {"dev", "demo", "drill", "gs", "s3", "streaming"}
+    assert set(extras) == {"az", "dev", "demo", "drill", "gs", "s3", "streaming"}
 
 
 def test_python_and_license_are_declared() -> None:

@@ -1,4 +1,4 @@
-"""The files of incidents: beside the autosaves of a fit, never pruned, and never among those that a resume chooses."""
+"""The files of incidents: next to the autosaves of a fit, never pruned, and never among those that a resume chooses."""
 
 from __future__ import annotations
 

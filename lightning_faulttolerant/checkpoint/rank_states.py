@@ -1,4 +1,4 @@
-"""The states of the ranks in one checkpoint: that of rank 0 as it is, those of the others as bytes of their own.
+"""The states of the ranks in one checkpoint: that of rank 0 as it is, those of the others as separate bytes.
 
 Each rank makes its bytes, with their checksum. Rank 0 passes them on as they are, and a rank that resumes reads only
 its own. All bytes are one tensor, so the cost of writing and loading them does not grow with the number of ranks.

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _incident(path: str) -> Incident | None:
-    """Return the report beside the checkpoint of an incident."""
+    """Return the report next to the checkpoint of an incident."""
     directory, name = split_path(path)
     step = step_of_incident(name)
     if step is None:

@@ -348,7 +348,7 @@ class TrackedWorkers:
 
     @contextlib.contextmanager
     def aside(self, loader: DataLoader[object]) -> Iterator[None]:
-        """Create workers for other code in this block, beside those that are followed."""
+        """Create workers for other code in this block, next to those that are followed."""
         ring = self._new_ring(loader)
         self._rings_aside.append(ring)
         with self.side.aside(ring):

@@ -257,7 +257,7 @@ class TrackedLoader:
         return self.iteration
 
     def _iterate_aside(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
-        """Create an iterator for other code, beside the iteration that is followed."""
+        """Create an iterator for other code, next to the iteration that is followed."""
         if self.loader.persistent_workers and self.num_workers:
             # There is one set of workers. torch takes it away from the iteration that uses it.
             self._is_taken = True

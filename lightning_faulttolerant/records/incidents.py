@@ -1,6 +1,6 @@
 """Incidents: the reports that the flight recorder of a run writes, and their names.
 
-They are in the directory ``incidents`` of a fit: ``incident-<step>.json``, and beside it ``incident-<step>.ckpt``, the
+They are in the directory ``incidents`` of a fit: ``incident-<step>.json``, and next to it ``incident-<step>.ckpt``, the
 state before the step, if it could be written. Ranks other than 0 write ``incident-<step>-rank-<r>.json``.
 """
 

@@ -53,7 +53,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         split: Subdirectory of both.
         shuffle: Whether an epoch's order is random.
         predownload: How many samples ahead of the current one shards are fetched.
-        keep_zip: Whether compressed shards are kept beside the decompressed ones; ``None``: if `remote` is local.
+        keep_zip: Whether compressed shards are kept next to the decompressed ones; ``None``: if `remote` is local.
         download_retry: How many times a failed download is tried again.
         download_timeout: Seconds for one download.
         validate_hash: Hash algorithm to check shards with. Their sizes are always checked.

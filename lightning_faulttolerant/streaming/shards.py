@@ -48,7 +48,7 @@ class Stream:
         download_retry: How many times a failed download is tried again.
         download_timeout: Seconds for one download.
         validate_hash: Hash algorithm to check files with.
-        keep_zip: Whether compressed files are kept beside the decompressed ones.
+        keep_zip: Whether compressed files are kept next to the decompressed ones.
         storage_options: Options of fsspec's file system.
 
     Raises:

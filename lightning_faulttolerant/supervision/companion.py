@@ -1,4 +1,4 @@
-"""A process of our own beside the processes of a run, in its own session: what ends the run does not end it."""
+"""Our own process next to the processes of a run, in its own session: what ends the run does not end it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "s
 
 
 def write_hang_report(text: str, directory: str) -> str:
-    """Write a report beside the autosaves, or else for temporary files; return its path.
+    """Write a report next to the autosaves, or else for temporary files; return its path.
 
     Args:
         text: The report.

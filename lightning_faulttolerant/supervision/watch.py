@@ -1,4 +1,4 @@
-"""The watcher of a run that is not started by ``lightning-faulttolerant run``: a process beside it, one a machine.
+"""The watcher of a run that is not started by ``lightning-faulttolerant run``: a process next to it, one per machine.
 
 ``python -m lightning_faulttolerant.supervision.watch DIRECTORY`` looks at the marks in that directory until no process
 with marks is left, and then removes the directory.

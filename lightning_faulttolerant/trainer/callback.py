@@ -55,7 +55,7 @@ class FaultTolerance(AnyCallback):
             far above the recent ones; or a function of a `MeasuredStep` that returns a bool. The state before the step
             is saved, and never removed. Exceptions are incidents, too. It needs a capture before each batch and a
             wait for the device after each backward pass. Default: nothing is recorded.
-        attribute: Whether the step of an incident is run again at once, in a process of its own. If it differs, the
+        attribute: Whether the step of an incident is run again at once, in its own process. If it differs, the
             cause is the hardware or a kernel that is not deterministic. Training waits for at most ten minutes.
         stop_on_incident: Whether an incident ends the run, with an ``IncidentError``. If not, training continues.
         resume_from: Begin a branch: a new run, with its own run id, from a kept autosave of this one. The number of
@@ -98,7 +98,7 @@ class FaultTolerance(AnyCallback):
         ledger: A file that receives a line for each batch, each value that loggers receive, and each autosave, as it
             happens. Two runs can be compared by it. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
         hang: What to do if the run hangs: ``stop``: another process ends the ranks with exit code 60, and writes
-            what each of them was doing beside the autosaves; ``report``: it only writes; ``off``. Default: ``stop``
+            what each of them was doing next to the autosaves; ``report``: it only writes; ``off``. Default: ``stop``
             under ``lightning-faulttolerant run``, which starts the run again, else ``off``.
         hang_timeout: How many seconds a section of the run may take: its setup, a batch, a save, the end of an epoch,
             its teardown. Default: for batches, ten times the slowest of their kind so far, and at least 300; for all

@@ -180,7 +180,7 @@ def test_a_branch_of_a_branch_by_path(copied: Path, capsys: Any, monkeypatch: py
 
 @pytest.mark.parametrize("source", [4, "0:1"])
 def test_a_step_that_is_not_kept_is_refused_with_those_that_are(copied: Path, source: Any) -> None:
-    """The error lists the steps, and nothing is left behind."""
+    """The error lists the steps, and nothing remains."""
     refused = script(copied, resume_from=source)
     assert refused.exit_code == 1
     assert "There is no autosave of" in refused.output

@@ -131,7 +131,7 @@ def left_by(trainer: Trainer, module: LightningModule) -> object:
 
 
 def ended(main: Main, directory: Path, callbacks: Callable[[], list[Callback]] = list) -> tuple[int, str]:
-    """Run a script in a process of its own. Return its exit code and its output; its result is in a file."""
+    """Run a script in its own process. Return its exit code and its output; its result is in a file."""
     directory.mkdir(exist_ok=True)
     result = run(lambda: torch.save(main(callbacks(), directory), directory / "result.pt"))
     return result.exit_code, result.output

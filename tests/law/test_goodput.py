@@ -162,7 +162,7 @@ def test_failures_of_the_history_set_the_pace(tmp_path: Path) -> None:
 
 
 def test_hang_that_ended_a_process_is_told_by_the_next_start(tmp_path: Path) -> None:
-    """What the watcher has noted beside the autosaves becomes a part of the account of its own."""
+    """What the watcher has noted next to the autosaves becomes a separate part of the account."""
 
     def script(*faults: Callback) -> None:
         fit_net([FaultTolerance(tmp_path / "runs", every_n_train_steps=1), *faults], tmp_path)

@@ -131,7 +131,7 @@ def test_a_number_that_belongs_to_another_process_is_left_alone(
 
 
 def test_without_a_companion_a_run_is_not_guarded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each system can start one. The run goes on."""
+    """Not each system can start one. The run continues."""
 
     def refuse(*_: object, **__: object) -> int:
         raise NotImplementedError

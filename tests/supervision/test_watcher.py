@@ -233,7 +233,7 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
 
 
 def test_the_next_start_knows_when_the_last_hang_was(tmp_path: Path) -> None:
-    """Its times are kept beside what was learned, over starts without a hang, and damage means that none is known."""
+    """Its times are kept next to what was learned, over starts without a hang, and damage means that none is known."""
     directory = str(tmp_path)
     assert last_hang(directory) is None
     hung, later = SectionTimes(), SectionTimes()

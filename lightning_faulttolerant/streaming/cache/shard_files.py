@@ -134,7 +134,7 @@ def crc32(path: str) -> str:
 
 @contextlib.contextmanager
 def temporary_for(path: str) -> Iterator[str]:
-    """Yield a temporary path beside a path, to be written and then moved to the path. A leftover file is removed.
+    """Yield a temporary path next to a path, to be written and then moved to the path. A leftover file is removed.
 
     Args:
         path: The final path of the file, in an existing directory.

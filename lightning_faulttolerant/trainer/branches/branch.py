@@ -98,7 +98,7 @@ class Branch:
         return f"{run_id[: _ALLOWED_LENGTH - len(key) - 20]}-{digest}-from-{key}"
 
     def begins(self, found: FoundFit) -> bool:
-        """Return whether a fit begins from the parent's autosave, rather than from one of its own.
+        """Return whether a fit begins from the parent's autosave, rather than from its own.
 
         Args:
             found: The place of the fit's autosaves.

@@ -1,4 +1,4 @@
-"""A second run of the step of an incident: in a process of its own, from the checkpoint of the incident.
+"""A second run of the step of an incident: in its own process, from the checkpoint of the incident.
 
 It is a replay: it gets the state that the step began with, and nothing of this process can be changed by it.
 """

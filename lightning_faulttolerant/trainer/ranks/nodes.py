@@ -175,7 +175,7 @@ class _Meeting:
         self._rank = rank
         self._num_ranks = num_ranks
         self._deadline = deadline
-        # Each fit in these processes has keys of its own. All ranks count alike.
+        # Each fit in these processes has its own keys. All ranks count alike.
         self._prefix = f"{_KEY}/{store.add(f'{_KEY}/calls/{rank}', 1)}"
 
     def connect(self, host: str, node: str) -> tuple[str, dict[int, Link], dict[int, Link]]:

@@ -50,7 +50,7 @@ class Restoring:
         beginning: The object that chooses the checkpoint.
         loaders: The fit's loaders.
         fingerprint: The fingerprint of this run.
-        files: The files that the run has written beside its autosaves.
+        files: The files that the run has written next to its autosaves.
     """
 
     def __init__(

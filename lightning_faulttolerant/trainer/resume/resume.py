@@ -57,7 +57,7 @@ class Resume:
         choice: The checkpoint.
         loaders: The fit's loaders.
         fingerprint: The fingerprint of this run.
-        files: The files that the run has written beside its autosaves.
+        files: The files that the run has written next to its autosaves.
         rank: The rank of this process. The checkpoint holds a state for each rank.
         options: The callback's options. They decide what is an error.
 

@@ -122,7 +122,7 @@ class RunDirectory:
 
     @property
     def record(self) -> RunRecord:
-        """The record of the run that is kept beside its autosaves."""
+        """The record of the run that is kept next to its autosaves."""
         return read_record(self.directory) or RunRecord()
 
     @property

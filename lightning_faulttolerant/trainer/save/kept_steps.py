@@ -42,7 +42,7 @@ class KeptSteps:
         return num_reached > self._num_begun_or(num_reached)
 
     def is_retry_due(self) -> bool:
-        """Return whether the save of a multiple has failed and is to be tried again now. Only rank 0 knows for sure."""
+        """Return whether the save of a multiple has failed and must be tried again now. Only rank 0 knows for sure."""
         return self._retry_at is not None and self._num_steps() >= self._retry_at
 
     def note_taken(self, position: TrainerPosition) -> None:

@@ -50,7 +50,7 @@ _NAME = re.compile(r"\d+(_\d+)?")
 
 
 def queues_again(trainer: Trainer) -> bool:
-    """Return whether the job is to be queued again when it is stopped before its end."""
+    """Return whether the job must be queued again when it is stopped before its end."""
     environment = cluster_environment(trainer)
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 

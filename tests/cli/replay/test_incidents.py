@@ -1,4 +1,4 @@
-"""The step of an incident runs a second time, in a process of its own, and the line of its message replays it."""
+"""The step of an incident runs a second time, in its own process, and the line of its message replays it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Kind:
         moments: When it may come.
         num_ranks: On how many ranks.
         num_workers: The number of loader workers, if the kind needs some.
-        mounts: What has to be a small file system of its own: the shared memory, or the autosaves.
+        mounts: What has to be a small, separate file system: the shared memory, or the autosaves.
     """
 
     cause: Callable[[Place], object]

@@ -55,7 +55,7 @@ class Plan:
         number: At which call of that hook, from 0.
         rank: On which rank.
         seed: For what the kind leaves open.
-        has_mounts: Whether the command has file systems of its own.
+        has_mounts: Whether the command has its own file systems.
     """
 
     directory: str

@@ -20,7 +20,7 @@ STUCK_SECONDS = 10
 
 
 def reports(trial: Trial) -> list[str]:
-    """Return the reports of hangs beside the autosaves."""
+    """Return the reports of hangs next to the autosaves."""
     return [path.read_text() for path in sorted(trial.directory.glob("autosaves/*/hang-*.txt"))]
 
 

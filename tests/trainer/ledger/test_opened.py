@@ -48,7 +48,7 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without argument and variable, or with an empty variable, no ledger is written beside the autosaves."""
+    """Without argument and variable, or with an empty variable, no ledger is written next to the autosaves."""
     monkeypatch.setenv(LEDGER_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
     fit_once(tmp_path)
