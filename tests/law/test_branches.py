@@ -23,7 +23,7 @@ from tests.processes import Ended, run
 from tests.rank_runs import RankNet, for_ranks, shuffled
 from tests.runs import Net, fit_net
 from tests.scripts import tell, told, weights
-from tests.sharded import ShardedNet
+from tests.sharded import ShardedNet, fsdp2
 
 
 class Tuned(Net):
@@ -230,10 +230,9 @@ def group(directory: Path, name: str, module: type[LightningModule], fault: Call
 @pytest.mark.parametrize("module", [RankNet, ShardedNet])
 def test_two_ranks(tmp_path: Path, module: Any) -> None:
     """Both ranks begin and continue the branch, also from an autosave in shards."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
 
     def options() -> dict[str, Any]:
-        return {"strategy": ModelParallelStrategy()} if module is ShardedNet else {}
+        return {"strategy": fsdp2()} if module is ShardedNet else {}
 
     assert group(tmp_path, "whole", module, None, **options()) == 0
     assert group(tmp_path, "branch", module, KillAt(4), resume_from=6, **options()) != 0

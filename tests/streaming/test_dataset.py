@@ -430,11 +430,11 @@ def test_the_place_of_another_reader_is_refused(directory: str) -> None:
 
 
 def test_a_loader_whose_iterator_was_moved_says_that_it_cannot_know(directory: str) -> None:
-    """A loader with an iterator that was moved behind its back raises, since its count is not a place."""
+    """If a state is loaded into the iterator itself, the loader raises, since its count is not a place."""
     loader = StreamingDataLoader(StreamingDataset(directory), batch_size=8)
     made = iter(loader)
     next(made)
     elsewhere = iter(loader.dataset)
     elsewhere.load_state_dict(elsewhere.state_dict())
-    with pytest.raises(StreamingError, match="moved"):
+    with pytest.raises(StreamingError, match="doesn't know its position"):
         loader.state_dict()

@@ -71,6 +71,7 @@ class Restoring:
         self._trust = Trust(options)
         self._start: _Start | None = None
         self._optimizers: _Optimizers | None = None
+        self._settings: ChangedSettings | None = None
 
     @property
     def resume(self) -> Resume | None:
@@ -109,6 +110,8 @@ class Restoring:
                 original(checkpoint_path, *args, **kwargs)
             return
         grown = GrownBuffers(self._trainer.lightning_module)
+        if self._trainer.optimizers:  # a strategy that shards loads them together with the weights
+            self._settings = ChangedSettings(self._trainer)
         choice = self._beginning.choose(checkpoint_path)
         self._loaders.share_seeds(self._beginning.ranks)
         if choice.is_autosave and engine_of(self._trainer) is not None:
@@ -154,7 +157,7 @@ class Restoring:
             compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
         changes = None
         if self._optimizers is None:
-            changes = ChangedSettings(self._trainer)
+            changes = self._settings or ChangedSettings(self._trainer)
             own = self._optimizers = _Optimizers(groups=ParamGroups(self._trainer), replaced=Replaced(self._trainer))
             if choice is not None and choice.part is not None:
                 if self.resume is not None:
