@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import re
-import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -24,7 +23,14 @@ from typing import final
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.contents import verify_directory
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    hostname,
+    read_manifest,
+    save_manifest,
+    this_process,
+)
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import is_alive, this_machine
 from lightning_faulttolerant.storage.atomic_file import (
@@ -117,21 +123,12 @@ def is_abandoned(path: Path) -> bool:
         last_change = max(os.lstat(changed).st_mtime for changed in paths)
     except FileNotFoundError:  # its writer is at work, or another process is deleting it
         return False
-    if owner.get("hostname") != _hostname() or owner.get("machine", "") != this_machine():
+    if owner.get("hostname") != hostname() or owner.get("machine", "") != this_machine():
         return time.time() - last_change > ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or an earlier process with the same id, as in containers
         return str(path) not in being_written
     return not (isinstance(process_id, int) and is_alive(process_id))
-
-
-def this_process() -> dict[str, str | int]:
-    """Describe this process, as the owner of a directory."""
-    return {"hostname": _hostname(), "machine": this_machine(), "process_id": os.getpid()}
-
-
-def _hostname() -> str:
-    return socket.gethostname().replace("/", "_")
 
 
 _logger = logging.getLogger(__name__)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.processes import this_machine
 from lightning_faulttolerant.storage.atomic_file import atomic_writer
 from lightning_faulttolerant.storage.store import open_file, open_store
 
@@ -253,3 +255,13 @@ def _entry(name: str, value: object) -> FileEntry:
     if type(crc32) is not str or len(crc32) != 8 or not _HEX_DIGITS.issuperset(crc32):
         raise _BadManifest(f"has no CRC32 of {name!r}")
     return FileEntry(size_bytes=size_bytes, crc32=int(crc32, 16))
+
+
+def this_process() -> dict[str, str | int]:
+    """Describe this process, as the owner of a directory."""
+    return {"hostname": hostname(), "machine": this_machine(), "process_id": os.getpid()}
+
+
+def hostname() -> str:
+    """Return the name of this machine, as manifests have it."""
+    return socket.gethostname().replace("/", "_")

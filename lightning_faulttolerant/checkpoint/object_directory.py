@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 
-from lightning_faulttolerant.checkpoint.directory_series import this_process
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
     encoded,
     read_manifest,
+    this_process,
 )
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.store import Store, create_file, is_url

@@ -14,8 +14,8 @@ from typing import IO, Any
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.described import TensorInfo
-from lightning_faulttolerant.checkpoint.rank_states import DATA, check, states_in, with_state_of
-from lightning_faulttolerant.checkpoint.schema import KEY
+from lightning_faulttolerant.checkpoint.rank_states import check, with_state_of
+from lightning_faulttolerant.checkpoint.schema import DATA, KEY, states_in
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import damage_named, is_no_file, load_open_file, verify_open_file

@@ -12,24 +12,17 @@ import io
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.state.packing import tensor_to_blob
 
-RANKS: Final = "ranks"
-"""The key of our part for the states that are not bytes, by rank."""
-STATES: Final = "states"
-"""The key of our part for the bytes of all ranks."""
-DATA: Final = "data"
-"""The key for the bytes, one rank after the other."""
-INDEX: Final = "index"
-"""The key for the length and the CRC32 of each rank's bytes, an integer tensor with a row for each rank."""
 _ONLY = "only"
 
 
@@ -104,12 +97,6 @@ def check(part: Mapping[str, Any], rank: int) -> None:
     """
     if part[RANKS][rank] is None:
         _bytes_of(part, rank)
-
-
-def states_in(part: object) -> Mapping[str, Any] | None:
-    """Return what our part of a checkpoint holds under `STATES`, or ``None`` if it holds no state as bytes."""
-    states = part.get(STATES) if isinstance(part, Mapping) else None
-    return states if isinstance(states, Mapping) and {INDEX, DATA} <= states.keys() else None
 
 
 def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -24,6 +24,20 @@ PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
 PICKLED: Final = "pickled"
 """The key for the objects of Lightning's part that are kept as bytes."""
+RANKS: Final = "ranks"
+"""The key of our part for the states that are not bytes, by rank."""
+STATES: Final = "states"
+"""The key of our part for the bytes of all ranks."""
+DATA: Final = "data"
+"""The key for the bytes, one rank after the other."""
+INDEX: Final = "index"
+"""The key for the length and the CRC32 of each rank's bytes, an integer tensor with a row for each rank."""
+
+
+def states_in(part: object) -> Mapping[str, Any] | None:
+    """Return what our part of a checkpoint holds under `STATES`, or ``None`` if it holds no state as bytes."""
+    states = part.get(STATES) if isinstance(part, Mapping) else None
+    return states if isinstance(states, Mapping) and {INDEX, DATA} <= states.keys() else None
 
 
 class _RequiredPosition(TypedDict):

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import IO
 
 from lightning_faulttolerant.checkpoint.described import TensorInfo
-from lightning_faulttolerant.checkpoint.rank_states import DATA, INDEX, states_in
-from lightning_faulttolerant.checkpoint.schema import KEY
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, states_in
 from lightning_faulttolerant.checkpoint.summary import Summary, begin_of, read_summary
 from lightning_faulttolerant.errors import DamagedCheckpointError
 

@@ -11,8 +11,8 @@ from typing import Any, final
 from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
-from lightning_faulttolerant.checkpoint.rank_states import RANKS, check
-from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED
+from lightning_faulttolerant.checkpoint.rank_states import check
+from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, RANKS
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
