@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_faulttolerant.state.objects.users import _installed
-from tests.s3 import CREDENTIALS, client, free_port, wait_for
+from tests.s3 import CREDENTIALS, client, free_port, start_listening
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-stores"
 WARNING = "ignore:Sending a large body directly:ResourceWarning"
@@ -43,18 +43,7 @@ class Emulator:
     def start(self) -> tuple[subprocess.Popen[bytes], str]:
         """Start a server; return it with its port."""
         port = free_port()
-        server = subprocess.Popen(
-            self.command(port),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            wait_for(port)
-        except BaseException:
-            server.kill()
-            raise
+        server = start_listening(self.command(port), port)
         return server, str(port)
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # The name, not the number, so that names are resolved here as anywhere else.
@@ -33,9 +33,18 @@ def s3_server(**environment: str) -> Iterator[str]:
 def start_server(**environment: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start moto's server; return it with its address."""
     port = free_port()
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    server = start_listening(command, port, {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE), **environment})
+    return server, f"http://{HOST}:{port}"
+
+
+def start_listening(
+    command: list[str], port: int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server, in its own session, and wait until it listens at a port."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE), **environment},
+        command,
+        env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -46,7 +55,7 @@ def start_server(**environment: str) -> tuple[subprocess.Popen[bytes], str]:
     except BaseException:
         server.kill()
         raise
-    return server, f"http://{HOST}:{port}"
+    return server
 
 
 def free_port() -> int:

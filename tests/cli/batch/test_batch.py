@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -99,7 +98,6 @@ def test_an_epoch_that_an_exception_has_ended(tmp_path: Path, own: tuple[str, ..
     assert f"  train/0: {listed(seen(tmp_path)[1, 4])}\n" in found.output
     later = batch(tmp_path, "--epoch", "1", "--batch", "8", arguments=arguments)
     (tmp_path / "out" / "again").touch()
-    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     continued = train(tmp_path, *arguments)
     assert continued.exit_code == 0, continued.output
     assert f"  train/0: {listed(seen(tmp_path)[1, 8])}\n" in later.output
