@@ -122,7 +122,8 @@ def _cut(chapter: Chapter) -> _Cut:
                 cut.until(min(until, process.began), HUNG, index - 1)
             cut.until(process.began, DOWN, index - 1)
         hang = hangs[index] if index < len(hangs) else None
-        if hang is not None and hang[0] > process.began:
+        last = max((ended for fit in process.fits for _, ended, _ in _stretches(fit)), default=process.began)
+        if hang is not None and hang[0] > max(last, process.began):
             cut.limit = hang[0]  # what ends a process that hangs may let it write a last line
         has_trained = False
         for fit in process.fits:
