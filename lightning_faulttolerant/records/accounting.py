@@ -112,19 +112,13 @@ def _data_seconds(cut: _Cut, chapter: Chapter) -> Iterator[float]:
 def _cut(chapter: Chapter) -> _Cut:
     """Return the segments of a chapter in order of time; each begins where the previous one ends."""
     cut = _Cut(chapter.processes[0].began)
-    hangs = [process.hang for process in chapter.processes[1:]]
     for index, process in enumerate(chapter.processes):
-        cut.limit = math.inf
         if index:
             if process.hang is not None:
                 since, until = process.hang
                 cut.until(min(since, process.began), DOWN, index - 1)
                 cut.until(min(until, process.began), HUNG, index - 1)
             cut.until(process.began, DOWN, index - 1)
-        hang = hangs[index] if index < len(hangs) else None
-        last = max((ended for fit in process.fits for _, ended, _ in _stretches(fit)), default=process.began)
-        if hang is not None and hang[0] > max(last, process.began):
-            cut.limit = hang[0]  # what ends a process that hangs may let it write a last line
         has_trained = False
         for fit in process.fits:
             lead = OUTSIDE if has_trained else RESTARTING if index else STARTING
@@ -140,7 +134,6 @@ def _cut(chapter: Chapter) -> _Cut:
                 _cut_fit(cut, fit, index)
                 has_trained = True
             cut.until(fit.last_seen, lead, index)
-    cut.limit = math.inf
     if chapter.done is not None:
         cut.until(chapter.done, OUTSIDE, len(chapter.processes) - 1)
     return cut
@@ -196,14 +189,11 @@ class _Cut:
     def __init__(self, began: float) -> None:
         self.segments: list[Segment] = []
         self.end = began
-        self.limit = math.inf
-        """No segment is added beyond this time."""
         self.redos: list[tuple[int, int, float]] = []
         """For each fit that continues: the index of its process, its number, and the time of its state."""
 
     def until(self, end: float, kind: str, process: int, fit: int | None = None) -> None:
         """Add a segment up to a time, unless that time has passed already."""
-        end = min(end, self.limit)
         if end > self.end:
             self.segments.append(Segment(kind=kind, began=self.end, ended=end, process=process, fit=fit))
             self.end = end

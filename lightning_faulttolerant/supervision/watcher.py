@@ -143,5 +143,5 @@ class HangWatcher:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
         self.times.note_hang(marks, seconds)
-        self._since_write = _WRITE_EVERY_SECONDS  # the next start needs to know it
+        self.close()  # the next start needs to know it
         return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))

@@ -156,15 +156,6 @@ def test_hang_is_no_time_without_a_process() -> None:
     assert account.goodput_while_up == 110 / (account.total - 4.5)
 
 
-def test_hang_counts_although_its_process_writes_an_end() -> None:
-    """A process that hangs may write a last line when it is ended. It did not train until then."""
-    story = Story().begin().start().train(100).autosave().train(6).alive()
-    since = story.now
-    story.wait(300).end("SystemExit")
-    story.wait(1).begin(hang=(since, since + 300)).start(resumed=0, name=story.newest, batch=1).train(10).end().done()
-    assert account_of(story) == {"training": 110, "redone": 6, "hung": 300, "down": 1}
-
-
 def test_hang_of_an_earlier_process_counts_once() -> None:
     """Each later start tells of the last hang, which is over by then."""
     story = Story().begin().start().train(100).autosave().end("ValueError")
