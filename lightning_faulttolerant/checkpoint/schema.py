@@ -22,6 +22,8 @@ MARK: Final = "run"
 """The key for the mark of the run; each checkpoint of a run has it."""
 PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
+CREATED: Final = "created"
+"""The key for the settings with which optimizers and schedulers were created."""
 PICKLED: Final = "pickled"
 """The key for the objects of Lightning's part that are kept as bytes."""
 RANKS: Final = "ranks"
@@ -87,6 +89,7 @@ class _Changes(TypedDict, total=False):
     param_groups: list[list[list[str]]] | None
     replaced: dict[str, list[str]] | None
     grown: Mapping[str, str]
+    created: Mapping[str, Any]
 
 
 class _Origin(TypedDict):

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.schema import PICKLED, Changes
+from lightning_faulttolerant.checkpoint.schema import CREATED, PICKLED, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import spikes_restored
@@ -101,6 +101,7 @@ class Restoring:
             GROUPS: self._optimizers.groups.state_dict(),
             REPLACED: self._optimizers.replaced.state_dict(),
             GROWN: self._start.grown.state_dict(),
+            **({} if self._settings is None else {CREATED: self._settings.state_dict()}),
         }
 
     def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +158,7 @@ class Restoring:
             compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
         changes = None
         if self._optimizers is None:
-            changes = self._settings or ChangedSettings(self._trainer)
+            changes = self._settings = self._settings or ChangedSettings(self._trainer)
             own = self._optimizers = _Optimizers(groups=ParamGroups(self._trainer), replaced=Replaced(self._trainer))
             if choice is not None and choice.part is not None:
                 if self.resume is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.checkpoint.schema import PARENT, VERSION, CheckpointPart, Instead
+from lightning_faulttolerant.checkpoint.schema import CREATED, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.branches import Parent, parent_from
@@ -347,7 +347,7 @@ class Resume:
         """
         if self._settings is not None and self._part is not None:
             self._changes = changes
-            self._settings.not_exact += changes.apply(self._part["fingerprint"].get("optimizers", {}))
+            self._settings.not_exact += changes.apply(self._part.get(CREATED))
 
     @property
     def is_pending(self) -> bool:
