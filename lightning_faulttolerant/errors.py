@@ -92,7 +92,7 @@ class ReplayError(FaultToleranceError):
 
 
 class BranchError(FaultToleranceError):
-    """A branch can't begin: the autosave that ``resume_from`` names does not exist, or is none."""
+    """A branch can't begin: its autosave does not exist, or a changed setting can't take effect on it."""
 
 
 class IncidentError(FaultToleranceError):

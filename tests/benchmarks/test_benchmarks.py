@@ -75,7 +75,7 @@ def test_gathering_takes_what_its_pieces_take(tmp_path: Path) -> None:
         assert all(seconds > 0 for seconds in many.values())
         pieces = (many[f"{key}_s"] for key in ("network", "join", "check", "write"))
         assert many["save_s"] == pytest.approx(sum(pieces))
-    assert figures["exchanged"]["2"]["descriptors"] > 1
+    assert figures["exchanged"]["2"]["descriptors"] == 1  # the other rank
 
 
 @pytest.mark.slow
