@@ -199,12 +199,10 @@ class _Reader:
         token = _text(line, "process")
         is_same = bool(self._processes) and self._processes[-1].token == token and self.chapters[-1].done is None
         if not is_same:
-            told, hang = _time(line.get("process_began")), _hang(line.get("hang"))
-            # An interpreter may wait, already started, for the process that hangs to end.
-            earliest = before if hang is None else max(before, hang[1])
-            began = min(self._now if told is None else max(told, earliest), self._now)
+            told = _time(line.get("process_began"))
+            began = min(self._now if told is None else max(told, before), self._now)
             process = _Process(token=token, began=began, pid=_whole(line.get("pid")), host=_text(line, "host"))
-            process.hang = hang
+            process.hang = _hang(line.get("hang"))
             self._add_process(process)
         function = _text(line, "function")
         fit = _Fit(number=number, began=self._now, last_seen=self._now)
