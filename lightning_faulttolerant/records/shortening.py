@@ -58,10 +58,13 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
     needed: set[int] = set()
     for event in (AUTOSAVE, VALIDATION) if num_kept else ():
         needed.update([index for index, line in enumerate(lines) if line.get("event") == event][-num_kept:])
-    for index, line in enumerate(lines):  # the last line of each fit
+    waited: int | None = None
+    for index, line in enumerate(lines):  # the last line of each fit, and the last that says how long it waited for data
+        waited = index if "data" in line else waited
         following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
         if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
-            needed.add(index)
+            needed.update((index,) if waited is None else (index, waited))
+            waited = None
     by_name: dict[tuple[object, object], int] = {}
     marks: dict[object, _Marks] = {}
     for index, line in enumerate(lines):
