@@ -27,7 +27,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``skipped``: a training batch is left out. Its place, ``text`` (why it could not be loaded, or empty). ``start`` has
   ``skipped``, a list of [epoch, batch], if earlier processes have left batches out.
 - ``order``: the order of the samples in an epoch, once it is over. ``epoch``, and ``loaders``: by place, how all ranks
-  share the samples (see `loader/remaining_batches.py`), or ``null`` where that is not known.
+  share the samples (see `loader/remaining_batches.py`), or ``null`` where that is not known; ``num_batches``: how many
+  batches the epoch has, or ``null``.
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached. For each stretch of time,
   only the last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or
   ``null``), ``tries`` (saves that failed so far), ``text`` (why the last of them failed).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
@@ -142,18 +144,25 @@ class Training:
     def end_epoch(self, original: Method) -> None:
         """Replace the fit loop's ``on_advance_end``."""
         self._supervision.in_section(END_OF_EPOCH)
-        self.note_order()
+        self.note_order(is_over=True)
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if resumed is None:
             original()
         else:
             resumed.end(original)
 
-    def note_order(self) -> None:
-        """Note in the history in which order the epoch in progress has its samples."""
-        epoch = self._trainer.current_epoch
+    def note_order(self, *, is_over: bool = False) -> None:
+        """Note in the history in which order the epoch in progress has its samples.
+
+        Args:
+            is_over: Whether it has no further batch.
+        """
+        epoch, limit = self._trainer.current_epoch, self._trainer.num_training_batches
+        num_batches = int(limit) if math.isfinite(limit) else None
+        if is_over:
+            num_batches = compat.num_completed(self._trainer) or num_batches
         orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
-        self._beginning.history.order(epoch, orders)
+        self._beginning.history.order(epoch, orders, num_batches)
 
     def before_batch(self) -> None:
         """Pass the boundary before a training batch."""

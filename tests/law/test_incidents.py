@@ -244,6 +244,33 @@ def test_manual_optimization(tmp_path: Path, which: int) -> None:
     assert bool(incident.without) == (which == 1)
 
 
+class Scales(Net):
+    """Scales its losses by itself. In one step, the loss is finite, and its gradients are not, as in an overflow."""
+
+    def __init__(self, *, is_enabled: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        number = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        output = self.layers(batch)
+        loss = output.square().mean() + ((output * 0).square().sum().sqrt() if number == STEP else 0)
+        optimizer.zero_grad()
+        self.manual_backward(self.scaler.scale(loss))
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_scaler_of_a_module_may_meet_an_overflow(tmp_path: Path, is_enabled: bool) -> None:
+    """It is the scaler's way to find the scale, as with Lightning's own; a scaler that is off finds none."""
+    ended = trained(tmp_path, {"record": "nan"}, module=Scales(is_enabled=is_enabled))
+    assert ended.exit_code == 0, ended.output
+    assert [one.step for one in incidents(tmp_path).values()] == ([] if is_enabled else [STEP])
+
+
 class AddsToCheckpoints(Spoilt):
     """Adds to a checkpoint what it is now."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.records.skips import SKIP_VARIABLE
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -87,6 +90,58 @@ def test_each_other_batch_is_trained_once(tmp_path: Path, window: int, skips: li
     assert round(module.weight.item() * window, 9) == sum(2**batch for batch in range(6) if batch not in skips)
     assert trainer.global_step == num_steps
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5  # the epoch is over, whichever batch was its last
+
+
+class Stream(IterableDataset[list[Tensor]]):
+    """Six batches, each a power of two; nobody knows beforehand that they are six."""
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter([[torch.tensor(2.0**number, dtype=torch.float64)] for number in range(6)])
+
+
+def fit_stream(directory: Path, skips: list[int], *faults: Callback, **options: Any) -> float:
+    """Fit an epoch of the stream, with accumulated gradients, and return the weight."""
+    often = {"train_time_interval": timedelta(microseconds=1)}  # also within a window
+    own = FaultTolerance(skip_batches=[(0, batch) for batch in skips], **{**often, **options})
+    trainer = make_trainer([own, *faults], directory, max_epochs=1, accumulate_grad_batches=4)
+    module = Exact()
+    trainer.fit(module, DataLoader(Stream(), batch_size=None))
+    return round(module.weight.item() * 4, 9)
+
+
+def test_no_gradient_gets_lost_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody knew that the batch left out is the last of its epoch: the gradients before it have no step."""
+    with pytest.raises(NotExactError, match=r"batch 5 of epoch 0 ends a window of accumulated gradients"):
+        fit_stream(tmp_path / "strict", [5])
+    assert fit_stream(tmp_path / "lax", [5], strict=False) == 2**4 - 1
+    assert "These gradients are lost, as strict=False allows." in caplog.text
+
+
+@pytest.mark.parametrize("skips", [[4, 5], [5, 6, 7], [3], [0, 1, 2, 3]], ids=str)
+def test_a_stream_loses_none_if_its_windows_are_known(tmp_path: Path, skips: list[int]) -> None:
+    """A whole window, or all that it may still have, can be left out of a stream."""
+    assert fit_stream(tmp_path, skips) == sum(2**batch for batch in range(6) if batch not in skips)
+
+
+def test_a_request_within_a_window_may_come_too_late(tmp_path: Path) -> None:
+    """The batches before it are trained, and wait for a step after it: it is refused, wherever the epoch ends."""
+    killed = run(lambda: fit_stream(tmp_path, [], KillAt(3)))
+    assert killed.exit_code == -signal.SIGKILL, killed.output
+    late = run(lambda: fit_stream(tmp_path, [3]))
+    assert "before batch 3 of epoch 0" in late.output
+    assert late.exit_code == 1
+    assert "batch 3 of epoch 0 ends a window of accumulated gradients" in late.output
+
+
+def test_a_request_of_an_earlier_start_comes_in_time(tmp_path: Path) -> None:
+    """After a resume within the window, its step is known to have been made."""
+    options: dict[str, Any] = {"train_time_interval": None, "every_n_train_steps": 1}  # after the step, not after 3
+    killed = run(lambda: fit_stream(tmp_path, [3], KillAt(4), **options))
+    assert killed.exit_code == -signal.SIGKILL, killed.output
+    resumed = run(lambda: tell(tmp_path, "weight", fit_stream(tmp_path, [], **options)))
+    assert resumed.exit_code == 0, resumed.output
+    assert "before batch 3 of epoch 0" in resumed.output
+    assert told(tmp_path, "weight") == [2**6 - 1 - 2**3]
 
 
 def test_an_epoch_whose_last_batch_is_left_out_validates(tmp_path: Path) -> None:

@@ -71,14 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
             return _show_sample(arguments.sample, known, directory, fit=arguments.fit)
         deals = known.epochs.get(arguments.epoch)
         if deals is None or None in deals.values():
-            deals = in_autosaves(directory, arguments.fit, arguments.epoch) or deals
+            found = in_autosaves(directory, arguments.fit, arguments.epoch)
+            if found is not None:
+                deals, limit = found
+                known.num_batches.update({} if limit is None else {arguments.epoch: limit})
     return _show_batch((arguments.epoch, arguments.batch), deals, known, directory, words=words, fit=arguments.fit)
 
 
 def _problem(arguments: argparse.Namespace) -> str | None:
     is_batch = arguments.epoch is not None and arguments.batch is not None
     if arguments.sample is not None:
-        return "--sample excludes --epoch and --batch" if arguments.epoch or arguments.batch is not None else None
+        is_alone = arguments.epoch is None and arguments.batch is None
+        return None if is_alone else "--sample excludes --epoch and --batch"
     return None if is_batch else "which batch? Give --epoch and --batch, or --sample"
 
 
@@ -114,7 +118,8 @@ def _show_batch(
             f"the order of epoch {epoch} is not known: it has not ended, or the run is of an older version. Known"
             f" epochs: {listed}. The batch itself can be looked at: {_replay_line(place, words)}"
         )
-    found = {name: None if deal is None else samples_of(deal, batch) for name, deal in deals.items()}
+    limit = known.num_batches.get(epoch)
+    found = {name: None if deal is None else samples_of(deal, batch, limit) for name, deal in deals.items()}
     unknown = [name for name, deal in deals.items() if deal is None]
     if not unknown and all(samples is None for samples in found.values()):
         print(safe(f"Epoch {epoch} of fit {fit} has no batch {batch}."))
@@ -145,7 +150,7 @@ def _show_sample(sample: int, known: KnownOrders, directory: str, *, fit: int) -
         for name, deal in deals.items():
             if deal is None:
                 continue
-            for rank, batch, row in places_of(deal, sample):
+            for rank, batch, row in places_of(deal, sample, known.num_batches.get(epoch)):
                 on = f", rank {rank}" if deal.share.num_ranks > 1 else ""
                 several = f" of {name}" if len(deals) > 1 else ""
                 skipped = ", which was left out" if (epoch, batch) in known.skipped else ""

@@ -35,11 +35,13 @@ class KnownOrders:
         epochs: The deals of each epoch that is known.
         skipped: The batches that were left out: epoch and batch.
         parent: What the run began from, if it is a branch.
+        num_batches: How many batches each epoch has, where that is known: an order may name more samples.
     """
 
     epochs: dict[int, Deals] = field(default_factory=dict)
     skipped: set[tuple[int, int]] = field(default_factory=set)
     parent: Parent | None = None
+    num_batches: dict[int, int] = field(default_factory=dict)
 
 
 def orders_of(directory: str, fit: int) -> KnownOrders:
@@ -55,28 +57,48 @@ def orders_of(directory: str, fit: int) -> KnownOrders:
         seen.add(parent.directory)
         older = _in_history(parent.directory, fit)
         for epoch, deals in older.epochs.items():
-            if epoch <= parent.epoch:
-                known.epochs.setdefault(epoch, deals)
+            if epoch <= parent.epoch and epoch not in known.epochs:
+                known.epochs[epoch] = deals
+                known.num_batches.update({epoch: older.num_batches[epoch]} if epoch in older.num_batches else {})
         known.skipped.update(skip for skip in older.skipped if skip < (parent.epoch, parent.batch))
         parent = older.parent
     return known
 
 
 def _in_history(directory: str, fit: int) -> KnownOrders:
-    epochs: dict[int, Deals] = {}
-    skipped: set[tuple[int, int]] = set()
-    parent = None
+    known = KnownOrders()
     for line in _lines(directory):
         if line.get("fit") != fit:
             continue
-        if line.get("event") == ORDER and isinstance(line.get("epoch"), int):
+        epoch, batch = line.get("epoch"), line.get("batch")
+        if line.get("event") == START:
+            known = _from_start(known, line)
+        elif not isinstance(epoch, int):
+            continue
+        elif line.get("event") == ORDER:
             deals = {str(place): _of_line(state) for place, state in mapping(line.get("loaders")).items()}
-            epochs[int(line["epoch"])] = deals
-        elif line.get("event") == SKIPPED:
-            skipped.add((line.get("epoch"), line.get("batch")))  # type: ignore[arg-type]  # only compared
-        elif line.get("event") == START:
-            parent = parent_from(line.get("parent"))
-    return KnownOrders(epochs=epochs, skipped=skipped, parent=parent)
+            known.epochs[epoch] = deals
+            known.num_batches.pop(epoch, None)
+            if isinstance(line.get("num_batches"), int):
+                known.num_batches[epoch] = int(line["num_batches"])
+        elif line.get("event") == SKIPPED and isinstance(batch, int):
+            known.skipped.add((epoch, batch))
+    return known
+
+
+def _from_start(known: KnownOrders, start: Line) -> KnownOrders:
+    """Return what of the history still holds when a process starts: it begins a run, or continues from its place."""
+    parent, epoch, batch = parent_from(start.get("parent")), start.get("epoch"), start.get("batch")
+    if not start.get("continues"):
+        return KnownOrders(parent=parent)
+    if not isinstance(epoch, int) or not isinstance(batch, int):
+        return replace(known, parent=parent)
+    return KnownOrders(
+        epochs={number: deals for number, deals in known.epochs.items() if number <= epoch},
+        skipped={skip for skip in known.skipped if skip < (epoch, batch)},
+        parent=parent,
+        num_batches={number: found for number, found in known.num_batches.items() if number <= epoch},
+    )
 
 
 def _lines(directory: str) -> list[Line]:
@@ -87,13 +109,16 @@ def _lines(directory: str) -> list[Line]:
         return []
 
 
-def in_autosaves(directory: str, fit: int, epoch: int) -> Deals | None:
-    """Return the deals of an epoch from an autosave within it; ``None`` if there is none.
+def in_autosaves(directory: str, fit: int, epoch: int) -> tuple[Deals, int | None] | None:
+    """Return the deals of an epoch from an autosave within it, and how many batches the epoch has, if that is known.
 
     Args:
         directory: The directory of the run, or its URL.
         fit: The number of the fit.
         epoch: The epoch.
+
+    Returns:
+        ``None`` if there is no such autosave.
     """
     series = AutosaveSeries(open_store(directory).path(f"{FIT}-{fit}"), keep_last=1)
     for path in [*kept_paths(series.store), *series.paths()]:
@@ -105,14 +130,16 @@ def in_autosaves(directory: str, fit: int, epoch: int) -> Deals | None:
         except (OSError, RuntimeError, pickle.UnpicklingError):  # the next one may be sound
             continue
         ranks = mapping(part).get("ranks")
-        places = mapping(unpack_blobs(ranks[0]) if isinstance(ranks, list) and ranks else None, "loaders", "places")
+        state_of_rank = unpack_blobs(ranks[0]) if isinstance(ranks, list) and ranks else None
+        places = mapping(state_of_rank, "loaders", "places")
         deals = {
             str(place): None if mapping(state).get("streams") else _of_record(mapping(state).get("record"))
             for place, state in places.items()
             if str(place).startswith(_TRAIN)
         }
         if any(deals.values()):
-            return deals
+            limit = mapping(state_of_rank, "trainer").get("num_training_batches")
+            return deals, limit if isinstance(limit, int) else None
     return None
 
 
@@ -142,14 +169,17 @@ def _deal(state: Any) -> RemainingBatches | None:
         return None
 
 
-def samples_of(deal: RemainingBatches, batch: int) -> list[list[int]] | None:
+def samples_of(deal: RemainingBatches, batch: int, num_batches: int | None) -> list[list[int]] | None:
     """Return the samples of a batch of an epoch, for each rank; ``None`` if the epoch has no such batch.
 
     Args:
         deal: How the samples of the epoch are shared.
         batch: The number of the batch, from 0.
+        num_batches: How many batches the epoch has, if that is known.
     """
     found = []
+    if batch >= _end(deal, num_batches):
+        return None
     for rank in range(deal.share.num_ranks):
         own = replace(deal, share=replace(deal.share, rank=rank))
         if not own.first_batch <= batch < own.first_batch + own.num_batches:
@@ -159,17 +189,25 @@ def samples_of(deal: RemainingBatches, batch: int) -> list[list[int]] | None:
     return found
 
 
-def places_of(deal: RemainingBatches, sample: int) -> Iterator[tuple[int, int, int]]:
+def places_of(deal: RemainingBatches, sample: int, num_batches: int | None) -> Iterator[tuple[int, int, int]]:
     """Yield rank, batch, and row of a sample in an epoch, for each time that it comes.
 
     Args:
         deal: How the samples of the epoch are shared.
         sample: The index of the sample.
+        num_batches: How many batches the epoch has, if that is known.
     """
     for rank in range(deal.share.num_ranks):
         own = replace(deal, share=replace(deal.share, rank=rank))
-        for number, batch in enumerate(own.batches()):
+        for number, batch in enumerate(own.batches(), own.first_batch):
+            if number >= _end(deal, num_batches):
+                break
             rows = batch if isinstance(batch, list) else [batch]
             for row, index in enumerate(rows):
                 if index == sample:
-                    yield rank, own.first_batch + number, row
+                    yield rank, number, row
+
+
+def _end(deal: RemainingBatches, num_batches: int | None) -> float:
+    is_cut = deal.end < deal.order.length  # then it has no other batches, and their numbers begin later
+    return float("inf") if is_cut or num_batches is None else num_batches

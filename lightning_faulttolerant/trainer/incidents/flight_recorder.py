@@ -16,7 +16,7 @@ from lightning_faulttolerant.errors import IncidentError, RanksLostError
 from lightning_faulttolerant.records.incidents import Incident
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
-from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, not_finite, sums_of_step
+from lightning_faulttolerant.trainer.incidents.measuring import has_scaler, loss_and_norm, not_finite, sums_of_step
 from lightning_faulttolerant.trainer.incidents.rules import NUM_LOSSES, MeasuredStep, Rule, what_happened
 from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
 from lightning_faulttolerant.trainer.patches import Patches
@@ -75,7 +75,7 @@ class FlightRecorder:
 
     def _measured(self, seen: SeenStep) -> MeasuredStep:
         module = self._trainer.lightning_module
-        is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None or has_scaler(module)
         gradients = [] if is_scaled else [p.grad for p in module.parameters() if isinstance(p.grad, Tensor)]
         loss, norm = loss_and_norm(seen.loss, gradients)
         return MeasuredStep(

@@ -52,6 +52,11 @@ def _wide(values: Tensor) -> Tensor:
     return values.float() if values.device.type == "mps" else values.double()
 
 
+def has_scaler(module: LightningModule) -> bool:
+    """Return whether an attribute of the module is a gradient scaler that is enabled, as in manual optimization."""
+    return any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(module).values())
+
+
 def not_finite(module: LightningModule) -> tuple[str, ...]:
     """Return the names of the parameters with a gradient that is not finite."""
     grads = ((name, parameter.grad) for name, parameter in module.named_parameters())

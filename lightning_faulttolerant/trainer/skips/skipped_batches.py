@@ -4,7 +4,8 @@ A batch that is left out is loaded like any other: samplers, data sets, and work
 its number, so later batches keep theirs. Nothing else happens: no hook, no step, no scheduler of steps.
 
 With accumulated gradients, it stays in its window of batches: the optimizer steps after the last batch of the window
-that is trained. If all batches of a window are left out, it does not step.
+that is trained. If all batches of a window are left out, it does not step. Which batch that is must be known in time:
+if the rest of a window turns out to be left out only when its gradients wait for a later batch, that is an error.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class SkippedBatches:
         given = {*requested, *skips_requested()}
         self._wanted: set[Skip] = set(ranks.from_first("the batches to leave out", sorted(given)))
         self._done: list[Skip] = []
+        self._began: Skip = (-1, -1)
+        """The first place of this start."""
+        self._wanted_before: set[Skip] = set()
+        """The batches to leave out that were known when the batches before this start were trained."""
         self.on_skipped: Sequence[Callable[[int, int], None]] = ()
         """Called with epoch and batch of each batch that is left out, once it is loaded."""
 
@@ -70,7 +75,9 @@ class SkippedBatches:
         here = (-1, -1) if position is None else (position.epoch, position.batch)
         done = [(epoch, batch) for epoch, batch in saved.get("done", ())]
         self._done = [skip for skip in done if skip < here]  # the state may be older than the save
-        self._wanted |= {(epoch, batch) for epoch, batch in saved.get("wanted", ())}
+        self._began = here
+        self._wanted_before = {(epoch, batch) for epoch, batch in saved.get("wanted", ())}
+        self._wanted |= self._wanted_before
         late = sorted(skip for skip in self._wanted - {*self._done} if skip < here)
         for skip in late:
             _log.warning(
@@ -114,7 +121,8 @@ class SkippedBatches:
             fetcher: The fetcher of the epoch.
 
         Raises:
-            NotExactError: If ``training_step`` fetches its batches by itself.
+            NotExactError: If ``training_step`` fetches its batches by itself, or if this batch is the last of its
+                window, and the gradients of an earlier one wait for it.
         """
         trainer, place = self._trainer, compat.next_batch(self._trainer)
         if step_fetches(trainer):
@@ -134,6 +142,7 @@ class SkippedBatches:
     def _fetch(self, fetcher: Any) -> str:
         """Fetch the batch. Return why it could not be loaded, if the loader has moved past it nevertheless."""
         is_ahead = fetches_ahead(self._trainer)  # then it is the batch after this one that is loaded
+        why = ""
         try:
             next(fetcher)
         except StopIteration:
@@ -142,8 +151,34 @@ class SkippedBatches:
             if is_ahead or not self._loaders.count_failed_fetch():
                 raise
             compat.count_failed_fetch(fetcher)
-            return f"{type(error).__name__}: {error}".strip().splitlines()[-1]
-        return ""
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[-1]
+        self._check_window(is_last=fetcher.done)
+        return why
+
+    def _check_window(self, *, is_last: bool) -> None:
+        """Check that no gradients get lost if the next batch, which is left out, ends its window.
+
+        Args:
+            is_last: Whether it is the last batch of the epoch.
+        """
+        epoch, batch = place = compat.next_batch(self._trainer)
+        first, end = self._window_of(batch)
+        if not self._trainer.lightning_module.automatic_optimization or not (is_last or batch + 1 == end):
+            return
+        left_out = {*self._done, place}
+        trained = [number for number in range(first, batch) if (epoch, number) not in left_out]
+        if not trained or self._steps_after(epoch, trained[-1]):
+            return
+        lost = (
+            f"skip_batches: {in_words(place)} ends a window of accumulated gradients, and the gradients of the window"
+            " wait for it: when its earlier batches were trained, nobody knew that it ends without this one"
+        )
+        if self._loaders.exactness.strict:
+            raise NotExactError(
+                f"{lost}. Leave out all batches of the window, from an autosave before it, or give the loader a length;"
+                " or pass FaultTolerance(strict=False) to lose these gradients."
+            )
+        _log.warning("%s. These gradients are lost, as strict=False allows.", lost)
 
     def _begin_window(self, batch: int) -> None:
         """Begin a window of accumulated gradients without its first batch, which would have cleared the old ones."""
@@ -161,11 +196,17 @@ class SkippedBatches:
         epoch, batch = self._trainer.current_epoch, compat.num_ready(self._trainer) - 1
         if (epoch, batch) in self._done:
             return True
-        if not accumulates:
-            return False
-        end = min((batch // self._window + 1) * self._window, self._trainer.num_training_batches)
-        rest = range(batch + 1, int(end))
-        return not all((epoch, number) in self._wanted for number in rest)
+        return accumulates and not self._steps_after(epoch, batch)
+
+    def _window_of(self, batch: int) -> tuple[int, int]:
+        """Return the first batch of the window of a batch, and the one after its last, as far as that is known."""
+        first = batch // self._window * self._window
+        return first, int(min(first + self._window, self._trainer.num_training_batches))
+
+    def _steps_after(self, epoch: int, batch: int) -> bool:
+        """Return whether the rest of the window of a batch was to be left out when that batch was trained."""
+        wanted = self._wanted if (epoch, batch) >= self._began else self._wanted_before
+        return all((epoch, number) in wanted for number in range(batch + 1, self._window_of(batch)[1]))
 
     def end(self) -> None:
         """Warn of batches that never came. Call it when the fit has finished."""

@@ -134,6 +134,7 @@ def test_a_stream_has_no_indices(tmp_path: Path) -> None:
         ((), "which batch? Give --epoch and --batch, or --sample"),
         (("--epoch", "1"), "which batch? Give --epoch and --batch, or --sample"),
         (("--sample", "1", "--batch", "1"), "--sample excludes --epoch and --batch"),
+        (("--sample", "1", "--epoch", "0"), "--sample excludes --epoch and --batch"),
         (("--sample", "x"), "x is not a number from 0"),
     ],
 )
