@@ -59,7 +59,7 @@ def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
     for event in (AUTOSAVE, VALIDATION) if num_kept else ():
         needed.update([index for index, line in enumerate(lines) if line.get("event") == event][-num_kept:])
     waited: int | None = None
-    for index, line in enumerate(lines):  # the last line of each fit, and the last that says how long it waited for data
+    for index, line in enumerate(lines):  # the last line of each fit, and the last that says how long data took
         waited = index if "data" in line else waited
         following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
         if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
