@@ -40,8 +40,8 @@ class RankReader:
 
         Args:
             path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
-            verifies_all: Verify the states of other ranks too, and the shards of a directory; not needed if another
-                rank has done so.
+            verifies_all: Verify the states of other ranks too, each also by the checksum of the rank that made it, and
+                the shards of a directory; not needed if another rank has done so.
 
         Returns:
             The content; for a directory, without the shards. None of it is mapped to the file.
@@ -73,6 +73,8 @@ class RankReader:
             if self.num_ranks > 1 and (verifies_all or left_out is not None):
                 mapped = load_open_file(file, verification, mapped=True)
                 if self._is_as_saved(mapped.get(KEY)):
+                    for rank in range(self.num_ranks) if verifies_all else ():  # no rank may refuse what this one takes
+                        check(mapped[KEY], rank)
                     copied: dict[str, Any] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
                     return copied
             return load_open_file(file, verification)

@@ -174,17 +174,26 @@ class AutosaveSeries:
         else:
             autosave_directory.commit(directory, self.store.path(name), files)
         self._note(name, sum(entry.size_bytes for entry in files.values()))
-        self._prune(self._autosaves(self.store, self.store.listing()))
+        try:
+            self._prune(self._autosaves(self.store, self.store.listing()))
+        except OSError as error:  # the new autosave is there, and the next save tries again
+            _logger.warning("Older autosaves than %s could not be deleted: %s", self.store.path(name), error)
         return self.store.path(name)
 
     def drop_directory(self, directory: str) -> None:
-        """Delete a directory that `begin_directory` created and that does not become an autosave.
+        """Delete a directory that `begin_directory` created, unless it has become an autosave.
 
         Args:
             directory: Its path; it may already be gone.
+
+        Raises:
+            OSError: If it can't be deleted, or a store can't tell whether it is an autosave. It stays then.
         """
+        name = os.path.basename(directory)
+        if is_url(self.store.url) and object_directory.is_committed(self.store, name):
+            return  # in a store, an autosave has the name that its directory had from the start
         with contextlib.suppress(FileNotFoundError):
-            object_directory.delete(self.store, os.path.basename(directory))
+            object_directory.delete(self.store, name)
 
     def _next_name(self, listing: Listing, *, epoch: int, batch: int, keep: bool) -> str:
         self._remove_leftovers(listing)

@@ -264,10 +264,12 @@ def _load(file: IO[bytes], verification: Verification, *, map_location: Any, wei
     # The verified file, even if another process puts a new one at its path. torch maps only what it opens by a path.
     source = f"/proc/self/fd/{file.fileno()}" if mapped else ""
     is_mapped = os.path.exists(source) and not is_legacy(file)
-    file.seek(0)
     try:
-        if is_mapped:
-            return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=True)
+        # Some file systems can't map files. If the load fails for another reason, it fails again below.
+        with contextlib.suppress(RuntimeError, OSError):
+            if is_mapped:
+                return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=True)
+        file.seek(0)
         return torch.load(file, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         if not weights_only:

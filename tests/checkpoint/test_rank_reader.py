@@ -142,6 +142,27 @@ def test_a_state_changed_on_its_way_is_found(tmp_path: Path) -> None:
     verify_file(tmp_path / "a.ckpt")
     with pytest.raises(DamagedCheckpointError, match="The state of rank 1 is damaged"):
         RankReader(rank=1, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=False)
+    with pytest.raises(DamagedCheckpointError, match="The state of rank 1 is damaged"):
+        RankReader(rank=0, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=True)  # so it takes an older one
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unable to mmap 9 bytes: No such device (19)"), OSError(19, "")])
+def test_where_the_file_system_maps_no_files_all_is_read(
+    error: Exception, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is the same."""
+    original, was_refused = torch.load, []
+
+    def load(*arguments: Any, mmap: bool | None = None, **more: Any) -> Any:
+        if mmap:
+            was_refused.append(True)
+            raise error
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(torch, "load", load)
+    for rank in (0, 2):
+        assert_is_state_of(RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0), rank)
+    assert len(was_refused) == 2
 
 
 def test_where_files_can_not_be_mapped_all_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ Message = dict[str, Any]
 _CONNECT_SECONDS = 60.0
 # A machine that is gone is noticed after 10 + 4 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-_MAX_LINE_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 17
+MAX_NAME_BYTES = 200
+"""The first message of a rank is not longer."""
 _BACKLOG = 4096
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -107,17 +109,37 @@ class _Connection:
     def receive(self) -> list[Message]:
         """Return the available messages; afterwards, `is_over` says whether the other end is gone."""
         self.flush()
-        while not self.is_over:
-            try:
-                more = self.socket.recv(1 << 16)
-            except BlockingIOError:
-                break
-            except OSError:
-                more = b""
-            self.is_over = not more or len(self._received) > _MAX_LINE_BYTES
-            self._received += more
+        while self._read():
+            pass
+        return [json.loads(line) for line in self._lines()]
+
+    def receive_name(self) -> list[bytes]:
+        """Return the lines of what has arrived, unread: who has sent them is not known yet.
+
+        Raises:
+            ValueError: If the first line is too long.
+        """
+        self._read()
+        if len(self._received.split(b"\n", 1)[0]) > MAX_NAME_BYTES:
+            raise ValueError(f"its first line has more than {MAX_NAME_BYTES} bytes")
+        return self._lines()
+
+    def _read(self) -> bool:
+        """Read once; return whether there may be more."""
+        try:
+            more = b"" if self.is_over else self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        self._received += more
+        unfinished = len(self._received) - 1 - self._received.rfind(b"\n")
+        self.is_over = not more or unfinished > _MAX_LINE_BYTES
+        return not self.is_over
+
+    def _lines(self) -> list[bytes]:
         *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return lines
 
     def close(self) -> None:
         self.is_over = True
@@ -250,22 +272,21 @@ class Hub:
                 self._selector.register(connection.socket, selectors.EVENT_READ)
 
     def _learn_name(self, fd: int, incoming: list[tuple[int, Message | None]]) -> None:
-        connection = self._nameless[fd]
-        try:
-            messages = connection.receive()
-            is_ours = not messages or hmac.compare_digest(messages[0]["token"], self.token)
-        except (ValueError, KeyError, TypeError):
-            messages, is_ours = [], False
-        if not is_ours or (connection.is_over and not messages):  # a stranger's connection
+        connection, lines, is_ours = self._nameless[fd], [], False
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            lines = connection.receive_name()
+            name = json.loads(lines[0]) if lines else {}
+            is_ours = not lines or hmac.compare_digest(name["token"], self.token)
+        if not is_ours or (connection.is_over and not lines):  # a stranger's connection
             del self._nameless[fd]
             self._selector.unregister(connection.socket)
             connection.close()
-        elif messages:
+        elif lines:
             del self._nameless[fd]
-            rank = messages[0]["rank"]
+            rank = name["rank"]
             self._others[rank] = connection
             self._selector.modify(connection.socket, selectors.EVENT_READ, rank)
-            self._take(rank, messages[1:], incoming)
+            self._take(rank, [json.loads(line) for line in lines[1:]], incoming)
 
     def _hear(self, rank: int, incoming: list[tuple[int, Message | None]]) -> None:
         self._take(rank, self._others[rank].receive(), incoming)

@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from lightning_faulttolerant.trainer.ranks.connection import listen, watched
+from lightning_faulttolerant.trainer.ranks.connection import MAX_NAME_BYTES, listen, watched
 
 _LENGTH = struct.Struct("<Q")
-_MAX_NAME_BYTES = 200
 _NAMED_WITHIN_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 20
 
@@ -164,8 +163,14 @@ def connect_to(address: tuple[str, int], *, rank: int, token: str, deadline: flo
     Raises:
         OSError: If it can't be reached.
     """
-    link = Link(socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())))
-    link.send(json.dumps({"rank": rank, "token": token}).encode(), deadline)
+    try:
+        link = Link(socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic())))
+        link.send(json.dumps({"rank": rank, "token": token}).encode(), deadline)
+    except OSError as error:
+        host, port = address
+        raise OSError(
+            f"rank {rank} can't reach port {port} of {host}: {error}. Allow the ranks to reach all ports of each other"
+        ) from error
     return link
 
 
@@ -210,7 +215,7 @@ class Listener:
         deadline, message = time.monotonic() + _NAMED_WITHIN_SECONDS, None
         try:
             while message is None and _is_ready(link.socket, deadline, select.POLLIN):
-                message = link.take(max_bytes=_MAX_NAME_BYTES)
+                message = link.take(max_bytes=MAX_NAME_BYTES)
             told = json.loads(message or b"{}")
             return int(told["rank"]) if hmac.compare_digest(told["token"], self._token) else None
         except (OSError, ValueError, KeyError, TypeError):

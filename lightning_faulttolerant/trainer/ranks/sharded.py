@@ -47,6 +47,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
 from lightning_faulttolerant.trainer.ranks.deepspeed import failing_together
 from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, send_checkpoint
+from lightning_faulttolerant.trainer.ranks.untrusted_shards import safely_unpickled
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
@@ -310,13 +311,19 @@ def without_shards(checkpoint: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in checkpoint.items() if key not in IN_SHARDS}
 
 
-def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None]) -> None:
+def load_checkpoint(
+    trainer: Trainer, choice: Choice, load: Callable[[Any], None], *, why_not_trusted: Callable[[str], str | None]
+) -> None:
     """Give Lightning the checkpoint that a fit continues from; some strategies load model and optimizers themselves.
 
     Args:
         trainer: The trainer of the fit.
         choice: The checkpoint that the fit continues from, if any.
         load: Lightning's own way, by path.
+        why_not_trusted: Returns why an autosave is not trusted, or ``None`` if it is.
+
+    Raises:
+        UnsafeCheckpointError: If an autosave of shards that is not trusted holds what could run code.
     """
     loads_itself = trainer.strategy.restore_checkpoint_after_setup
     if choice.checkpoint is not None and not loads_itself:
@@ -330,6 +337,10 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
             stack.enter_context(loadable(trainer, without))
         if loads_itself and choice.path is not None and is_url(choice.path):
             stack.enter_context(fetched(trainer.strategy, choice.path))
+        if loads_itself and choice.path is not None and (choice.is_autosave or choice.parent is not None):
+            reason = why_not_trusted(choice.path)
+            if reason is not None:
+                stack.enter_context(safely_unpickled(choice.path, reason))
         load(choice.path)
     if isinstance(trainer.strategy, DeepSpeedStrategy) and choice.path is not None:
         _put_content(trainer, choice.path, choice.checkpoint)

@@ -117,7 +117,8 @@ class Restoring:
         self._loaders.share_seeds(self._beginning.ranks)
         if choice.is_autosave and engine_of(self._trainer) is not None:
             self._trust.check_engines_files(str(choice.path))
-        load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
+        lightnings = partial(original, *args, **kwargs)
+        load = partial(load_checkpoint, self._trainer, choice, lightnings, why_not_trusted=self._trust.why_not)
         is_read = choice.checkpoint is not None
         if not is_read:
             load()

@@ -171,7 +171,15 @@ def test_death_of_rank_0_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "token": "0"}\n{"ask": "stop"}\n', b"[]\n", b""]
+    "text",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"rank": 1, "token": "0"}\n{"ask": "stop"}\n',
+        b"[]\n",
+        b"[" * 60_000 + b"\n",
+        b"a line without an end" * 10,
+        b"",
+    ],
 )
 def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
     """A process that does not know the token is turned away, and is not a rank."""
@@ -185,6 +193,35 @@ def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
         stranger.settimeout(2)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(10) == b""
+
+
+def test_a_stranger_costs_no_message_of_a_rank(hub: Hub) -> None:
+    """What a rank has sent by the same look arrives, whatever a stranger sends."""
+    one = spoke(hub, 1)
+    hub.wait_for(1)
+    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+        time.sleep(0.05)
+        assert hub.receive() == []  # accepts it
+        one.send({"limit": 3})
+        stranger.sendall(b"[" * 60_000 + b"\n")
+        time.sleep(0.05)
+        assert until(hub.receive, 1) == [(1, {"limit": 3})]
+    one.close()
+
+
+def test_many_messages_at_once_are_no_death(hub: Hub) -> None:
+    """Only one message is limited in length, not all that have arrived since the last look."""
+    one = spoke(hub, 1)
+    hub.wait_for(1)
+    for number in range(3):
+        one.send({"number": number, "text": "x" * 60_000})
+    told: Told = []
+    deadline = time.monotonic() + 5
+    while len(told) < 3 and time.monotonic() < deadline:
+        told += hub.receive()
+        one.receive()  # sends what is left
+    assert [message and message["number"] for _, message in told] == [0, 1, 2]
+    one.close()
 
 
 def test_rank_that_cannot_reach_rank_0_says_why() -> None:

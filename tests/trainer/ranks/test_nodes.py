@@ -209,6 +209,14 @@ def test_a_stranger_does_not_take_the_place_of_a_rank() -> None:
     listener.close()
 
 
+def test_a_rank_that_is_out_of_reach_is_named_with_its_port() -> None:
+    """The error names the address, and what to allow."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(OSError, match=f"rank 3 can't reach port {port} of 127.0.0.1: .* Allow the ranks to reach all"):
+        connect_to(("127.0.0.1", port), rank=3, token="token", deadline=time.monotonic() + 5)
+
+
 def test_the_line_goes_by_node(tmp_path: Path) -> None:
     """A message of the last rank reaches rank 0, the answer reaches all, and a killed rank is named to rank 0."""
 

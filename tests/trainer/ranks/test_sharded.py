@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint import series as series_module
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
+from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.process_group import connect_all
@@ -106,6 +109,60 @@ def test_another_error_in_mid_run_is_raised_on_all(tmp_path: Path) -> None:
     )
     assert first[1] == "TypeError: not the disk's"
     assert "rank 0: TypeError: not the disk's" in second[1]
+
+
+class _InStore:
+    """Writes one file, below any URL; `broadcast` is the strategy's own."""
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], directory: str) -> None:
+        torch.save(dict(checkpoint), os.path.join(self.broadcast(directory), METADATA_NAME))
+
+
+class _RankDies(Alone):
+    """Another rank dies while this one commits."""
+
+    def to_first(self, step: str, value: Any) -> Any:
+        if step == "commit":
+            raise RanksLostError("rank 1: its connection is closed")
+        return super().to_first(step, value)
+
+
+def _save_in_store(series: AutosaveSeries, ranks: Ranks, number: int) -> str:
+    writer = ShardWriter(SimpleNamespace(strategy=_InStore()), series, ranks)  # type: ignore[arg-type]
+    position = TrainerPosition(where=BOUNDARY, epoch=0, batch=number, global_step=number)
+    return writer.save({"number": number}, position, raises=False)[0]
+
+
+def test_an_autosave_in_a_store_stays_if_a_rank_dies_right_after_its_commit(tmp_path: Path) -> None:
+    """With one autosave kept, the one before is deleted by then: the new one is all that there is."""
+    series = AutosaveSeries(f"memory://{tmp_path.name}-dies", keep_last=1)
+    _save_in_store(series, Alone(), 1)
+    with pytest.raises(RanksLostError):
+        _save_in_store(series, _RankDies(), 2)
+    _, content = AutosaveSeries(series.directory).load_newest() or ("", {})
+    assert content == {"number": 2}
+
+
+def test_a_failed_deletion_of_old_autosaves_does_not_fail_the_new_one(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new autosave is there and is reported as saved; the log names the error, and the next save deletes more."""
+    series = AutosaveSeries(f"memory://{tmp_path.name}-slow", keep_last=1)
+    _save_in_store(series, Alone(), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(series_module, "leave", _slow_down)
+        second = _save_in_store(series, Alone(), 2)
+    assert series.paths()[1:] == [second]
+    assert "SlowDown" in caplog.text
+    third = _save_in_store(series, Alone(), 3)
+    assert series.paths() == [third]
+
+
+def _slow_down(*_: object) -> None:
+    raise OSError(121, "SlowDown")
 
 
 def _gradients(rank: int) -> list[Any]:
