@@ -112,6 +112,7 @@ def _data_seconds(cut: _Cut, chapter: Chapter) -> Iterator[float]:
 def _cut(chapter: Chapter) -> _Cut:
     """Return the segments of a chapter in order of time; each begins where the previous one ends."""
     cut = _Cut(chapter.processes[0].began)
+    hangs = [*(process.hang for process in chapter.processes[1:]), None]
     for index, process in enumerate(chapter.processes):
         if index:
             if process.hang is not None:
@@ -131,7 +132,7 @@ def _cut(chapter: Chapter) -> _Cut:
             cut.until(fit.started - restored, lead, index)
             cut.until(fit.started, RESTORING if fit.resumed is not None else lead, index)
             if fit.has_trained:
-                _cut_fit(cut, fit, index)
+                _cut_fit(cut, fit, index, hangs[index])
                 has_trained = True
             cut.until(fit.last_seen, lead, index)
     if chapter.done is not None:
@@ -213,9 +214,13 @@ class _Cut:
             index -= 1
 
 
-def _cut_fit(cut: _Cut, fit: FitHistory, process: int) -> None:
+def _cut_fit(cut: _Cut, fit: FitHistory, process: int, hang: tuple[float, float] | None) -> None:
     main = EVALUATION if fit.is_evaluation else TRAINING
-    for began, ended, kind in _stretches(fit):
+    stretches = _stretches(fit)
+    if hang is not None and fit.started is not None and fit.started <= hang[0] < fit.last_seen:
+        # The signal that ends it may wake it up, so that it trains on, or writes a last line.
+        stretches = sorted([*stretches, (*hang, HUNG)])
+    for began, ended, kind in stretches:
         cut.until(min(began, fit.last_seen), main, process, fit.number)
         cut.until(min(ended, fit.last_seen), kind, process, fit.number)
     cut.until(fit.last_seen, main, process, fit.number)

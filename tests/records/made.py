@@ -28,6 +28,7 @@ class Story:
         self.waited = 0.0
         self.seconds_evaluated = 0.0
         self.seconds_of_data: float | None = None
+        self.did_last = self.now
 
     def wait(self, seconds: float) -> Story:
         """Let time pass."""
@@ -150,6 +151,7 @@ class Story:
         if self.seconds_of_data is not None and event in (AUTOSAVE, ALIVE, END):
             more = {"data": self.seconds_of_data, **more}
         self.lines.append({"event": event, "fit": self.fit, "time": self.now, **more})
+        self.did_last = self.did_last if event == END else self.now
         return self
 
 
@@ -171,7 +173,7 @@ def stories(draw: st.DrawFn) -> Story:
         if number:
             story.wait(draw(lengths))
         since = draw(lengths)
-        hang = (story.now - draw(lengths), story.now - draw(lengths)) if number and draw(st.booleans()) else None
+        hang = _hang(draw, story) if number and draw(st.booleans()) else None
         story.wait(since)
         for fit in range(1, draw(st.integers(1, 2)) + 1):
             function = functions[fit]
@@ -199,6 +201,12 @@ def stories(draw: st.DrawFn) -> Story:
                 story.done()
                 finished, saved = 0, {}
     return story
+
+
+def _hang(draw: Any, story: Story) -> tuple[float, float]:
+    """Return when the last process hung: after all that it did, but its end."""
+    since = min(story.did_last + draw(lengths), story.now)
+    return since, min(since + draw(lengths), story.now)
 
 
 def _start(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:

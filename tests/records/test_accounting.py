@@ -156,6 +156,15 @@ def test_hang_is_no_time_without_a_process() -> None:
     assert account.goodput_while_up == 110 / (account.total - 4.5)
 
 
+def test_process_that_its_end_wakes_up_has_hung_all_the_same() -> None:
+    """The signal that ends it interrupts its sleep: it trains a batch more, saves, and writes its end."""
+    story = Story().begin().start().train(100).autosave().train(6).alive()
+    since = story.now
+    story.wait(300).train(2).autosave().end("SystemExit")
+    story.wait(1).begin(hang=(since, since + 300)).start(resumed=0, name=story.newest, batch=2).train(10).end().done()
+    assert account_of(story) == {"training": 118, "hung": 300, "down": 1}
+
+
 def test_hang_of_an_earlier_process_counts_once() -> None:
     """Each later start tells of the last hang, which is over by then."""
     story = Story().begin().start().train(100).autosave().end("ValueError")
