@@ -108,7 +108,8 @@ def _use_up_memory(_: Place) -> None:
 
 
 def _hold_the_interpreter(_: Place) -> None:
-    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the GIL
+    while True:  # a signal interrupts the sleep
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the GIL
 
 
 def _kill_worker(place: Place) -> bool:

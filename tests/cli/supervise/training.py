@@ -31,7 +31,8 @@ def _raise() -> None:
 
 
 def _hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(_LONG_SECONDS)  # PyDLL keeps the GIL
+    while True:  # a signal interrupts the sleep
+        ctypes.PyDLL(None).sleep(_LONG_SECONDS)  # PyDLL keeps the GIL
 
 
 FLAWS = {
