@@ -22,6 +22,7 @@ TRAINER = Path(lightning_faulttolerant.__file__).parent / "trainer"
 APART = {
     "adapters.compat.DDP_SEAMS": "never changes",
     "adapters.state._ADAPTERS": "never changes, and holds classes of its package",
+    "branches.changes._ARGUMENTS": "never changes",
     "files.loggers._last_steps": "by loggers of its package",
     "files.stand_in._stand_ins": "objects that are made for a Trainer of its package",
     "ranks.connection._open_sockets": "each module closes its own in a forked process",

@@ -178,7 +178,7 @@ class SkippedBatches:
                 f"{lost}. Leave out all batches of the window, from an autosave before it, or give the loader a length;"
                 " or pass FaultTolerance(strict=False) to lose these gradients."
             )
-        _log.warning("%s. These gradients are lost, as strict=False allows.", lost)
+        _log.warning("%s. These gradients are lost, because strict is off.", lost)
 
     def _begin_window(self, batch: int) -> None:
         """Begin a window of accumulated gradients without its first batch, which would have cleared the old ones."""
