@@ -1,7 +1,7 @@
 """A data set for workers whose samples may fail to load: the error takes the place of the batch, and is counted.
 
-Without this, torch sends the error in place of the batch, and the worker leaves no state behind. A run that leaves such
-a batch out could not be resumed after it.
+Without this, torch sends the error in place of the batch, and the worker returns no state with it. A run that leaves
+such a batch out could not be resumed after it.
 """
 
 from __future__ import annotations

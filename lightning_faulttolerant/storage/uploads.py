@@ -221,17 +221,30 @@ class _GCSUpload:
         return f"its MD5 is {md5}, but the sent data has {expected}" if md5 != expected else None
 
 
-class _AzureUpload:
-    """Blocks that are committed at the end. Azure drops those of a killed writer after a week, and has no checksum."""
+class _SizedUpload:
+    """A file that is being written to a store that reports its size, but no checksum."""
 
     def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
+        self._fs = fs
         self._file = fs.open(path, "wb")
         self._num_bytes = 0
 
     def write(self, piece: memoryview) -> None:
         self._file.write(piece)
         self._num_bytes += len(piece)
+
+    def _wrong_size(self, path: str) -> str | None:
+        self._fs.invalidate_cache()
+        size = self._fs.info(path)["size"]
+        return None if size == self._num_bytes else _describe_size(size, self._num_bytes)
+
+
+class _AzureUpload(_SizedUpload):
+    """Blocks that are committed at the end. Azure drops those of a killed writer after a week."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        super().__init__(fs, path)
+        self._path = path
 
     def publish(self) -> None:
         self._file.close()
@@ -240,26 +253,18 @@ class _AzureUpload:
         self._file.closed = True
 
     def find_damage(self) -> str | None:
-        self._fs.invalidate_cache()
-        size = self._fs.info(self._path)["size"]
-        return None if size == self._num_bytes else _describe_size(size, self._num_bytes)
+        return self._wrong_size(self._path)
 
 
-class _MovedUpload:
+class _MovedUpload(_SizedUpload):
     """A file under a temporary name that is moved at the end: as safe as the move of its file system."""
 
     def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
         parent, _, name = path.rpartition("/")
-        self._temporary = f"{parent}/{temporary_name(name)}"
+        self._path, self._temporary = path, f"{parent}/{temporary_name(name)}"
         if parent.strip("/"):
             fs.makedirs(parent, exist_ok=True)
-        self._file = fs.open(self._temporary, "wb")
-        self._num_bytes = 0
-
-    def write(self, piece: memoryview) -> None:
-        self._file.write(piece)
-        self._num_bytes += len(piece)
+        super().__init__(fs, self._temporary)
 
     def publish(self) -> None:
         self._file.close()
@@ -276,11 +281,6 @@ class _MovedUpload:
 
     def find_damage(self) -> str | None:
         return self._wrong_size(self._path)
-
-    def _wrong_size(self, path: str) -> str | None:
-        self._fs.invalidate_cache()
-        size = self._fs.info(path)["size"]
-        return None if size == self._num_bytes else _describe_size(size, self._num_bytes)
 
 
 def check_arrived(upload: Upload, url: str, *, aside: str) -> None:

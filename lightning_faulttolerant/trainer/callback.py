@@ -211,7 +211,7 @@ class FaultTolerance(AnyCallback):
             >>> callback = FaultTolerance().register("seen", lambda: list(seen), seen.extend)
         """
         if name in self._registered:
-            raise ValueError(f"A state is already registered as {name!r} already. Give each its own name.")
+            raise ValueError(f"A state is already registered as {name!r}. Give each its own name.")
         if not callable(state_dict) or not callable(load_state_dict):
             raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
         self._registered[name] = (state_dict, load_state_dict)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from lightning_faulttolerant.errors import BranchError
-from lightning_faulttolerant.trainer.ranks.deepspeed import unwrapped
+from lightning_faulttolerant.trainer.ranks.deepspeed import unwrapped, users_optimizers
 
 _RATE, _BASE = "lr", "initial_lr"
 _BASES, _LAST, _ETA_MIN = "base_lrs", "_last_lr", "eta_min"
@@ -58,7 +58,7 @@ class ChangedSettings:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._window = trainer.accumulate_grad_batches
-        optimizers = list(map(unwrapped, trainer.optimizers))
+        optimizers = users_optimizers(trainer)
         self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         self._arguments = [dict(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
         self._created = {
@@ -96,7 +96,7 @@ class ChangedSettings:
                     f"{', '.join(now) or 'none'} now. Their state can't be used by others."
                 )
         lines: list[str] = []
-        for number, optimizer in enumerate(map(unwrapped, self._trainer.optimizers)):
+        for number, optimizer in enumerate(users_optimizers(self._trainer)):
             lines += self._apply_to_optimizer(number, optimizer, saved["optimizers"][number]["groups"])
         for number, config in enumerate(self._trainer.lr_scheduler_configs):
             lines += self._apply_to_scheduler(number, config.scheduler, saved["schedulers"][number])
