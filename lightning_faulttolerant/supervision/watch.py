@@ -51,7 +51,7 @@ def watch(directory: str) -> None:
                 end_hung(marks.process_id for marks, _ in hang.ranks)
             _say(f"{hang.text}. See {write_hang_report(report, hang.directory)}.")
         time.sleep(_LOOK_EVERY_SECONDS)
-    watcher.close()
+    watcher.write_learned()
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -110,7 +110,7 @@ class HangWatcher:
                 self._writing = begin(self.times.writing())
         return next(filter(None, (self._judge(marks, seconds) for marks, seconds in seen.values())), None)
 
-    def close(self) -> None:
+    def write_learned(self) -> None:
         """Write what was learned, after the write in progress."""
         if self._writing is not None:
             self._writing.join(STORAGE_ANSWERS_WITHIN_SECONDS)
@@ -143,5 +143,5 @@ class HangWatcher:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
         self.times.note_hang(marks, seconds)
-        self.close()  # the next start needs to know it
+        self.write_learned()  # the next start needs to know it
         return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))

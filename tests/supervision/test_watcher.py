@@ -110,7 +110,7 @@ def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -
         limits.append(hang.limit_seconds)
         other = replace(hang.marks, batch=6)
         assert watcher.times.limit(other)[0] == 300
-        watcher.close()
+        watcher.write_learned()
     assert limits == [300, 600, 1200]
     assert "doubled after each hang here, 2 so far" in hang.text
 
@@ -189,7 +189,7 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
     looks(watcher, clock, 60)
     marks.begin(SAVE)
     looks(watcher, clock, 60)
-    watcher.close()
+    watcher.write_learned()
     path = write_hang_report("the report", f"{tmp_path}/run")
     assert time.monotonic() - began < 30
     assert Path(path).parent == tmp_path
@@ -222,7 +222,7 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     looks(watcher, clock, 60)
     marks.begin(SAVE)
     looks(watcher, clock, 1)
-    watcher.close()
+    watcher.write_learned()
     times = SectionTimes()
     times.follow(str(tmp_path / "run"))
     assert times.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)

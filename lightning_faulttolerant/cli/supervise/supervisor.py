@@ -61,7 +61,7 @@ class Supervisor:
     def close(self) -> None:
         """Write what was learned, and remove the directory."""
         self._guard.close()
-        self._watcher.close()
+        self._watcher.write_learned()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def begin_start(self) -> None:
