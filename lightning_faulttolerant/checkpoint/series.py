@@ -176,7 +176,10 @@ class AutosaveSeries:
         self._note(name, sum(entry.size_bytes for entry in files.values()))
         try:
             self._prune(self._autosaves(self.store, self.store.listing()))
-        except OSError as error:  # the new autosave is there, and the next save tries again
+        except OSError as error:
+            if not is_remote:
+                raise
+            # A store often refuses a request for a moment. The new autosave is there, and the next save tries again.
             _logger.warning("Older autosaves than %s could not be deleted: %s", self.store.path(name), error)
         return self.store.path(name)
 

@@ -24,6 +24,8 @@ _HOST = "127.0.0.1"
 _GRACE_SECONDS = 10.0
 # A longer time between two checks is time in which the machine stood still.
 _LONGEST_LOOK_SECONDS = 1.0
+# How much later than its neighbor's reaction the end of a killed rank may be seen.
+_REACTION_SECONDS = 0.25
 # How long a process that did not end in time has to print its stacks, before the next one prints.
 _TELLING_SECONDS = 0.2
 
@@ -191,8 +193,10 @@ class _Processes:
         while self.running:
             ended = self._take_ended()
             if ended:
-                # The process that was checked first may have failed after another one. So check all again, and prefer a
-                # signal: it comes from outside, while an exit code may be a reaction to it.
+                # A killed rank can take longer to disappear than another rank takes to notice and fail. So check all
+                # again, and prefer a signal: it comes from outside, while an exit code may be a reaction to it.
+                if max(ended) > 0 and not self._failure:
+                    time.sleep(_REACTION_SECONDS)
                 for exit_code in sorted([*ended, *self._take_ended()], key=lambda code: code >= 0):
                     self._note(exit_code)
             if self._time.seconds() > deadline:

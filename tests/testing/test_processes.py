@@ -78,6 +78,19 @@ def test_the_signal_is_the_cause_where_another_fails_before_the_next_look(
     assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=30) == -signal.SIGKILL
 
 
+def test_the_signal_is_the_cause_where_a_neighbor_fails_a_little_earlier(tmp_path: Path) -> None:
+    """A killed rank closes its connections before it has ended, so that a neighbor's exit code may be seen first."""
+
+    def main(rank: int) -> None:
+        if rank == 0:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit(1)
+
+    outputs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=30) == -signal.SIGKILL
+
+
 def test_a_logger_prints_into_the_output_of_its_process(tmp_path: Path) -> None:
     """A handler that has kept the stream of its creation prints into the output of the forked process."""
     logger = logging.getLogger("tests.processes")
