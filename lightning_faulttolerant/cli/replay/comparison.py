@@ -36,7 +36,7 @@ def compare(
         replay: The ledger of the replay, of rank 0.
         fit: The number of the fit that was replayed.
         ranks: The ranks of the replay.
-        before: Epoch and batch of the first batch that is left out: what comes later differs on purpose.
+        before: Epoch and batch of the first step that differs on purpose; it and later ones are not compared.
     """
     found = [
         _of_rank(rank, *(_read(path, rank) for path in (original, replay)), fit=fit, before=before)

@@ -50,6 +50,9 @@ def lines_of(
         yield from _not_finite(steps)
     if request.without:
         yield f"  left out: {', '.join(map(in_words, request.without))}. Later steps are not compared with the run"
+    if outcome.changed is not None:
+        values = ", ".join(f"{key}={value}" for key, value in request.values)
+        yield f"  set before {outcome.changed}: {values}. It and later steps are not compared with the run"
     yield from _compared(compared, len(steps), start)
     if request.dumps is not None:
         yield from _dumped(request.dumps, outcome)

@@ -180,11 +180,12 @@ class Listener:
 
     Args:
         token: What only the ranks of this fit know.
+        host: The address at which they connect; by default each address of this machine.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, host: str = "") -> None:
         self._token = token
-        self._server = listen()
+        self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
 
     def accept(self, num_links: int, deadline: float) -> dict[int, Link]:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, final
 
 from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
+from lightning_faulttolerant.trainer.ranks.connection import LOOPBACK
 from lightning_faulttolerant.trainer.ranks.links import Link, Listener, LostLinkError, connect_to, receive_from
 
 _KEY = "lightning_faulttolerant/nodes"
 _SPARE_DESCRIPTORS = 16  # an autosave, connections to workers
-_LOOPBACK = "127.0.0.1"
 
 
 def node_name() -> str:
@@ -193,7 +193,7 @@ class _Meeting:
         is_with_first = node == first_node
         is_leader = self._rank > 0 and not is_with_first and self._add(f"of/{node}") == 1
         if is_leader:
-            listener = Listener(token)
+            listener = Listener(token, LOOPBACK)  # all ranks that connect to it are on its node
             self._set(f"at/{node}", str(self._rank), str(listener.port))
         self._add("leaders", int(is_leader))
         self._add("with first", int(is_with_first))
@@ -202,13 +202,13 @@ class _Meeting:
         self._store.wait([f"{self._prefix}/all"], self._timeout)
         num_down = self._num_down(node, is_leader=is_leader)
         up: dict[int, Link] = {}
-        leader, address = 0, (_LOOPBACK if is_with_first else host, int(port))
+        leader, address = 0, (LOOPBACK if is_with_first else host, int(port))
         try:
             refusal = _too_few_descriptors(num_down + 1, self._num_ranks)
             if self._rank > 0:
                 if not is_with_first and not is_leader:
                     told_rank, told_port = self._get(f"at/{node}")
-                    leader, address = int(told_rank), (_LOOPBACK, int(told_port))
+                    leader, address = int(told_rank), (LOOPBACK, int(told_port))
                 try:
                     up[leader] = connect_to(address, rank=self._rank, token=token, deadline=self._deadline)
                 except OSError:
