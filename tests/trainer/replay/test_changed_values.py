@@ -78,6 +78,6 @@ def test_a_value_is_set(trainer: Any, key: str, text: str, read: Any, value: obj
 )
 def test_what_is_not_there_is_an_error(trainer: Any, key: str, why: str) -> None:
     """A misspelled key never creates an attribute that nothing reads."""
-    with pytest.raises(ReplayError, match="^--set ") as caught:
+    with pytest.raises(ReplayError, match=r"^--set ") as caught:
         set_value(trainer, key, "1, 2, 3")
     assert why in str(caught.value)
