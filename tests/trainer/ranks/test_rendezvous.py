@@ -79,7 +79,7 @@ def test_rank_0_does_not_wait_for_ever(port: int) -> None:
     ],
 )
 def test_only_where_ranks_start_again_in_one_store(changed: dict[str, str | None]) -> None:
-    """Nothing is done unless torchrun keeps its store when it starts ranks again. It may, with no restarts left, too."""
+    """Nothing is done unless torchrun keeps its store when it starts ranks again. It may with no restarts left."""
     assert shares_store(UNDER_TORCHRUN)
     assert shares_store({**UNDER_TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})  # a machine may join
     assert not shares_store({name: value for name, value in {**UNDER_TORCHRUN, **changed}.items() if value is not None})
