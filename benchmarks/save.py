@@ -107,11 +107,11 @@ class Rounds(Callback):
 
 def _lightnings(autosaver: Autosaver, trainer: Trainer) -> dict[str, Any]:
     """Return what Lightning saves without our callback."""
-    autosaver.is_dumping = True
+    autosaver.contents.is_dumping = True
     try:
         return compat.dump_checkpoint(trainer)
     finally:
-        autosaver.is_dumping = False
+        autosaver.contents.is_dumping = False
 
 
 def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Save]:

@@ -224,7 +224,7 @@ class FaultTolerance(AnyCallback):
             function: The function.
         """
         if self._session is not None:
-            self._session.on_skipped.append(function)
+            self._session.listeners.skipped.append(function)
 
     @property
     def resume_report(self) -> ResumeReport | None:

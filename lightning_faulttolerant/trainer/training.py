@@ -76,7 +76,7 @@ class Training:
 
     def put_part(self, checkpoint: dict[str, object]) -> None:
         """Put our part into a checkpoint that other code is saving."""
-        self.checkpointer.put_part(checkpoint, None if self.boundary is None else self.boundary.capture)
+        self.checkpointer.put_part(checkpoint, None if self.boundary is None else self.boundary.captures.last)
 
     def save_before_batch(self) -> None:
         """Save before the next training batch, unless the first autosave is still to come."""
@@ -189,7 +189,7 @@ class Training:
             history=self._beginning.history,
         )
         can_write = self._beginning.ranks.num_ranks == 1 and not self.checkpointer.autosaver.is_sharded
-        self.boundary.captures_each = self.captures_each and can_write
+        self.boundary.captures.takes_each = self.captures_each and can_write
         return self.boundary
 
     def _note_start(self) -> None:

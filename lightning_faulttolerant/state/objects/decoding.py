@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.encoding import VALUES, alias_of
-from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.encoding import VALUES
+from lightning_faulttolerant.state.objects.graph import Graph, alias_of
 from lightning_faulttolerant.state.objects.leaves import MADE, PICKLED, decode_array, decode_leaf, set_state
 from lightning_faulttolerant.state.objects.names import (
     BUILTINS,

@@ -50,7 +50,6 @@ class Supervision:
             self._directory = ""
         self.is_in_run = bool(self._directory)
         """Whether ``lightning-faulttolerant run`` has started this process."""
-        self._hang = kinds.HANG_NAMES.index(options.hang or "")
         self.marks: Marks | None = None
         """The marks; ``None`` if nobody watches."""
         self.number = 0
@@ -59,6 +58,10 @@ class Supervision:
         """Whether the first batch has begun."""
         self._stacks: StackHandler | None = None
         self._exit_signal: ExitSignal | None = None
+
+    @property
+    def _hang(self) -> int:
+        return kinds.HANG_NAMES.index(self._options.hang or "")
 
     def begin(self) -> None:
         """Note that the fit or evaluation begins, if the supervisor is known already."""

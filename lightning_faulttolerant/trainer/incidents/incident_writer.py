@@ -62,7 +62,7 @@ class IncidentWriter:
         self._pace = pace
         self._boundary = boundary
         self._is_stopping = is_stopping
-        self._store = open_store(f"{beginning.directory.rstrip('/')}/{FIT}-{beginning.number}")
+        self._store = open_store(f"{beginning.place.directory.rstrip('/')}/{FIT}-{beginning.place.number}")
         self._command = start_of_process(sys.argv, os.environ).command
 
     @property
@@ -144,7 +144,7 @@ class IncidentWriter:
         return second_run_of(
             incident,
             self._command,
-            fit=self._beginning.number,
+            fit=self._beginning.place.number,
             after_backward=after_backward,
             is_stopping=is_stopping,
         )
@@ -156,7 +156,7 @@ class IncidentWriter:
 
     def _line(self, which: str) -> str:
         """Return the line to type, in the directory that the run was started in."""
-        number, words = self._beginning.number, self._command.words
+        number, words = self._beginning.place.number, self._command.words
         fit = f" --fit {number}" if number > 1 else ""
         return f"lightning-faulttolerant replay {which}{fit} -- {shlex.join(words) if words else 'COMMAND'}"
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -20,7 +21,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
-from lightning_faulttolerant.storage.lock import LOCK_NAME
+from lightning_faulttolerant.storage.lock import LOCK_NAME, Lock
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
@@ -79,6 +80,19 @@ FITS = threading.RLock()
 """The lock for finding and beginning a fit, or noting its end: threads of one process may train at the same time."""
 
 
+class _LockOfScript(Lock):
+    """The lock that the script's process holds and checks. It waits for this process, which need not do anything."""
+
+    def acquire(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
 class RunDirectory:
     """One run's directory, local or in an object store, locked against other processes until this one ends.
 
@@ -97,20 +111,18 @@ class RunDirectory:
         self._script = script
         self._has_ended = False
         self._store = open_store(directory)
-        self._lock = open_lock(directory)
+        is_held_by_script = script.is_elsewhere and directory in script.held
+        self._lock: Lock = _LockOfScript() if is_held_by_script else open_lock(directory)
         found = self._store.listing()  # before the lock: stores give better errors for a listing
         self.was_killed = LOCK_NAME in found.files
         """Whether an earlier process of this run could not release its lock."""
-        self.is_registered = False
         self.ends_with_fit = False
         """Whether this process may be killed after its fit without a sign of success, as in a process pool."""
-        self.on_end: Callable[[], None] = lambda: unregister(directory)
-        """Called when the run was successful and the autosaves are removed."""
-        self._is_held_by_script = script.is_elsewhere and directory in script.held
-        self._check = _is_held if self._is_held_by_script else self._lock.check
-        self.history = open_history(directory, check=self._check)
-        if self._is_held_by_script:
-            return  # the script's process holds the lock, and waits for this process
+        self.on_end: Callable[[], None] | None = None
+        """Called when the run was successful and the autosaves are removed. Default: the run is unregistered."""
+        self.history = open_history(directory, check=self._lock.check)
+        if is_held_by_script:
+            return
         self._lock.acquire()
         try:
             self._store.abort_uploads()
@@ -148,7 +160,7 @@ class RunDirectory:
             self._script.begin_fit(self.directory, self.fit)
         else:
             self._script.held[self.directory].append(self.fit)
-        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
+        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._lock.check)
 
     def start_again(self, number: int, start: Mapping[str, object]) -> None:
         """Note that a fit or an evaluation starts over, with another start."""
@@ -192,8 +204,7 @@ class RunDirectory:
     def leave(self) -> None:
         """Release the directory, in a process created for one fit: no exit handler runs when that process ends."""
         if self._script.is_elsewhere:
-            if not self._is_held_by_script:
-                self._lock.release()
+            self._lock.release()
             _runs.pop(self.directory, None)
 
     def end(self) -> None:
@@ -219,7 +230,7 @@ class RunDirectory:
         try:
             if ended_well:
                 self.history.close()
-                self.on_end()
+                (self.on_end or partial(unregister, self.directory))()
         finally:
             self._lock.release()
         if ended_well:
@@ -261,10 +272,6 @@ class RunDirectory:
             self._store.remove_if_empty()
         except OSError as error:
             _log.debug("%s stays: %s", self.directory, error)
-
-
-def _is_held() -> None:
-    """Do nothing: the script's process holds the lock and checks it."""
 
 
 _runs: dict[str, RunDirectory] = {}

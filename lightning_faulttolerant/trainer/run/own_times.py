@@ -36,6 +36,7 @@ class OwnTimes:
         "_taken",
         "_together",
         "data",
+        "data_taken",
         "fetch_began",
         "slow",
         "steps",
@@ -46,6 +47,8 @@ class OwnTimes:
         """When the fetch in progress began; 0 if there is none."""
         self.data = 0.0
         """How long training has waited for data."""
+        self.data_taken = 0.0
+        """How long it had waited for data when the last state was taken."""
         self.steps = 0.0
         """How long the batches took, each from its fetch to the end of its step; with several ranks."""
         self.slow: tuple[SlowRank, ...] = ()

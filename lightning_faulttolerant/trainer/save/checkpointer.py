@@ -32,6 +32,7 @@ class Checkpointer:
             checkpoint: The checkpoint.
             capture: The last capture, if any.
         """
-        if not self.autosaver.is_dumping:
+        contents = self.autosaver.contents
+        if not contents.is_dumping:
             hook, saver = compat.running_hook(self.run_state.trainer)
-            self.autosaver.put_part(checkpoint, self.hook_saves.make(hook, saver, capture))
+            contents.put_part(checkpoint, self.hook_saves.make(hook, saver, capture))
