@@ -29,9 +29,8 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, be_quiet, fit, machine
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter, Staging
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
 from lightning_faulttolerant.trainer.save.autosave import Autosaver

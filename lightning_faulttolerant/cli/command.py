@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from lightning_faulttolerant.cli.errors import reason_of
-from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.cli.text import reason_of, safe
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import FaultToleranceError
 

@@ -19,8 +19,8 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
-from lightning_faulttolerant.trainer.save.hook_saves import overrides_save_hook
+from lightning_faulttolerant.trainer.save.autosave import Checkpointer
+from lightning_faulttolerant.trainer.save.contents import overrides_save_hook
 from lightning_faulttolerant.trainer.save.run_state import Capture, take_capture
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.stop.stopping import Stopping

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.trainer.bases import AnyCallback, names_of_hooks
+from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
-from lightning_faulttolerant.trainer.serving import is_module, served
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
 from lightning_faulttolerant.trainer.settings.options import (
     DEFAULT_BUDGET,
@@ -25,8 +24,9 @@ from lightning_faulttolerant.trainer.settings.options import (
     checked_dirpath,
     checked_ledger,
     checked_resume_from,
+    option_names,
+    with_options_of_environment,
 )
-from lightning_faulttolerant.trainer.settings.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.trainer.bases import AnyCallback
+from lightning_faulttolerant.trainer.bases import AnyCallback, served
 from lightning_faulttolerant.trainer.callback import FaultTolerance
-from lightning_faulttolerant.trainer.serving import served
 
 
 class Recorder(AnyCallback):

@@ -18,7 +18,6 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.ddp_buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.incidents.flight_recorder import FlightRecorder
 from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
 from lightning_faulttolerant.trainer.incidents.rules import Rule
@@ -26,17 +25,16 @@ from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
-from lightning_faulttolerant.trainer.patches import Method, then
+from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
 from lightning_faulttolerant.trainer.run.own_times import follow_buffers, follow_steps
-from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver
-from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
+from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
+from lightning_faulttolerant.trainer.save.contents import HookSaves
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
-from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches

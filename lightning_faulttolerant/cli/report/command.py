@@ -13,12 +13,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.report.page import page
 from lightning_faulttolerant.cli.report.text import report_lines
 from lightning_faulttolerant.cli.report.tree import FamilyRun, parent_of, tree_lines
 from lightning_faulttolerant.cli.report.words import end_text
-from lightning_faulttolerant.cli.text import moment_text, safe, table
+from lightning_faulttolerant.cli.text import moment_text, remote_errors, safe, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import ChapterReport, RunReport

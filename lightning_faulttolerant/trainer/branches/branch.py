@@ -23,10 +23,9 @@ from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import BranchError
-from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE, Parent
-from lightning_faulttolerant.records.history import FIT, name_of
+from lightning_faulttolerant.records.history import FIT, RESUME_FROM_VARIABLE, Parent, name_of
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.run_files import part_of
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition

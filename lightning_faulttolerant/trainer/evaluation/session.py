@@ -27,10 +27,9 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_resume import Evaluat
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
-from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.patches import Method, then
+from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.choice import Choice

@@ -46,12 +46,12 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.directory import (
     FITS,
     RunDirectory,
+    Script,
     directory_of,
     open_directory,
     run_id_of,
     run_of_process,
 )
-from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.settings.options import Options
 
 _LOOK_EVERY_SECONDS = 0.25

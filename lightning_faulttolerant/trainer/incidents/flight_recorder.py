@@ -16,9 +16,15 @@ from lightning_faulttolerant.errors import IncidentError, RanksLostError
 from lightning_faulttolerant.records.incidents import Incident
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
-from lightning_faulttolerant.trainer.incidents.measuring import has_scaler, loss_and_norm, not_finite, sums_of_step
+from lightning_faulttolerant.trainer.incidents.measuring import (
+    SeenStep,
+    StepSeams,
+    has_scaler,
+    loss_and_norm,
+    not_finite,
+    sums_of_step,
+)
 from lightning_faulttolerant.trainer.incidents.rules import NUM_LOSSES, MeasuredStep, Rule, what_happened
-from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
 from lightning_faulttolerant.trainer.patches import Patches
 
 _NONE = -2

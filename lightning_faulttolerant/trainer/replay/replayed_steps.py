@@ -29,15 +29,13 @@ from lightning_faulttolerant.records.replay import (
     write_sums,
 )
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
-from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, sums_of_step
-from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
+from lightning_faulttolerant.trainer.incidents.measuring import SeenStep, StepSeams, loss_and_norm, sums_of_step
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.replay.protection import protect, redirect
-from lightning_faulttolerant.trainer.replay.silence import save_logs
+from lightning_faulttolerant.trainer.replay.protection import protect, redirect, save_logs
 from lightning_faulttolerant.trainer.replay.step_dump import StepDump
-from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.run.directory import Script
 
 _DONE, _FAILED = 0, 1
 

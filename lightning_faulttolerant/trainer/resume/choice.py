@@ -14,16 +14,16 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.rank_reader import RankReader
+from lightning_faulttolerant.checkpoint.rank_states import RankReader
 from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
-from lightning_faulttolerant.records.branches import Parent
+from lightning_faulttolerant.records.history import Parent
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files.parts import are_of_one_run, load
+from lightning_faulttolerant.trainer.files.run_files import are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.settings.options import Options

@@ -16,18 +16,17 @@ from dataclasses import dataclass, replace
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.process_end import leave_process
-from lightning_faulttolerant.checkpoint.rank_reader import RankReader
+from lightning_faulttolerant.checkpoint.rank_states import RankReader
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
-from lightning_faulttolerant.records.lookup import lookup_requested, write_lookup
 from lightning_faulttolerant.records.replay import replay_requested
+from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
 from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
-from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, start_fingerprint

@@ -1,4 +1,7 @@
-"""Autosaves: when they are written, and which work is done in the background."""
+"""Autosaves: when they are written, and which work is done in the background.
+
+What saves one fit once it has begun: its autosaves, and our part of the checkpoints that other code saves.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,19 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter, Staging
 from lightning_faulttolerant.checkpoint.incident_files import save_incident
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, PartHeader
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_state, load_buffers
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.deepspeed import engine_of
-from lightning_faulttolerant.trainer.ranks.sharded import (
-    ShardWriter,
-    without_shards,
-    writer_of,
-)
+from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.contents import CheckpointContents
-from lightning_faulttolerant.trainer.save.hook_saves import can_wait
+from lightning_faulttolerant.trainer.save.contents import CheckpointContents, HookSaves, can_wait
 from lightning_faulttolerant.trainer.save.pace import Pace, described
 from lightning_faulttolerant.trainer.save.run_state import Capture, RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
@@ -401,3 +399,30 @@ class Autosaver:
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
         if path is not None:
             self.pace.note_written(self._series, path, position, seconds=seconds, taken=self.pace.taken_at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpointer:
+    """Saves one fit.
+
+    Args:
+        run_state: Reads the state of the fit.
+        autosaver: Writes autosaves.
+        hook_saves: Creates our part of other checkpoints.
+    """
+
+    run_state: RunState
+    autosaver: Autosaver
+    hook_saves: HookSaves
+
+    def put_part(self, checkpoint: dict[str, Any], capture: Capture | None) -> None:
+        """Put our part into a checkpoint that other code is saving.
+
+        Args:
+            checkpoint: The checkpoint.
+            capture: The last capture, if any.
+        """
+        contents = self.autosaver.contents
+        if not contents.is_dumping:
+            hook, saver = compat.running_hook(self.run_state.trainer)
+            contents.put_part(checkpoint, self.hook_saves.make(hook, saver, capture))

@@ -11,8 +11,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
-from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
-from lightning_faulttolerant.trainer.serving import served_of_any
+from lightning_faulttolerant.trainer.bases import AnyCheckpointIO, served_of_any
 
 Path = str | os.PathLike[str]
 
