@@ -29,7 +29,7 @@ from lightning_faulttolerant.records.replay import (
     write_sums,
 )
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
-from lightning_faulttolerant.trainer.incidents.measuring import SeenStep, StepSeams, loss_and_norm, sums_of_step
+from lightning_faulttolerant.trainer.incidents.flight_recorder import SeenStep, StepSeams, loss_and_norm, sums_of_step
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
