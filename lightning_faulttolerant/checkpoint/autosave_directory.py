@@ -103,7 +103,7 @@ def commit(
     path: str | os.PathLike[str],
     files: dict[str, FileEntry],
     *,
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, object] | None = None,
     fsync: bool = True,
 ) -> None:
     """Turn a directory from `begin` into an autosave, once all its files are written and closed.

@@ -13,7 +13,7 @@ from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import Store, is_url, local_path
 
 
-def save_incident(series: AutosaveSeries, checkpoint: dict[str, Any], name: str) -> str:
+def save_incident(series: AutosaveSeries, checkpoint: dict[str, object], name: str) -> str:
     """Write the checkpoint of an incident, and verify it.
 
     Args:

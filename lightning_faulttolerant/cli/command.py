@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _ShowVersion(argparse.Action):
     """An option that looks up the version only when requested: the lookup takes longer than everything else here."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(metadata.version(_PROGRAM))
         parser.exit()
 

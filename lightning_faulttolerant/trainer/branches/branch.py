@@ -106,7 +106,7 @@ class Branch:
             found.series.set_aside("not-resumed")
         return found.number == self.fit and not found.series.paths()
 
-    def choose(self, given: Any) -> Choice:
+    def choose(self, given: object) -> Choice:
         """Return what the fit begins from.
 
         Args:

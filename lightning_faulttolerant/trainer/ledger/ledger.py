@@ -270,7 +270,7 @@ class FitLedger:
         """Close the file."""
         self._lines.close()
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, **values: object) -> None:
         if not self._has_begun:
             self._begin()
         if not self._has_told_resume:
@@ -448,7 +448,7 @@ def _marked(mark: PrefetchState | None) -> Places:
     return {} if mark is None else mark.iterations
 
 
-def _same(before: tuple[Any, int] | None, iteration: object, num_out: int) -> bool:
+def _same(before: tuple[object, int] | None, iteration: object, num_out: int) -> bool:
     if before is None or before[0] is not iteration:
         return num_out == 0
     return before[1] == num_out

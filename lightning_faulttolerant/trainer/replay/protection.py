@@ -55,7 +55,7 @@ def save_logs(trainer: Trainer) -> None:
 def _silent(kind: Any) -> Any:
     """Return a class like that of a logger, whose methods do nothing. Scripts keep the object, and look at it."""
 
-    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def nothing(self: object, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
     methods: dict[str, Any] = dict.fromkeys(_SILENT, nothing)
@@ -123,21 +123,21 @@ def without_saves(options: Options) -> Options:
     )
 
 
-def _is_below(path: Any, directory: str) -> bool:
+def _is_below(path: object, directory: str) -> bool:
     text = str(path)
     return not is_url(text) and os.path.realpath(text).startswith(f"{os.path.realpath(directory)}/")
 
 
-def _save_below(directory: str, save: Method, checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+def _save_below(directory: str, save: Method, checkpoint: object, filepath: object, *args: object, **kwargs: object) -> None:
     if _is_below(filepath, directory):
         save(checkpoint, filepath, *args, **kwargs)
 
 
-def _remove_below(directory: str, remove: Method, filepath: Any) -> None:
+def _remove_below(directory: str, remove: Method, filepath: object) -> None:
     if _is_below(filepath, directory):
         remove(filepath)
 
 
-def _link_below(directory: str, link: Method, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: Any) -> None:
     if _is_below(os.path.dirname(linkpath), directory):
         link(trainer, filepath, linkpath)

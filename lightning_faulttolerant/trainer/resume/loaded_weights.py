@@ -115,7 +115,7 @@ class RestoredWeights:
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
 
-    def note_masks(self, state_dict: dict[str, Any]) -> None:
+    def note_masks(self, state_dict: dict[str, object]) -> None:
         """Note the masks of pruned weights in a ``state_dict`` that Lightning loads next."""
         self._own_masks = OwnMasks(self._trainer, state_dict)
 

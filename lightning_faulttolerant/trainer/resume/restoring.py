@@ -104,7 +104,7 @@ class Restoring:
             **({} if self._settings is None else {CREATED: self._settings.state_dict()}),
         }
 
-    def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
+    def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: object, **kwargs: object) -> None:
         """Choose the checkpoint, and begin the resume from it."""
         if self._start is not None:  # a finder saves and restores its own checkpoint inside the fit
             with own_file_restored(self._trainer):
