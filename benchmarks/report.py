@@ -148,7 +148,9 @@ def _goodput(figures: Figures) -> str:
     head = ["mean distance", "work", "failures", "`FaultTolerance()`", *(f"every {each} steps" for each in intervals)]
     ours = [found["ours"] for found in measured.values()]
     others = [each for found in measured.values() for each in found["others"].values() if each["goodput"] is not None]
-    right = [f"{sum(each['right'] for each in runs)} of {sum(each['runs'] for each in runs)}" for runs in (ours, others)]
+    right = [
+        f"{sum(each['right'] for each in runs)} of {sum(each['runs'] for each in runs)}" for runs in (ours, others)
+    ]
     text = f"Runs with the right result: {right[0]} with `FaultTolerance()`, {right[1]} with `ModelCheckpoint`."
     load = figures["goodput"]["machine"]["load"]
     return f"{table([*head, 'to the best'], rows)}\n\n{text} Load of the machine meanwhile: {load}."

@@ -109,7 +109,7 @@ def apart_from_earlier_ranks(setup_environment: Method) -> Any:
         patches.undo()
 
 
-def _create_group(create: Method, *positional: Any, **arguments: Any) -> Any:
+def _create_group(create: Method, *positional: object, **arguments: Any) -> Any:
     """Create a process group, in its own store, unless the caller says where the ranks meet."""
     if len(positional) > 1 or not {"init_method", "store"}.isdisjoint(arguments):
         return create(*positional, **arguments)

@@ -29,16 +29,14 @@ from lightning_faulttolerant.records.replay import (
     write_sums,
 )
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
-from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, sums_of_step
-from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
+from lightning_faulttolerant.trainer.incidents.flight_recorder import SeenStep, StepSeams, loss_and_norm, sums_of_step
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.replay.changed_values import set_value
-from lightning_faulttolerant.trainer.replay.protection import protect, redirect
-from lightning_faulttolerant.trainer.replay.silence import save_logs
+from lightning_faulttolerant.trainer.replay.protection import protect, redirect, save_logs
 from lightning_faulttolerant.trainer.replay.step_dump import StepDump
-from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.run.directory import Script
 
 _DONE, _FAILED = 0, 1
 
@@ -54,7 +52,7 @@ def replay_of(trainer: Trainer, script: Script) -> ReplayedSteps | None:
     return None if request is None else ReplayedSteps(trainer, request, script)
 
 
-def _debugged(function: Method, *args: Any, **kwargs: Any) -> Any:
+def _debugged(function: Method, *args: object, **kwargs: object) -> Any:
     """Call a function in the debugger, which stops at its first line. Unlike ``runcall``, quitting it raises."""
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
@@ -117,7 +115,7 @@ class ReplayedSteps:
         self._patches.around(self._trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._patches.around(self._trainer.fit_loop, "run", self._around_run)
 
-    def _around_advance(self, original: Method, data_fetcher: Any) -> None:
+    def _around_advance(self, original: Method, data_fetcher: object) -> None:
         self._place = place = self._here()
         if place.is_after(self._last):
             self._end(PASSED)
@@ -156,7 +154,7 @@ class ReplayedSteps:
         if self.request.opens_debugger and self._trainer.is_global_zero:
             debugging = Patches()
 
-            def debug(training_step: Method, *args: Any, **kwargs: Any) -> Any:
+            def debug(training_step: Method, *args: object, **kwargs: object) -> Any:
                 debugging.undo()  # the next steps run without it
                 return _debugged(training_step, *args, **kwargs)
 

@@ -14,17 +14,17 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.rank_reader import RankReader, identity_of
+from lightning_faulttolerant.checkpoint.rank_states import RankReader, identity_of
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError, RanksLostError
-from lightning_faulttolerant.records.branches import Parent
+from lightning_faulttolerant.records.history import Parent
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files.parts import are_of_one_run, load
+from lightning_faulttolerant.trainer.files.run_files import are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -68,7 +68,7 @@ class Choice:
         """Whether the fit continues where this run was, rather than starting over."""
         return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
-    def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
+    def with_checkpoint(self, checkpoint: dict[str, object] | None) -> Choice:
         """Return the choice with the content that Lightning has read, or without content once it is restored."""
         return replace(self, checkpoint=checkpoint)
 
@@ -82,7 +82,7 @@ def origin_of(given: Any) -> str | None:
     return None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
 
 
-def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
+def choose(trainer: Trainer, series: AutosaveSeries, given: object, options: Options) -> Choice:
     """Choose what the fit starts from.
 
     Args:
