@@ -75,7 +75,7 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
     return Packed(copied, pool, list(found.values()), failures)
 
 
-def unpack(checkpoint: dict[str, Any], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
+def unpack(checkpoint: dict[str, object], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
     """Put the objects back in their places. This unpickles, which may run any code: pass only trusted content.
 
     Args:
@@ -113,7 +113,7 @@ class _Search:
         leave: Keys that are not searched.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], leave: Collection[str]) -> None:
+    def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.places: dict[int, Path] = {}
         """The place of each plain container, by its identity."""
@@ -151,7 +151,7 @@ def _is_for_bytes(value: Any) -> bool:
     return True
 
 
-def _allowed() -> Collection[Any]:
+def _allowed() -> Collection[object]:
     return torch.serialization.get_safe_globals()
 
 
@@ -165,7 +165,7 @@ def _at(checkpoint: Any, path: Collection[object]) -> Any:
     return checkpoint
 
 
-def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> Any:
+def _copied(value: Any, memo: dict[int, object], leave: Collection[str] = ()) -> Any:
     """Return a copy of plain containers that share each other like the originals; nothing else is copied."""
     kind = type(value)
     if kind not in CONTAINERS:
@@ -185,7 +185,7 @@ def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> An
     return copied
 
 
-def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
+def _pickled(found: dict[Path, object], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
     """Return the bytes of objects. If one has none, move it to `failures` and return ``None``."""
     pickler = _ReferencePickler(places)
     pool: Pool = {}
@@ -224,7 +224,7 @@ class _ReferencePickler(pickle.Pickler):
         self.dump(value)
         return bytes(self._buffer.getbuffer()[begin:]), self._tensors[num_tensors:]
 
-    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
+    def persistent_id(self, value: Any) -> tuple[str, object] | None:
         kind = type(value)
         if kind in PLAIN_TENSORS and is_surely_safe(value):
             number = self._numbers.setdefault(id(value), len(self._tensors))
@@ -238,16 +238,16 @@ class _ReferencePickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Loads the bytes that `_ReferencePickler` has written."""
 
-    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, object]) -> None:
         super().__init__(io.BytesIO(b"".join(tensor_to_blob(entry["pickle"]) for entry in pool.values())))
         self._tensors = [tensor for entry in pool.values() for tensor in entry["tensors"]]
         self._checkpoint = checkpoint
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         kind, which = reference
         return self._tensors[which] if kind == _TENSOR else _at(self._checkpoint, which)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         # In a process that multiprocessing has spawned, the script has another name.
         if module == "__mp_main__" and module not in sys.modules:
             module = "__main__"

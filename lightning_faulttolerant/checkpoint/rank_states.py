@@ -54,7 +54,7 @@ class StateBytes:
     crc32: int
 
 
-def as_bytes(state: dict[str, Any]) -> StateBytes | dict[str, Any]:
+def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, Any]:
     """Return a rank's state as bytes, or unchanged if ``weights_only=True`` would not load it.
 
     Args:
@@ -68,7 +68,7 @@ def as_bytes(state: dict[str, Any]) -> StateBytes | dict[str, Any]:
     return StateBytes(data, zlib.crc32(data))
 
 
-def joined(states: Sequence[StateBytes | dict[str, Any]]) -> dict[str, Any]:
+def joined(states: Sequence[StateBytes | dict[str, object]]) -> dict[str, Any]:
     """Return the states of all ranks in the form that our part of a checkpoint keeps.
 
     Args:
@@ -114,7 +114,7 @@ def check(part: Mapping[str, Any], rank: int) -> None:
         _bytes_of(part, rank)
 
 
-def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, object]:
     """Return our part of a checkpoint with the bytes of one rank only, copied.
 
     Args:
@@ -219,7 +219,7 @@ class RankReader:
     def _is_as_saved(self, part: Any) -> bool:
         return states_in(part) is not None and bool(part.get("world_size") == self.num_ranks)
 
-    def _cut(self, part: Mapping[str, Any]) -> dict[str, Any]:
+    def _cut(self, part: Mapping[str, object]) -> dict[str, Any]:
         own = with_state_of(part, self.rank)
         check(own, self.rank)
         return own

@@ -61,7 +61,7 @@ class Summary:
     headers: Mapping[str, int]
     """Where the header of each of these records begins."""
 
-    def size_of(self, *values: Any) -> Size:
+    def size_of(self, *values: object) -> Size:
         """Return the size of parts of the content; shared storages count once."""
         found = [value for value in walk(values) if not isinstance(value, (dict, list, tuple, Made))]
         tensors = [value for value in found if isinstance(value, TensorInfo)]

@@ -215,7 +215,7 @@ def _place(found: dict[str, Any] | None) -> Any:
     return None if found is None else StepPlace(**found)
 
 
-def _write(path: str, content: Mapping[str, Any]) -> None:
+def _write(path: str, content: Mapping[str, object]) -> None:
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file)

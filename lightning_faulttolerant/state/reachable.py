@@ -169,7 +169,7 @@ def attributes(value: object) -> Iterator[tuple[str, Any]]:
             yield from ((name, slot.__get__(value)) for name, slot in slots if _is_filled(slot, value))
 
 
-def _is_filled(slot: Any, value: Any) -> bool:
+def _is_filled(slot: Any, value: object) -> bool:
     try:
         slot.__get__(value)
     except AttributeError:
@@ -177,7 +177,7 @@ def _is_filled(slot: Any, value: Any) -> bool:
     return True
 
 
-def _cell(cell: types.CellType) -> Any:
+def _cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the variable is not bound yet

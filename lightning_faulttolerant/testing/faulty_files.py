@@ -77,7 +77,7 @@ class FaultyFiles:
     ) -> None:
         self._faulty = FaultySteps(fault, kind=kind, at=at, lasting=lasting)
         self._root = Path(os.path.realpath(directory))
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[object, str, object]] = []
 
     @property
     def steps(self) -> list[Step]:
@@ -99,12 +99,12 @@ class FaultyFiles:
             setattr(owner, name, original)
         _blocks.remove(self)
 
-    def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
+    def take(self, kind: str, path: Path, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
         """Count a step, and do it, or apply the fault to it."""
         is_over = self not in _blocks
         return perform() if is_over else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
 
-    def _place(self, file: Any, dir_fd: int | None = None) -> Path | None:
+    def _place(self, file: object, dir_fd: int | None = None) -> Path | None:
         path = locate(file, dir_fd)
         return path if path is not None and (path == self._root or self._root in path.parents) else None
 
@@ -131,11 +131,11 @@ class FaultyFiles:
             ours = {**by_name, "open": opens}
             yield from ((accessor, name, staticmethod(ours[name])) for name in sorted(set(ours) & set(vars(accessor))))
 
-    def _of_one(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _of_one(self, kind: str, real: Callable[..., object]) -> Callable[..., Any]:
         """Return a replacement for a function with the path or the descriptor as its first argument."""
 
         @functools.wraps(real)
-        def call(file: Any = ".", *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
+        def call(file: object = ".", *args: object, dir_fd: int | None = None, **options: object) -> Any:
             options |= {} if dir_fd is None else {"dir_fd": dir_fd}
             place = self._place(file, dir_fd)
             perform = functools.partial(real, file, *args, **options)
@@ -143,11 +143,11 @@ class FaultyFiles:
 
         return call
 
-    def _of_two(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _of_two(self, kind: str, real: Callable[..., object]) -> Callable[..., Any]:
         """Return a replacement for a function of an old and a new path."""
 
         @functools.wraps(real)
-        def call(source: Any, target: Any, *args: Any, **options: Any) -> Any:
+        def call(source: object, target: object, *args: object, **options: Any) -> Any:
             new = self._place(target, options.get("dst_dir_fd", options.get("dir_fd")))
             old = self._place(source, options.get("src_dir_fd")) if kind == "rename" else None
             perform = functools.partial(real, source, target, *args, **options)
@@ -180,9 +180,9 @@ class FaultyFiles:
 
         return call
 
-    def _open_descriptor(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _open_descriptor(self, real: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(real)
-        def call(path: Any, flags: int, *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
+        def call(path: object, flags: int, *args: object, dir_fd: int | None = None, **options: object) -> Any:
             options |= {} if dir_fd is None else {"dir_fd": dir_fd}
             place = self._place(path, dir_fd) if flags & _WRITING else None
             perform = functools.partial(real, path, flags, *args, **options)
@@ -190,9 +190,9 @@ class FaultyFiles:
 
         return call
 
-    def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _open(self, real: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(real)
-        def call(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        def call(file: object, mode: str = "r", *args: Any, **options: Any) -> Any:
             writes = isinstance(mode, str) and bool(set("wxa+") & set(mode))
             place = self._place(file) if writes else None
             if place is None:
@@ -237,14 +237,14 @@ Take = Callable[..., Any]
 
 def open_writable(
     take: Take,
-    file: Any,
+    file: object,
     mode: str,
     buffering: int = -1,
     encoding: str | None = None,
     errors: str | None = None,
     newline: str | None = None,
     closefd: bool = True,
-    opener: Any = None,
+    opener: object = None,
 ) -> IO[Any]:
     """Open a file like ``open``, with its arguments after the first, on top of a raw file that takes steps."""
     is_binary = "b" in mode

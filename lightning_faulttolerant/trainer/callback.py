@@ -180,7 +180,7 @@ class FaultTolerance(AnyCallback):
         EARLY.begin(os.environ, fit_follows=True)
         self._number = self._options.script.count_callback()
         self.is_from_environment = False
-        self._log: Any = None
+        self._log: object = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
@@ -296,7 +296,7 @@ class FaultTolerance(AnyCallback):
             under_way.begin(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
-    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, object]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
         if self._session is not None and not self._is_of_another(trainer):
             self._session.put_part(checkpoint)

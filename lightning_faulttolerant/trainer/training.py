@@ -139,7 +139,7 @@ class ResumedEpoch:
             original()
         begin_next(self._trainer)
 
-    def _call(self, hook: str, *args: Any) -> None:
+    def _call(self, hook: str, *args: object) -> None:
         callbacks, module = self._pending()
         compat.run_hooks(self._trainer, hook, callbacks, *args, module=module)
 

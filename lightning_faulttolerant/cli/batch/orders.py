@@ -149,7 +149,7 @@ def _of_line(state: Any) -> RemainingBatches | None:
         return None
 
 
-def _of_record(record: Any) -> RemainingBatches | None:
+def _of_record(record: object) -> RemainingBatches | None:
     if not isinstance(record, Mapping):
         return None
     if record.get("deal") is not None:

@@ -242,7 +242,7 @@ def _lines_of_step(told: Mapping[str, Any]) -> Iterator[str]:
             yield f"    gradients that are not finite: {', '.join(bad[:_MAX_NAMED])}{more}"
 
 
-def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+def _rows(rows: Sequence[Mapping[str, object]]) -> str:
     named = [
         f"row {row['row']}" + ("" if row["index"] is None else f" (sample {row['index']})") for row in rows[:_MAX_NAMED]
     ]

@@ -155,7 +155,7 @@ def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
-def items_mark(value: Any, before: Any) -> Mark:
+def items_mark(value: object, before: Any) -> Mark:
     """Return a mark of a list or dict that held the items of `before`."""
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values, _keys_and_values(before))
@@ -300,7 +300,7 @@ def _iterator_mark(iterator: object) -> Mark:
     return lambda: place is not None and _iterator_place(iterator) == place
 
 
-def _iterator_place(iterator: object) -> Any:
+def _iterator_place(iterator: object) -> object:
     """Return the position of an iterator, as numbers; ``None`` if it does not report one."""
     try:
         with warnings.catch_warnings():
@@ -311,7 +311,7 @@ def _iterator_place(iterator: object) -> Any:
         return None if " at 0x" in text else text
 
 
-def _numbers_in(value: object) -> Any:
+def _numbers_in(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_numbers_in, value))
     if kinds.is_iterator(value):

@@ -151,7 +151,7 @@ class Decoder:
             return self._enum(kind, *rest)
         return decode_leaf(kind, *rest)
 
-    def fill(self, value: Any, content: Sequence[Any]) -> None:
+    def fill(self, value: Any, content: Sequence[object]) -> None:
         """Restore content into an existing object.
 
         Raises:
@@ -198,7 +198,7 @@ class Decoder:
         if kind == "set":
             _check_order(value, self._items(items))
 
-    def _known(self, path: str) -> Any:
+    def _known(self, path: str) -> object:
         found = self._graph.thing_at(path)
         if found is None:
             raise NothingThereError(f"{path} no longer exists")
@@ -235,7 +235,7 @@ class Decoder:
             return numbers
         return [self._hashable(item) if has_hashes else self._decode(item) for item in items]
 
-    def _pairs(self, items: Any) -> list[tuple[Any, Any]]:
+    def _pairs(self, items: Any) -> list[tuple[object, object]]:
         return [(self._hashable(key), self._decode(child)) for key, child in items]
 
     def _hashable(self, encoded: Any) -> Any:
@@ -246,7 +246,7 @@ class Decoder:
         finally:
             self._is_at_once = before
 
-    def _new(self, number: int) -> Any:
+    def _new(self, number: int) -> object:
         if number not in self._made:
             self._made[number] = self._empty_one(*self._table[number])
             self._unfilled.append(number)
@@ -330,7 +330,7 @@ class Decoder:
         for name, child in encoded:
             set_attribute(value, name, self._decode(child))
 
-    def _objects(self, content: Sequence[Any]) -> Any:
+    def _objects(self, content: Sequence[Any]) -> object:
         import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
         array = np.empty(len(content[2]), dtype=object)
@@ -361,7 +361,7 @@ class _Gone:
     """Stands for the dead object of a weak reference."""
 
 
-def _check_order(value: set[Any], wanted: list[Any]) -> None:
+def _check_order(value: set[Any], wanted: list[object]) -> None:
     """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
     if kinds.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
         raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")

@@ -319,13 +319,13 @@ class Encoder:
         name, plain = class_name(type(value), self._graph), self._encode(VALUES[base](value))
         return ["value", name, base.__name__, plain, self._attributes(value)]
 
-    def _rest(self, value: object) -> list[Any]:
+    def _rest(self, value: object) -> list[object]:
         """Return the class of a user's own container, and its attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
         return [class_name(type(value), self._graph), self._attributes(value)]
 
-    def _attributes(self, value: object) -> list[Any]:
+    def _attributes(self, value: object) -> list[object]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
     def _attribute(self, value: object, name: str, child: object) -> object:
@@ -338,7 +338,7 @@ class Encoder:
             return child
         return self._inside(child, is_part=True, where=self._place[1])
 
-    def _inside(self, child: object, *, is_part: bool, where: str) -> Any:
+    def _inside(self, child: object, *, is_part: bool, where: str) -> object:
         """Encode an object that another one refers to.
 
         Args:

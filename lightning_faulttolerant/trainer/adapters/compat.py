@@ -63,7 +63,7 @@ def averaged_models(trainer: Trainer) -> list[nn.Module]:
     return [c._average_model for c in averaging if c._average_model is not None]
 
 
-def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, object]:
     """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
     max_epochs = trainer.fit_loop.max_epochs
     return {
@@ -279,7 +279,7 @@ def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
         item._defaults[name] = default.to(value.dtype)
 
 
-def result_cache(item: _ResultMetric) -> dict[str, Any]:
+def result_cache(item: _ResultMetric) -> dict[str, object]:
     """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache
     return {

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 from lightning_faulttolerant.checkpoint.autosave_directory import (
     AUTOSAVE_NAME,
@@ -106,7 +106,7 @@ class Branch:
             found.series.set_aside("not-resumed")
         return found.number == self.fit and not found.series.paths()
 
-    def choose(self, given: Any) -> Choice:
+    def choose(self, given: object) -> Choice:
         """Return what the fit begins from.
 
         Args:

@@ -169,7 +169,7 @@ class SavedEvaluation:
         self,
         trainer: Trainer,
         path: str,
-        checkpoint: Mapping[str, Any],
+        checkpoint: Mapping[str, object],
         part: CheckpointPart,
         *,
         rank: int,

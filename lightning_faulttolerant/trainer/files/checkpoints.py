@@ -209,7 +209,7 @@ class CheckpointFiles:
             around(callback, compat.SAVE_TOPK, partial(self._save_by, callback, True))
             around(callback, compat.SAVE_LAST, partial(self._save_by, callback, False))
 
-    def _write_or_remove(self, write_or_remove: Method, filepath: object, *args: Any, **kwargs: Any) -> None:
+    def _write_or_remove(self, write_or_remove: Method, filepath: object, *args: object, **kwargs: object) -> None:
         if not self._is_there_already(filepath):
             self._file = str(filepath)
             write_or_remove(filepath, *args, **kwargs)
@@ -223,7 +223,9 @@ class CheckpointFiles:
             self._own_file = None
         return own == here
 
-    def _save_by(self, callback: ModelCheckpoint, is_first: bool, save: Method, *args: Any, **kwargs: Any) -> None:
+    def _save_by(
+        self, callback: ModelCheckpoint, is_first: bool, save: Method, *args: object, **kwargs: object
+    ) -> None:
         """Keep the state before a ModelCheckpoint saves; with ``save_last`` it saves twice."""
         if is_first or not self._keeps_saving(callback):
             self._begin_save(callback)

@@ -222,7 +222,7 @@ def config_callbacks(trainer: Trainer) -> list[object]:
     return [callback for callback in callbacks if cli is not None and isinstance(callback, cli.SaveConfigCallback)]
 
 
-def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: object, **kwargs: object) -> None:
     if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
         setup(trainer, *args, **kwargs)
     else:
@@ -254,7 +254,7 @@ def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
         tell(f"The configuration has changed. The earlier one is in {aside}, this one in {path}.")
 
 
-def _overwrite(save: Any, *args: Any, **kwargs: Any) -> None:
+def _overwrite(save: Any, *args: object, **kwargs: object) -> None:
     save(*args, **{**kwargs, "overwrite": True})
 
 

@@ -64,7 +64,7 @@ def failure_of(trainer: Trainer, loaders: Loaders, exception: BaseException, *, 
     )
 
 
-def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tuple[str, list[Any]]]:
+def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tuple[str, list[object]]]:
     """Yield the indices of the batch in progress for each loader that has an index sampler."""
     for place, tracker in loaders.trackers.items():
         if not place.startswith(stage) or not isinstance(tracker, TrackedLoader) or tracker.is_gone:
@@ -75,7 +75,7 @@ def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tup
             yield place, indices
 
 
-def _indices(iteration: Iteration, number: int) -> list[Any] | None:
+def _indices(iteration: Iteration, number: int) -> list[object] | None:
     """Return the indices of a batch of an iteration, if they are still known."""
     record = iteration.record
     begin = record.handed_out - len(record.recent)

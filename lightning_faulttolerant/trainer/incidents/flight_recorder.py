@@ -68,7 +68,7 @@ class StepSeams:
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
-    def _around_step(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
         seen = self._seen = SeenStep(batch=args[0] if args else None)
         output = original(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -77,7 +77,7 @@ class StepSeams:
         self._after_step(seen)
         return output
 
-    def _around_backward(self, original: Method, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around_backward(self, original: Method, loss: object, *args: object, **kwargs: object) -> object:
         output = original(loss, *args, **kwargs)
         seen = self._seen
         seen.num_backward += 1

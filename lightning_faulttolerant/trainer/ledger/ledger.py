@@ -68,7 +68,7 @@ def training_place(trainer: Trainer) -> dict[str, int]:
 def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
     """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
-    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> Any:
+    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> object:
         return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
 
     patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
@@ -86,7 +86,7 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def around_step(self, original: Method, batch: object, *args: object) -> Any:
+    def around_step(self, original: Method, batch: object, *args: object) -> object:
         """Run a step, and write its line."""
         trainer = self._trainer
         rng = digest(rng_state())
@@ -104,7 +104,7 @@ class EvaluatedBatches:
         return output
 
 
-def returned_by(loop: Any, results: Any) -> dict[str, Any]:
+def returned_by(loop: Any, results: Any) -> dict[str, object]:
     """Return what an evaluation returned, in a form that JSON can hold.
 
     Args:
@@ -178,7 +178,7 @@ class _LoggedValues:
         finally:
             self._is_logging = False
 
-    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> object:
         if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
             metrics = args[0] if args else kwargs.get("metrics")
             step = args[1] if len(args) > 1 else kwargs.get("step")
@@ -212,9 +212,9 @@ class FitLedger:
         self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
         self._has_begun = self._has_told_resume = False
         self._logged = _LoggedValues(trainer, self._log)
-        self._batch: dict[str, Any] = {}
+        self._batch: dict[str, object] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
-        self._returned: dict[str, Any] = {}
+        self._returned: dict[str, object] = {}
         self._is_fit = function_of(trainer) == FIT
         if session is not None:
             session.listeners.saved.append(self._autosaved)
@@ -270,7 +270,7 @@ class FitLedger:
         """Close the file."""
         self._lines.close()
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, **values: object) -> None:
         if not self._has_begun:
             self._begin()
         if not self._has_told_resume:
@@ -328,7 +328,7 @@ class FitLedger:
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
         original(batch, *args, **kwargs)
 
-    def _known_of(self, batch: object) -> dict[str, Any]:
+    def _known_of(self, batch: object) -> dict[str, object]:
         known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
@@ -373,7 +373,7 @@ class FitLedger:
             )
         original(metrics)
 
-    def _around_evaluation(self, original: Method) -> Any:
+    def _around_evaluation(self, original: Method) -> object:
         results = original()
         self._returned = returned_by(loop_of(self._trainer), results)
         return results
@@ -427,7 +427,7 @@ class LastBatchIndices:
         indices = self.indices_of_batch()
         return None if indices is None else digest(indices)
 
-    def indices_of_batch(self) -> dict[str, Any] | None:
+    def indices_of_batch(self) -> dict[str, object] | None:
         """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
             before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
@@ -448,13 +448,13 @@ def _marked(mark: PrefetchState | None) -> Places:
     return {} if mark is None else mark.iterations
 
 
-def _same(before: tuple[Any, int] | None, iteration: object, num_out: int) -> bool:
+def _same(before: tuple[object, int] | None, iteration: object, num_out: int) -> bool:
     if before is None or before[0] is not iteration:
         return num_out == 0
     return before[1] == num_out
 
 
-def _indices(record: IndexRecord | None, number: int) -> tuple[Any] | None:
+def _indices(record: IndexRecord | None, number: int) -> tuple[object] | None:
     """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
     if record is None:
         return None

@@ -273,7 +273,7 @@ class NodeGroup:
     """
 
     def __init__(
-        self, store: Any, timeout: timedelta, *, rank: int, num_ranks: int, host: str, node: str | None = None
+        self, store: object, timeout: timedelta, *, rank: int, num_ranks: int, host: str, node: str | None = None
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks

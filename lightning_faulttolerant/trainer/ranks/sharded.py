@@ -311,7 +311,7 @@ def without_shards(checkpoint: Mapping[str, object]) -> dict[str, object]:
 
 
 def load_checkpoint(
-    trainer: Trainer, choice: Choice, load: Callable[[Any], None], *, why_not_trusted: Callable[[str], str | None]
+    trainer: Trainer, choice: Choice, load: Callable[[object], None], *, why_not_trusted: Callable[[str], str | None]
 ) -> None:
     """Give Lightning the checkpoint that a fit continues from; some strategies load model and optimizers themselves.
 
@@ -345,7 +345,7 @@ def load_checkpoint(
         _put_content(trainer, choice.path, choice.checkpoint)
 
 
-def _put_content(trainer: Trainer, path: str, content: dict[str, Any] | None) -> None:
+def _put_content(trainer: Trainer, path: str, content: dict[str, object] | None) -> None:
     """Give Lightning the content of an autosave: our part of it is next to the files of DeepSpeed's engine."""
     if content is None and os.path.exists(os.path.join(path, METADATA_NAME)):
         content = load_content(path)

@@ -38,7 +38,7 @@ _PREFIX = "lightning_faulttolerant-"
 _PIECE_BYTES = 1024 * 1024
 
 
-def send_checkpoint(strategy: Strategy, checkpoint: dict[str, Any], url: str) -> dict[str, FileEntry]:
+def send_checkpoint(strategy: Strategy, checkpoint: dict[str, object], url: str) -> dict[str, FileEntry]:
     """Let a strategy save a checkpoint below a URL. A collective.
 
     Args:
@@ -85,7 +85,7 @@ def fetched(strategy: Strategy, url: str) -> Iterator[None]:
             local = path
         files = StoredFiles(open_store(url), stand_in)
 
-        def load_fetched(_: object, **arguments: Any) -> Any:
+        def load_fetched(_: object, **arguments: Any) -> object:
             with files_of_shards(files), _own_path(strategy, local):
                 return load(local, **arguments)
 
@@ -98,7 +98,7 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
     """Within the block, let a rank use its own local path: strategies take that of rank 0."""
     broadcast = strategy.broadcast
 
-    def keep_path(value: Any, *arguments: Any, **more: Any) -> Any:
+    def keep_path(value: object, *arguments: Any, **more: Any) -> object:
         return value if value == path else broadcast(value, *arguments, **more)
 
     with _replaced(strategy, "broadcast", keep_path):
@@ -106,7 +106,7 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(strategy: Strategy, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced(strategy: Strategy, name: str, function: Callable[..., object]) -> Iterator[None]:
     own = vars(strategy)
     before = own.get(name)
     own[name] = function
@@ -242,7 +242,7 @@ _REFUSED: Final = re.compile(r"GLOBAL ([\w.]+)")
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")

@@ -55,10 +55,10 @@ def save_logs(trainer: Trainer) -> None:
 def _silent(kind: Any) -> Any:
     """Return a class like that of a logger, whose methods do nothing. Scripts keep the object, and look at it."""
 
-    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def nothing(self: object, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
-    methods: dict[str, Any] = dict.fromkeys(_SILENT, nothing)
+    methods: dict[str, object] = dict.fromkeys(_SILENT, nothing)
     experiment = property(lambda self: DummyLogger().experiment)
     namespace = {**methods, "experiment": experiment, "is_silent_in_replay": True, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**namespace, "__doc__": kind.__doc__})
@@ -123,21 +123,23 @@ def without_saves(options: Options) -> Options:
     )
 
 
-def _is_below(path: Any, directory: str) -> bool:
+def _is_below(path: object, directory: str) -> bool:
     text = str(path)
     return not is_url(text) and os.path.realpath(text).startswith(f"{os.path.realpath(directory)}/")
 
 
-def _save_below(directory: str, save: Method, checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+def _save_below(
+    directory: str, save: Method, checkpoint: object, filepath: object, *args: object, **kwargs: object
+) -> None:
     if _is_below(filepath, directory):
         save(checkpoint, filepath, *args, **kwargs)
 
 
-def _remove_below(directory: str, remove: Method, filepath: Any) -> None:
+def _remove_below(directory: str, remove: Method, filepath: object) -> None:
     if _is_below(filepath, directory):
         remove(filepath)
 
 
-def _link_below(directory: str, link: Method, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: Any) -> None:
     if _is_below(os.path.dirname(linkpath), directory):
         link(trainer, filepath, linkpath)

@@ -53,7 +53,7 @@ class ReplayedRun:
         self._number = finder.number_in(self._directory, run.begun)
         return finder.begun_in(run, number=self._number, keep_last=1)
 
-    def choose(self, given: Any) -> Choice:
+    def choose(self, given: object) -> Choice:
         """Return what the fit starts from: the newest autosave that is not after the first step of interest.
 
         A fit before the one that is replayed continues from its newest autosave.

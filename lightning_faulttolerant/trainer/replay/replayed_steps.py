@@ -51,7 +51,7 @@ def replay_of(trainer: Trainer, script: Script) -> ReplayedSteps | None:
     return None if request is None else ReplayedSteps(trainer, request, script)
 
 
-def _debugged(function: Method, *args: Any, **kwargs: Any) -> Any:
+def _debugged(function: Method, *args: object, **kwargs: object) -> object:
     """Call a function in the debugger, which stops at its first line. Unlike ``runcall``, quitting it raises."""
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
@@ -114,7 +114,7 @@ class ReplayedSteps:
         self._patches.around(self._trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._patches.around(self._trainer.fit_loop, "run", self._around_run)
 
-    def _around_advance(self, original: Method, data_fetcher: Any) -> None:
+    def _around_advance(self, original: Method, data_fetcher: object) -> None:
         self._place = place = self._here()
         if place.is_after(self._last):
             self._end(PASSED)
@@ -151,7 +151,7 @@ class ReplayedSteps:
         if self.request.opens_debugger and self._trainer.is_global_zero:
             debugging = Patches()
 
-            def debug(training_step: Method, *args: Any, **kwargs: Any) -> Any:
+            def debug(training_step: Method, *args: object, **kwargs: object) -> Any:
                 debugging.undo()  # the next steps run without it
                 return _debugged(training_step, *args, **kwargs)
 

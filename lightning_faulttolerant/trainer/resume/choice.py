@@ -67,7 +67,7 @@ class Choice:
         """Whether the fit continues where this run was, rather than starting over."""
         return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
-    def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
+    def with_checkpoint(self, checkpoint: dict[str, object] | None) -> Choice:
         """Return the choice with the content that Lightning has read, or without content once it is restored."""
         return replace(self, checkpoint=checkpoint)
 
@@ -81,7 +81,7 @@ def origin_of(given: Any) -> str | None:
     return None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
 
 
-def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
+def choose(trainer: Trainer, series: AutosaveSeries, given: object, options: Options) -> Choice:
     """Choose what the fit starts from.
 
     Args:
@@ -120,7 +120,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
-def _load_of(trainer: Trainer) -> Callable[[str], dict[str, Any]]:
+def _load_of(trainer: Trainer) -> Callable[[str], dict[str, object]]:
     """Return what verifies a whole autosave and loads what rank 0 needs of it."""
     return partial(RankReader(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
 

@@ -9,7 +9,7 @@ Weights that Lightning would round to fewer bits are loaded in the precision tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -115,7 +115,7 @@ class RestoredWeights:
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
 
-    def note_masks(self, state_dict: dict[str, Any]) -> None:
+    def note_masks(self, state_dict: dict[str, object]) -> None:
         """Note the masks of pruned weights in a ``state_dict`` that Lightning loads next."""
         self._own_masks = OwnMasks(self._trainer, state_dict)
 

@@ -145,7 +145,7 @@ class Resume:
         self._differences.all.not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
-    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any], *, rank: int) -> None:
+    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, object], *, rank: int) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
@@ -191,7 +191,7 @@ class Resume:
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
 
     def _redistribute(
-        self, part: CheckpointPart, checkpoint: Mapping[str, Any], position: TrainerPosition, *, rank: int
+        self, part: CheckpointPart, checkpoint: Mapping[str, object], position: TrainerPosition, *, rank: int
     ) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
         self._content.resized = Resized(

@@ -87,7 +87,7 @@ class Script:
         """Return the runs that had fits in other processes."""
         return list(self._read().get("runs", {}))
 
-    def tell_report(self, number: int, report: dict[str, Any] | None) -> None:
+    def tell_report(self, number: int, report: dict[str, object] | None) -> None:
         """Note, in another process, what the fit of the callback with this number resumed from."""
         content = self._read()
         self._write({**content, "reports": {**content.get("reports", {}), str(number): report}})

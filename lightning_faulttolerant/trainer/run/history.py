@@ -60,7 +60,7 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
     """Return a method that does nothing on ranks without a file, and that reports errors instead of raising them."""
 
     @functools.wraps(method)
-    def guarded(self: HistoryWriter, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: HistoryWriter, *args: object, **kwargs: object) -> None:
         if isinstance(self.file, NoHistory):
             return
         try:
@@ -370,13 +370,13 @@ class HistoryWriter:
         self.due_at = float("inf")
         self.file.flush()
 
-    def _add(self, event: str, **more: Any) -> None:
+    def _add(self, event: str, **more: object) -> None:
         now, (least, most) = perf_counter(), ALIVE_EVERY_SECONDS
         # Set before the line is written: after a failure, the next try is as far away.
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
 
-    def _here(self) -> dict[str, Any]:
+    def _here(self) -> dict[str, object]:
         """Return the current place, and whether it is in a validation run."""
         is_evaluating = self._validations.current is not None or self._function != FIT
         place: dict[str, Any] = self._place()

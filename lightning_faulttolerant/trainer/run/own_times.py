@@ -68,7 +68,7 @@ class OwnTimes:
             self._evaluation += perf_counter() - self._save - self._evaluation_began
         self._evaluation_began = 0.0
 
-    def timed(self, work: Callable[[], Any]) -> Any:
+    def timed(self, work: Callable[[], object]) -> Any:
         """Do a part of a save for which this rank waits for no other, and return its result."""
         began = perf_counter()
         try:
@@ -79,7 +79,7 @@ class OwnTimes:
     def apart(self, original: Method) -> Method:
         """Return a method whose time is no part of a step: ranks wait for each other in it."""
 
-        def together(*args: Any, **kwargs: Any) -> Any:
+        def together(*args: object, **kwargs: object) -> object:
             began = perf_counter()
             result = original(*args, **kwargs)
             self._together += perf_counter() - began

@@ -64,12 +64,12 @@ class BackgroundSaves:
         """Whether a write is in progress."""
         return self._writer.is_busy
 
-    def copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def copy(self, checkpoint: dict[str, object]) -> dict[str, Any]:
         """Return a copy that training can't change."""
-        staged: dict[str, Any] = self._staging.copy(checkpoint)
+        staged: dict[str, object] = self._staging.copy(checkpoint)
         return staged
 
-    def reserve(self, checkpoint: dict[str, Any]) -> None:
+    def reserve(self, checkpoint: dict[str, object]) -> None:
         """Allocate the memory for copies of such a checkpoint, in the thread."""
         self._writer.start(self._staging.reserve(checkpoint))
 
@@ -197,7 +197,7 @@ class Autosaver:
         return is_saved
 
     def _save_in_background(
-        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+        self, series: AutosaveSeries, checkpoint: dict[str, object], position: TrainerPosition, began: float
     ) -> bool:
         """Begin to write in the background. Return whether the checkpoint was written immediately instead."""
         self._run_state.files.flush()
@@ -294,7 +294,7 @@ class Autosaver:
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         return self.contents.gathered(position, state, capture)
 
-    def _save(self, checkpoint: dict[str, Any], position: TrainerPosition, began: float) -> None:
+    def _save(self, checkpoint: dict[str, object], position: TrainerPosition, began: float) -> None:
         if self._shards is not None:
             self._save_shards(self._shards, checkpoint, position, began)
         elif self._by_first(position, began, lambda series: self._write_now(series, checkpoint, position, began)):
@@ -321,7 +321,7 @@ class Autosaver:
             return False, described(error)
 
     def _save_shards(
-        self, shards: ShardWriter, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+        self, shards: ShardWriter, checkpoint: dict[str, object], position: TrainerPosition, began: float
     ) -> None:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
@@ -351,7 +351,7 @@ class Autosaver:
             hear(position, path)
 
     def _write_now(
-        self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, began: float
+        self, series: AutosaveSeries, checkpoint: dict[str, object], position: TrainerPosition, began: float
     ) -> bool:
         is_proven = self._is_proven
         self._run_state.files.flush()
@@ -381,7 +381,7 @@ class Autosaver:
     def _write_in_background(
         self,
         series: AutosaveSeries,
-        checkpoint: dict[str, Any],
+        checkpoint: dict[str, object],
         position: TrainerPosition,
         began: float,
         waited: float,
@@ -415,7 +415,7 @@ class Checkpointer:
     autosaver: Autosaver
     hook_saves: HookSaves
 
-    def put_part(self, checkpoint: dict[str, Any], capture: Capture | None) -> None:
+    def put_part(self, checkpoint: dict[str, object], capture: Capture | None) -> None:
         """Put our part into a checkpoint that other code is saving.
 
         Args:

@@ -84,7 +84,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         if not is_url(path) and os.path.isdir(path):
             lightnings = served_of_any()
             more = lightnings.weights_only_argument(weights_only)
-            loaded: dict[str, Any] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
+            loaded: dict[str, object] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
             return loaded
         try:
             return load_file(path, map_location=map_location, weights_only=weights_only)

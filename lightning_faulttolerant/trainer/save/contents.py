@@ -337,8 +337,8 @@ class CheckpointContents:
         self,
         ranks: Ranks,
         position: TrainerPosition,
-        state: Mapping[str, Any],
-        checkpoint: Mapping[str, Any],
+        state: Mapping[str, object],
+        checkpoint: Mapping[str, object],
         instead: Instead | None = None,
         times: OwnTimes | None = None,
     ) -> CheckpointPart | None:

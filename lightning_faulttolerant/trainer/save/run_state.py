@@ -85,11 +85,11 @@ class Capture:
     loops: Mapping[str, Any]
     callbacks: Mapping[str, Any]
     schedulers: list[object]
-    param_groups: list[Any]
+    param_groups: list[object]
     held: list[list[list[int]]]
     precision: Mapping[str, object]
     buffers: Mapping[str, Tensor]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     marks: TensorMarks
     taken_at: float
 
@@ -159,7 +159,7 @@ def moving_tensors(trainer: Trainer) -> list[Tensor]:
     return tensors
 
 
-def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+def _param_groups(optimizer: Any) -> list[dict[str, object]]:
     return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -314,7 +314,7 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
     return named
 
 
-def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+def _trainer_state(trainer: Trainer) -> dict[str, object]:
     return {
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -390,13 +390,13 @@ def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None
     return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
 
 
-def _of_trainer(name: str, title: str, read: Callable[[Trainer], Any], load: Callable[[Trainer, Any], Any]) -> Part:
+def _of_trainer(name: str, title: str, read: Callable[[Trainer], object], load: Callable[[Trainer, Any], Any]) -> Part:
     """Return a part that is read from the trainer alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.trainer), lambda run, state: load(run.trainer, state[name]))
 
 
 def _of_module(
-    name: str, title: str, read: Callable[[LightningModule], Any], load: Callable[[LightningModule, Any], Any]
+    name: str, title: str, read: Callable[[LightningModule], object], load: Callable[[LightningModule, Any], Any]
 ) -> Part:
     """Return a part that is read from the module alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.module), lambda run, state: load(run.module, state[name]))

@@ -147,7 +147,7 @@ class Trust:
                 unpack(checkpoint, checkpoint[KEY][PICKLED])
                 set_rng_state(drawn)
 
-    def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, object] | None, path: str, **more: Any) -> None:
+    def restore(self, checkpoint: dict[str, object], pool: Mapping[str, object] | None, path: str, **more: Any) -> None:
         """Restore the objects that were kept as bytes.
 
         Args:

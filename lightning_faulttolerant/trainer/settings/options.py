@@ -50,7 +50,7 @@ def with_options_of_environment(init: Init) -> Init:
     """
 
     @functools.wraps(init)
-    def with_options(self: object, *args: Any, **kwargs: Any) -> None:
+    def with_options(self: object, *args: object, **kwargs: object) -> None:
         by_variable = read_options(init, os.environ.get(OPTIONS_VARIABLE, ""))
         passed = {**dict(zip(option_names(init), args, strict=False)), **kwargs}
         contradicted = {_CONTRADICTING.get(name) for name, value in passed.items() if value is not None}
@@ -124,7 +124,7 @@ def _value(name: str, text: str, hint: object) -> object:
 _UNFIT = object()
 
 
-def _among(**values: Any) -> Callable[[str], object]:
+def _among(**values: object) -> Callable[[str], object]:
     return lambda text: values.get(text.lower(), _UNFIT)
 
 
