@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.background import Staging
 from lightning_faulttolerant.checkpoint.described import TensorInfo
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import (
@@ -145,6 +147,31 @@ def _bytes_of(part: Mapping[str, Any], rank: int) -> bytes:
             f"{num_bytes} bytes and {expected:08x}. Take another checkpoint."
         )
     return own
+
+
+def identity_of(path: str | os.PathLike[str]) -> str:
+    """Return a short text that differs between two checkpoints with different content, however alike their names.
+
+    Only the checksums in it are read, so call it for a checkpoint that each rank verifies.
+
+    Args:
+        path: A file written by ``torch.save``, or a directory with a manifest. A URL has no need of it: all ranks see
+            the same object.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    if is_url(path):
+        return ""
+    path = local_path(path)
+    if os.path.isdir(path):
+        with open(os.path.join(path, MANIFEST_NAME), "rb") as manifest:
+            return f"{zlib.crc32(manifest.read()):08x}"
+    if not zipfile.is_zipfile(path):  # torch's format from before 1.6
+        return str(os.path.getsize(path))
+    with zipfile.ZipFile(path) as archive:
+        records = [(record.filename, record.file_size, record.CRC) for record in archive.infolist()]
+    return f"{zlib.crc32(repr(records).encode()):08x}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

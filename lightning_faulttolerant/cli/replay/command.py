@@ -81,7 +81,7 @@ def compare(
         replay: The ledger of the replay, of rank 0.
         fit: The number of the fit that was replayed.
         ranks: The ranks of the replay.
-        before: Epoch and batch of the first batch that is left out: what comes later differs on purpose.
+        before: Epoch and batch of the first step that differs on purpose; it and later ones are not compared.
     """
     found = [
         _of_rank(rank, *(_read(path, rank) for path in (original, replay)), fit=fit, before=before)
@@ -176,6 +176,9 @@ def lines_of(
         yield from _not_finite(steps)
     if request.without:
         yield f"  left out: {', '.join(map(in_words, request.without))}. Later steps are not compared with the run"
+    if outcome.changed is not None:
+        values = ", ".join(f"{key}={value}" for key, value in request.values)
+        yield f"  set before {outcome.changed}: {values}. It and later steps are not compared with the run"
     yield from _compared(compared, len(steps), start)
     if request.dumps is not None:
         yield from _dumped(request.dumps, outcome)
@@ -257,10 +260,11 @@ autosave that is not after the step, runs up to the step, and ends there.
   lightning-faulttolerant replay --until 3:17 --pdb -- python train.py
   lightning-faulttolerant replay --from 1190 --until 1200 --dump steps -- python train.py
   lightning-faulttolerant replay --until 3:40 --without 3:17 -- python train.py
+  lightning-faulttolerant replay --from 3:17 --until 3:40 --set model.dropout.p=0 -- python train.py
   lightning-faulttolerant replay --at-exception --anomaly -- torchrun --nproc_per_node 2 train.py
 
 A STEP is a training batch of the fit, counted from 0 over all epochs, or EPOCH:BATCH, both from 0. The step of
---until is done; --pdb, --anomaly, and --dump begin at that of --from. If only one is given, it stands for
+--until is done; --pdb, --anomaly, --dump, and --set begin at that of --from. If only one is given, it stands for
 both.
 
 Nothing of the run is touched: neither its autosaves, ledger, and history, nor its checkpoints, and what its loggers
@@ -304,6 +308,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="leave this batch out, as skip_batches does; may be repeated. Later steps are not compared",
     )
+    parser.add_argument(
+        "--set",
+        dest="values",
+        metavar="KEY=VALUE",
+        type=_value,
+        action="append",
+        default=[],
+        help="set a value of model, datamodule, optimizers, or trainer, such as optimizers.0.param_groups.0.lr=1e-4;"
+        " may be repeated. These steps are not compared",
+    )
     parser.add_argument("--output", metavar="DIR", help="keep the replay's ledger and logs here")
 
 
@@ -346,6 +360,7 @@ def _request(arguments: argparse.Namespace, directory: str) -> ReplayRequest:
         detects_anomalies=arguments.anomaly,
         dumps=None if arguments.dump is None else os.path.abspath(arguments.dump),
         without=tuple(sorted(set(arguments.without))),
+        values=tuple(arguments.values),
     )
 
 
@@ -401,7 +416,7 @@ def _result(request: ReplayRequest, code: int) -> int:
     outcome = _decisive(start, outcomes)
     can_be_compared = start.ledger is not None and os.path.exists(start.ledger)
     ranks = [rank for rank in outcomes if os.path.exists(path_of_rank(request.ledger, rank))]
-    first = min(request.without, default=None)
+    first = min([*request.without, *_changed(outcome)], default=None)
     compared = None
     if can_be_compared:
         compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks, before=first)
@@ -412,6 +427,12 @@ def _result(request: ReplayRequest, code: int) -> int:
     if request.is_of_exception:
         return _of_exception(start, outcome, outcomes.values())
     return 0 if outcome.word in (REACHED, LEFT) else _FAILED
+
+
+def _changed(outcome: ReplayOutcome) -> Iterator[tuple[int, int]]:
+    """Yield epoch and batch of the step before which values were set."""
+    if outcome.changed is not None:
+        yield outcome.changed.epoch or 0, outcome.changed.batch or 0
 
 
 def _decisive(start: ReplayStart, outcomes: Mapping[int, ReplayOutcome]) -> ReplayOutcome:
@@ -447,6 +468,13 @@ def _skip(text: str) -> Skip:
         return skip_from(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _value(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or "." not in key:
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE, such as model.hparams.size=3")
+    return key.strip(), value.strip()
 
 
 def _step(text: str) -> StepPlace:

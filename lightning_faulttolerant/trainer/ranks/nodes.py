@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
-from lightning_faulttolerant.trainer.ranks.connection import MAX_NAME_BYTES, listen, watched
+from lightning_faulttolerant.trainer.ranks.connection import LOOPBACK, MAX_NAME_BYTES, listen, watched
 
 _LENGTH = struct.Struct("<Q")
 _NAMED_WITHIN_SECONDS = 10.0
@@ -193,11 +193,12 @@ class Listener:
 
     Args:
         token: What only the ranks of this fit know.
+        host: The address at which they connect; by default each address of this machine.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, host: str = "") -> None:
         self._token = token
-        self._server = listen()
+        self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
 
     def accept(self, num_links: int, deadline: float) -> dict[int, Link]:
@@ -241,7 +242,6 @@ class Listener:
 
 _KEY = "lightning_faulttolerant/nodes"
 _SPARE_DESCRIPTORS = 16  # an autosave, connections to workers
-_LOOPBACK = "127.0.0.1"
 
 
 def node_name() -> str:
@@ -409,7 +409,7 @@ class _Meeting:
         is_with_first = node == first_node
         is_leader = self._rank > 0 and not is_with_first and self._add(f"of/{node}") == 1
         if is_leader:
-            listener = Listener(token)
+            listener = Listener(token, LOOPBACK)  # all ranks that connect to it are on its node
             self._set(f"at/{node}", str(self._rank), str(listener.port))
         self._add("leaders", int(is_leader))
         self._add("with first", int(is_with_first))
@@ -418,13 +418,13 @@ class _Meeting:
         self._store.wait([f"{self._prefix}/all"], self._timeout)
         num_down = self._num_down(node, is_leader=is_leader)
         up: dict[int, Link] = {}
-        leader, address = 0, (_LOOPBACK if is_with_first else host, int(port))
+        leader, address = 0, (LOOPBACK if is_with_first else host, int(port))
         try:
             refusal = _too_few_descriptors(num_down + 1, self._num_ranks)
             if self._rank > 0:
                 if not is_with_first and not is_leader:
                     told_rank, told_port = self._get(f"at/{node}")
-                    leader, address = int(told_rank), (_LOOPBACK, int(told_port))
+                    leader, address = int(told_rank), (LOOPBACK, int(told_port))
                 try:
                     up[leader] = connect_to(address, rank=self._rank, token=token, deadline=self._deadline)
                 except OSError:

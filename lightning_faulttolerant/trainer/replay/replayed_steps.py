@@ -33,6 +33,7 @@ from lightning_faulttolerant.trainer.incidents.flight_recorder import SeenStep, 
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.replay.changed_values import set_value
 from lightning_faulttolerant.trainer.replay.protection import protect, redirect, save_logs
 from lightning_faulttolerant.trainer.replay.step_dump import StepDump
 from lightning_faulttolerant.trainer.run.directory import Script
@@ -79,7 +80,7 @@ class ReplayedSteps:
         self._patches = Patches()
         self._first = self._last = StepPlace(number=0)
         self._place = StepPlace(number=0, epoch=0, batch=0)
-        self._has_prepared = False
+        self._prepared_at: StepPlace | None = None
         self._ranks: Ranks | None = None
         self._close_workers: Callable[[], None] = lambda: None
         self._dump: StepDump | None = None
@@ -143,9 +144,11 @@ class ReplayedSteps:
 
     def _prepare(self) -> None:
         """Prepare the first of the steps."""
-        if self._has_prepared:
+        if self._prepared_at is not None:
             return
-        self._has_prepared = True
+        self._prepared_at = self._place
+        for key, value in self.request.values:
+            set_value(self._trainer, key, value)
         if self.request.detects_anomalies:
             torch.autograd.set_detect_anomaly(True)
         if self.request.opens_debugger and self._trainer.is_global_zero:
@@ -183,7 +186,9 @@ class ReplayedSteps:
 
     def _report(self, word: str, text: str = "") -> None:
         """Report the end. Call this before any other rank may end, and with it the command that reads the reports."""
-        write_outcome(self.request, self._trainer.global_rank, ReplayOutcome(word=word, place=self._place, text=text))
+        changed = self._prepared_at if self.request.values else None
+        outcome = ReplayOutcome(word=word, place=self._place, text=text, changed=changed)
+        write_outcome(self.request, self._trainer.global_rank, outcome)
 
     def _leave(self, word: str) -> NoReturn:
         self._close_workers()

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.process_end import leave_process
-from lightning_faulttolerant.checkpoint.rank_states import RankReader
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.records.replay import replay_requested
 from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
@@ -35,7 +34,7 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.process_group import connect
 from lightning_faulttolerant.trainer.replay.replayed_run import ReplayedRun
-from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
+from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, read_by_all, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -283,7 +282,7 @@ class Beginning:
             checkpoint_path: The checkpoint that Lightning would restore from.
         """
         if self.choice is None:
-            self.choice = self._readable_by_all(self._choose_on_first(checkpoint_path))
+            self.choice = read_by_all(self.ranks, self._choose_on_first(checkpoint_path))
         return self.choice
 
     def _choose_on_first(self, checkpoint_path: object) -> Choice:
@@ -323,35 +322,7 @@ class Beginning:
             self.choice, self.num_before_kill = told.choice, told.num_before_kill
             self.place = told.place
         if self.choice is not None:
-            self.choice = self._readable_by_all(self.choice)
-
-    def _readable_by_all(self, choice: Choice) -> Choice:
-        """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
-
-        Rank 0 has verified all of it. The others verify what they read.
-
-        Raises:
-            RanksLostError: On each rank, if one of them can't read it.
-        """
-        if self.ranks.num_ranks == 1 or not choice.is_autosave:
-            return choice
-        failure = ""
-        if self.ranks.rank > 0:
-            try:
-                own = RankReader(rank=self.ranks.rank, num_ranks=self.ranks.num_ranks)
-                choice = choice.with_checkpoint(own.load(str(choice.path), verifies_all=False))
-            except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                failure = f"{type(error).__name__}: {error}"
-        failures = self.ranks.to_first("read", failure)
-        found = None if failures is None else {rank: text for rank, text in enumerate(failures) if text}
-        found = self.ranks.from_first("who can't read", found)
-        if found:
-            lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
-            raise RanksLostError(
-                f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
-                " FaultTolerance(dirpath=...) a directory or URL that all of them see."
-            )
-        return choice
+            self.choice = read_by_all(self.ranks, self.choice)
 
     @property
     def series(self) -> AutosaveSeries | None:
