@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -118,7 +118,7 @@ def _num_parameters(part: Mapping[object, object] | None) -> int | None:
     return sum(_product(shape) for shape in shapes.values())
 
 
-def _product(shape: Any) -> int:
+def _product(shape: Sequence[int]) -> int:
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(whole_number(n) is not None for n in shape)
     return math.prod(shape) if is_shape else 0
 

@@ -337,7 +337,7 @@ def _tagged(kind: str, state: bytes) -> bytes:
     return kind.encode() + b"\n" + state
 
 
-def _holds(container: Any, key: object) -> bool:
+def _holds(container: Mapping[object, object], key: object) -> bool:
     try:
         return container[key] is not None
     except (KeyError, IndexError):  # another object took its place

@@ -148,7 +148,7 @@ def has_dict(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4_096)
-def _has_dict(kind: Any) -> bool:
+def _has_dict(kind: type) -> bool:
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 

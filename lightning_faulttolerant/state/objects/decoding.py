@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -216,13 +216,13 @@ class Decoder:
             raise NothingThereError(f"{name} no longer exists")
         return found
 
-    def _method(self, owner: Any, name: str) -> Any:
+    def _method(self, owner: object, name: str) -> Any:
         found = found_method(owner, name)
         if found is None:
             raise NothingThereError(f"{type(owner).__name__}.{name} no longer exists")
         return found
 
-    def _enum(self, kind: str, name: str, encoded: Any) -> Any:
+    def _enum(self, kind: str, name: str, encoded: Sequence[object]) -> Any:
         found = self._class(name)
         try:
             return found[encoded] if kind == "enum" else found(self._decode(encoded))
@@ -300,7 +300,7 @@ class Decoder:
             raise NothingThereError(f"a {rest[0]} can't be recreated from its bytes")
         raise NothingThereError(f"a {kind} comes from a newer version of the package")
 
-    def _empty_container(self, kind: str, items: Any, more: Any, *own: Any) -> Any:
+    def _empty_container(self, kind: str, items: Iterable[object], more: Any, *own: Any) -> Any:
         value: Any = _empty(self._class(own[0]) if own else BUILTINS[kind])
         if kind == "defaultdict":
             defaultdict.__init__(value, None if more == ["same factory"] else self._hashable(more))

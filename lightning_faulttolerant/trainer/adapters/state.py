@@ -46,7 +46,7 @@ from lightning_faulttolerant.trainer.compat import callbacks
 _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
 
 
-def restore_best_models(trainer: Trainer, states: Mapping[str, Any]) -> None:
+def restore_best_models(trainer: Trainer, states: Mapping[str, Mapping[str, object]]) -> None:
     """Let each ModelCheckpoint know its best and last files again, even in another directory.
 
     The default logger takes a new version directory at each start. ModelCheckpoint drops what it knew if its

@@ -355,7 +355,7 @@ class MLflowPoints:
         key: str,
         value: float,
         timestamp: object = None,
-        step: Any = None,
+        step: int | None = None,
         *args: object,
         **kwargs: object,
     ) -> Any:

@@ -13,7 +13,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -31,6 +31,10 @@ from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
 from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 
 _log = logging.getLogger(__name__)
 
@@ -266,7 +270,7 @@ def _log_dir(trainer: Trainer) -> str | None:
     return logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else logger.save_dir
 
 
-def _unused(file_system: Any, path: str) -> str:
+def _unused(file_system: AbstractFileSystem, path: str) -> str:
     stem, extension = os.path.splitext(path)
     number = 1
     while file_system.exists(f"{stem}-{number}{extension}"):

@@ -168,7 +168,7 @@ class _LoggedValues:
         original(*args, **kwargs)
         self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
-    def _around_log(self, original: Method, metrics: Any, step: int | None = None) -> None:
+    def _around_log(self, original: Method, metrics: Mapping[str, object], step: int | None = None) -> None:
         trainer = self._trainer
         if metrics and not trainer.sanity_checking:
             self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))

@@ -52,7 +52,7 @@ def save_logs(trainer: Trainer) -> None:
             logger.save()
 
 
-def _silent(kind: Any) -> Any:
+def _silent(kind: type) -> Any:
     """Return a class like that of a logger, whose methods do nothing. Scripts keep the object, and look at it."""
 
     def nothing(self: object, *args: object, **kwargs: object) -> None:
@@ -140,6 +140,6 @@ def _remove_below(directory: str, remove: Method, filepath: object) -> None:
         remove(filepath)
 
 
-def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: Any) -> None:
+def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: str) -> None:
     if _is_below(os.path.dirname(linkpath), directory):
         link(trainer, filepath, linkpath)

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.clock import perf_counter
@@ -159,7 +160,7 @@ def moving_tensors(trainer: Trainer) -> list[Tensor]:
     return tensors
 
 
-def _param_groups(optimizer: Any) -> list[dict[str, object]]:
+def _param_groups(optimizer: Optimizer) -> list[dict[str, object]]:
     return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
