@@ -305,7 +305,7 @@ class CheckpointContents:
 
     def own_state(self, position: TrainerPosition) -> dict[str, Any]:
         """Return the state of this instant, without the parts that Lightning's checkpoint has."""
-        return self._times.timed(lambda: self._run_state.state_dict(position))  # type: ignore[no-any-return]
+        return self._times.timed(lambda: self._run_state.state_dict(position))
 
     def gathered(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
