@@ -114,7 +114,7 @@ class RunFiles:
         """Begin to notice writes."""
         self._checkpoints.follow()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what was written so far."""
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
         return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}

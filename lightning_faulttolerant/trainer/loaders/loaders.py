@@ -365,7 +365,7 @@ class Loaders:
         followed = self.trackers.items()
         return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, Any]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, object]:
         """Return the position of each loader.
 
         Args:
