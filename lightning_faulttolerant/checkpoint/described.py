@@ -23,7 +23,7 @@ class Made:
 
     name: str
     arguments: object
-    state: Any = None
+    state: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ def _ordered_dict(pairs: object = ()) -> dict[object, object]:
     return {key_of(key): value for key, value in pairs}
 
 
-def _items(items: object = ()) -> list[Any]:
+def _items(items: object = ()) -> list[object]:
     if not isinstance(items, (list, tuple)):
         raise TypeError
     return list(items)

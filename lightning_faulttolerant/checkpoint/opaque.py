@@ -39,10 +39,10 @@ _refused: set[type] = set()
 class Packed(NamedTuple):
     """A checkpoint with texts in the place of objects that would not load, and these objects."""
 
-    checkpoint: dict[str, Any]
+    checkpoint: dict[str, object]
     pool: Pool
     """For each object, by its place: its class, its bytes, and its tensors. Only texts, tensors, and lists."""
-    values: list[Any]
+    values: list[object]
     """The objects, in the order of the pool."""
     failures: dict[str, str]
     """The reason why an object can't be kept as bytes, by its place."""
@@ -69,7 +69,7 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
         pool = _pickled(found, search.places, failures)
     if not pool:
         return Packed(dict(checkpoint), {}, [], failures)
-    copied: dict[str, Any] = _copied(dict(checkpoint), {}, leave)
+    copied: dict[str, object] = _copied(dict(checkpoint), {}, leave)
     for path, entry in zip(found, pool.values(), strict=True):
         _at(copied, path[:-1])[path[-1]] = f"{entry['class']}, kept as bytes by lightning_faulttolerant"
     return Packed(copied, pool, list(found.values()), failures)
@@ -114,7 +114,7 @@ class _Search:
     """
 
     def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
-        self.found: list[tuple[Path, Any]] = []
+        self.found: list[tuple[Path, object]] = []
         self.places: dict[int, Path] = {}
         """The place of each plain container, by its identity."""
         for key, value in checkpoint.items():
@@ -155,7 +155,7 @@ def _allowed() -> Collection[object]:
     return torch.serialization.get_safe_globals()
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+def _items(container: Any) -> Iterator[tuple[object, object]]:
     yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 

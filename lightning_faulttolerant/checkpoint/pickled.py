@@ -120,8 +120,8 @@ class _Machine:
 
     def __init__(self, source: _Window) -> None:
         self.source = source
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.stack: list[object] = []
+        self.memo: dict[int, object] = {}
         self._outer: list[list[object]] = []
 
     def mark(self) -> None:

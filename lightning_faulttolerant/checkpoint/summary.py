@@ -209,7 +209,7 @@ def walk(values: Iterable[object]) -> Iterable[object]:
         yield value
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[object]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return (value.arguments, value.state) if isinstance(value, Made) else value

@@ -57,7 +57,7 @@ class HeldGenerators:
         self._watched: list[_Watched] = []
         self._known: set[int] = set()
         self._far_seconds, self._far_at = 0.0, 0.0
-        self._made: dict[str, tuple[Any, bytes]] = {}
+        self._made: dict[str, tuple[object, bytes]] = {}
         self.search()
 
     def __len__(self) -> int:
@@ -209,7 +209,7 @@ class _Watched:
         """Return whether there are more or fewer items, or a value has replaced a ``None``."""
         return len(self.container) != self.size or any(_holds(self.container, key) for key in self.empty)
 
-    def update(self) -> list[tuple[tuple[str, Any], Any]]:
+    def update(self) -> list[tuple[tuple[str, object], object]]:
         """Record the current content, and return the new items with their places."""
         container, size = self.container, len(self.container)
         if size > MAX_ITEMS:

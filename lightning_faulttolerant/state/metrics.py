@@ -186,7 +186,9 @@ def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
     return sum(gradients[1:], first) / num_ranks if isinstance(first, Tensor) else first
 
 
-def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
+def merged_metrics(
+    states: States, module: nn.Module, *, rank: int, num_ranks: int
+) -> tuple[dict[str, object], list[str]]:
     """Return the state of one rank's metrics, as `metrics_state` does, and a line for each that can't be merged.
 
     Args:

@@ -90,7 +90,7 @@ def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> I
             queue.extend(((*path, step), child) for step, child in _children(value))
 
 
-def _children(value: object) -> Iterator[tuple[tuple[str, Any], Any]]:
+def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
     if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > MAX_ITEMS:
         return
     if isinstance(value, (dict, types.MappingProxyType)):
@@ -160,7 +160,7 @@ def own_dict(value: object) -> dict[str, object] | None:
     return found
 
 
-def attributes(value: object) -> Iterator[tuple[str, Any]]:
+def attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield an object's own attributes, slots included, without running code of its class."""
     yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:

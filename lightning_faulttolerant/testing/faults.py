@@ -252,7 +252,7 @@ class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
 class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
     """The file system of ``faulty://``."""
 
-    store: ClassVar[dict[str, Any]] = {}
+    store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     protocol = _PROTOCOL
 

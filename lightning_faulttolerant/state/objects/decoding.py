@@ -231,7 +231,7 @@ class Decoder:
 
     def _items(self, items: Any, *, has_hashes: bool = False) -> list[Any]:
         if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
-            numbers: list[Any] = items[1].tolist()
+            numbers: list[object] = items[1].tolist()
             return numbers
         return [self._hashable(item) if has_hashes else self._decode(item) for item in items]
 
@@ -415,7 +415,7 @@ def _new_buffer(kind: str, content: Any, position: int, kind_of_number: str | No
         return bytearray(content)
     if kind == "array":
         return array.array(kind_of_number or "b", content)
-    made: Any = io.StringIO() if kind == "StringIO" else io.BytesIO()
+    made: object = io.StringIO() if kind == "StringIO" else io.BytesIO()
     _fill_buffer(made, ["buffer", kind, content, position, None])
     return made
 

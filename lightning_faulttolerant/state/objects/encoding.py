@@ -151,7 +151,7 @@ class Encoder:
         """The objects that the fit did not begin with, each by its number."""
         return self._new.table
 
-    def encode(self, value: object) -> Any:
+    def encode(self, value: object) -> object:
         """Return the encoded form of `value`.
 
         Raises:
@@ -177,7 +177,7 @@ class Encoder:
         Raises:
             CantCarryError: As `encode`.
         """
-        encoded: list[Any] = self._or_nothing(self._content_or_bytes, value)
+        encoded: list[object] = self._or_nothing(self._content_or_bytes, value)
         return encoded
 
     def _content_or_bytes(self, value: object) -> list[Any]:
@@ -268,7 +268,7 @@ class Encoder:
         self.is_torn |= id(value) in self._in_plain
         return self._new.number_of(value, self._place)
 
-    def _made(self, value: object) -> list[Any]:
+    def _made(self, value: object) -> list[object]:
         """Return the encoded form that recreates an object."""
         try:
             return self._readable(value)

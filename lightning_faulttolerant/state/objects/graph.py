@@ -38,7 +38,7 @@ class Node:
             for an object with slots. `attributes` holds the values that count, so their ``id`` stays valid.
     """
 
-    kept: Any
+    kept: object
     mark: Mark | None = None
     attributes: dict[str, Any] | None = None
     state: Any = None

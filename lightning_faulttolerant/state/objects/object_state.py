@@ -170,7 +170,7 @@ class ObjectState:
     ) -> dict[str, object]:
         """Return the changes of these objects, and the `always` parts of each."""
         encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain, keeps_bytes=self.keeps_bytes)
-        nodes: dict[str, Any] = {}
+        nodes: dict[str, object] = {}
         lost: dict[str, str] = {}
         for path, parts in always.items():
             node = self._graph.nodes[path]
@@ -227,7 +227,7 @@ class ObjectState:
         *,
         always: Collection[str],
         without: Collection[str] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         changed = self._parts_changed(node) | set(always)
         if without:
             changed = {part for part in changed if _path_of(path, part) not in without}

@@ -232,7 +232,7 @@ def _is_small(value: Any) -> bool:
     return (isinstance(value, Tensor) or kinds.is_array(value)) and value.nbytes <= SMALL_BYTES
 
 
-def _children(layer: Layer) -> tuple[list[Any], list[int]]:
+def _children(layer: Layer) -> tuple[list[object], list[int]]:
     contents = list(map(dict.values, layer.before)) if type(layer.before[0]) is dict else layer.before
     children = list(chain.from_iterable(contents))
     if all(map(kinds.is_leaf_kind, set(map(type, children)))):

@@ -209,7 +209,7 @@ def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
     connector._current_fx = state["current_fx"]
 
 
-def copied(values: object) -> Any:
+def copied(values: object) -> object:
     """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
     if isinstance(values, Mapping):
         return {name: copied(value) for name, value in values.items()}

@@ -327,7 +327,7 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 
 def why_ended(trainer: Trainer) -> str | None:
     """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
-    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
+    kinds: tuple[type[object], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
     for callback in compat.callbacks(trainer):
         if isinstance(callback, kinds):
             return "ended with averaged weights in place of the trained ones"

@@ -253,7 +253,7 @@ class FitLedger:
         trainer = self._trainer
         metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
         if self._is_fit:
-            results: dict[str, Any] = {
+            results: dict[str, object] = {
                 "weights": weights_digest(trainer),
                 "optimizers": optimizers_digest(trainer),
             }
@@ -329,7 +329,7 @@ class FitLedger:
         original(batch, *args, **kwargs)
 
     def _known_of(self, batch: object) -> dict[str, object]:
-        known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
+        known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
             known["order"] = None if self._order is None else self._order.of_batch()

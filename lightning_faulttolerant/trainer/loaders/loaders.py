@@ -106,7 +106,7 @@ class Loaders:
         return self._known.fingerprints
 
     @property
-    def untracked(self) -> dict[str, Any]:
+    def untracked(self) -> dict[str, object]:
         """The loaders that run as they are, by place. The state still includes what their objects hold."""
         return self._known.untracked
 
@@ -417,7 +417,7 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, object] | None]:
         """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
 
         Args:

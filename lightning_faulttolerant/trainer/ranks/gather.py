@@ -153,7 +153,7 @@ def _names(first: object, other: object, path: str = "", depth: int = 2) -> list
     return [name for key in keys for name in _names(first.get(key), other.get(key), f"{inner}{key}", depth - 1)]
 
 
-def _with_found(state: dict[str, Any], found: object) -> dict[str, Any]:
+def _with_found(state: dict[str, Any], found: object) -> dict[str, object]:
     files = state["files"]
     return {**state, "files": {**files, "checkpoints": {**files["checkpoints"], "found": found}}}
 

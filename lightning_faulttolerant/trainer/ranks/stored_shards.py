@@ -274,7 +274,7 @@ def safely_unpickled(path: str, reason: str) -> Iterator[None]:
         refusals.append(refused)
         return refused
 
-    def load(file: IO[bytes]) -> Any:
+    def load(file: IO[bytes]) -> object:
         try:
             return _SafeUnpickler(file).load()
         except pickle.UnpicklingError as error:

@@ -53,7 +53,7 @@ def set_value(trainer: Trainer, key: str, text: str) -> None:
         raise ReplayError(f"--set {key}: it can't be set to {text}: {error}") from error
 
 
-def _get(owner: object, name: str) -> Any:
+def _get(owner: object, name: str) -> object:
     if isinstance(owner, MutableMapping) and name in owner:
         return owner[name]
     if isinstance(owner, MutableSequence):
@@ -73,7 +73,7 @@ def _set(owner: object, name: str, before: object, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -92,7 +92,7 @@ class StepDump:
         self._order.before_fetch()
         original()
 
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if self._place is None:
             return original(*args, **kwargs)
         states, fetched = rng_state(), []
@@ -153,7 +153,7 @@ def _norms(module: torch.nn.Module) -> dict[str, float]:
     return norms
 
 
-def _copied(batch: object) -> Any:
+def _copied(batch: object) -> object:
     """Return a batch with copies of its tensors on the CPU: the step may change them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu().clone()

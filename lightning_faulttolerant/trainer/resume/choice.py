@@ -219,7 +219,7 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
         return load(path), False
     except pickle.UnpicklingError:
         with open_file(path) as file:
-            content: Mapping[str, Any] = read_summary(file, name=path).content
+            content: Mapping[str, object] = read_summary(file, name=path).content
         return content, True
 
 

@@ -42,7 +42,7 @@ from lightning_faulttolerant.trainer.ranks.deepspeed import unwrapped
 from lightning_faulttolerant.trainer.run.hyperparameters import MAY_BE_IGNORED, Hyperparameters, plain
 
 
-def surroundings(trainer: Trainer) -> dict[str, Any]:
+def surroundings(trainer: Trainer) -> dict[str, object]:
     """Return the versions, the device and the threads that this process computes with."""
     numpy = sys.modules.get("numpy")
     device = trainer.strategy.root_device
@@ -309,7 +309,7 @@ def _sampler_seed(loader: DataLoader[object]) -> dict[str, int]:
 
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, object]:
-    found: dict[str, Any] = {"class": type(dataset).__qualname__}
+    found: dict[str, object] = {"class": type(dataset).__qualname__}
     if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
             found["length"] = len(dataset)

@@ -66,7 +66,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         path: Path,
         map_location: object = lambda storage, location: storage,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Verify a checkpoint and load it, from one reading of the file.
 
         Args:

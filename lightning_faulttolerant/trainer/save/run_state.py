@@ -83,8 +83,8 @@ class Capture:
 
     position: TrainerPosition
     state: Mapping[str, Any]
-    loops: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
+    loops: Mapping[str, object]
+    callbacks: Mapping[str, object]
     schedulers: list[object]
     param_groups: list[object]
     held: list[list[list[int]]]
