@@ -201,7 +201,7 @@ def _name(value: object) -> str:
     return type(value).__qualname__
 
 
-def _plain(value: Any) -> object:
+def _plain(value: object) -> object:
     """Return a setting as numbers, strings, and lists of these, or ``None`` for anything else."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
