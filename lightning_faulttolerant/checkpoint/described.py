@@ -22,8 +22,8 @@ class Made:
     """An object that loading would construct; not constructed."""
 
     name: str
-    arguments: Any
-    state: Any = None
+    arguments: object
+    state: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ def _is_plain_key(value: object) -> bool:
     return value is None or type(value) in (str, bytes, float, bool, Named, Made, LongData, Storage, TensorInfo)
 
 
-def stored(identity: object) -> Any:
+def stored(identity: object) -> object:
     """Return a stand-in for an object that the pickle keeps outside of itself."""
     match identity:
         case ("storage", Named(name), str(key), _, int(num_values)) if 0 <= num_values < _64_BIT:
@@ -121,13 +121,13 @@ def _ordered_dict(pairs: object = ()) -> dict[object, object]:
     return {key_of(key): value for key, value in pairs}
 
 
-def _items(items: object = ()) -> list[Any]:
+def _items(items: object = ()) -> list[object]:
     if not isinstance(items, (list, tuple)):
         raise TypeError
     return list(items)
 
 
-def _encoded(text: object, encoding: object) -> Any:
+def _encoded(text: object, encoding: object) -> object:
     if isinstance(text, LongData):
         return LongData("bytes", text.num_bytes)
     if not isinstance(text, str) or encoding != "latin1":

@@ -39,10 +39,10 @@ _refused: set[type] = set()
 class Packed(NamedTuple):
     """A checkpoint with texts in the place of objects that would not load, and these objects."""
 
-    checkpoint: dict[str, Any]
+    checkpoint: dict[str, object]
     pool: Pool
     """For each object, by its place: its class, its bytes, and its tensors. Only texts, tensors, and lists."""
-    values: list[Any]
+    values: list[object]
     """The objects, in the order of the pool."""
     failures: dict[str, str]
     """The reason why an object can't be kept as bytes, by its place."""
@@ -69,7 +69,7 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
         pool = _pickled(found, search.places, failures)
     if not pool:
         return Packed(dict(checkpoint), {}, [], failures)
-    copied: dict[str, Any] = _copied(dict(checkpoint), {}, leave)
+    copied: dict[str, object] = _copied(dict(checkpoint), {}, leave)
     for path, entry in zip(found, pool.values(), strict=True):
         _at(copied, path[:-1])[path[-1]] = f"{entry['class']}, kept as bytes by lightning_faulttolerant"
     return Packed(copied, pool, list(found.values()), failures)
@@ -114,7 +114,7 @@ class _Search:
     """
 
     def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
-        self.found: list[tuple[Path, Any]] = []
+        self.found: list[tuple[Path, object]] = []
         self.places: dict[int, Path] = {}
         """The place of each plain container, by its identity."""
         for key, value in checkpoint.items():
@@ -151,11 +151,11 @@ def _is_for_bytes(value: Any) -> bool:
     return True
 
 
-def _allowed() -> Collection[Any]:
+def _allowed() -> Collection[object]:
     return torch.serialization.get_safe_globals()
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+def _items(container: Any) -> Iterator[tuple[object, object]]:
     yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
@@ -224,7 +224,7 @@ class _ReferencePickler(pickle.Pickler):
         self.dump(value)
         return bytes(self._buffer.getbuffer()[begin:]), self._tensors[num_tensors:]
 
-    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
+    def persistent_id(self, value: Any) -> tuple[str, object] | None:
         kind = type(value)
         if kind in PLAIN_TENSORS and is_surely_safe(value):
             number = self._numbers.setdefault(id(value), len(self._tensors))
@@ -243,11 +243,11 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = [tensor for entry in pool.values() for tensor in entry["tensors"]]
         self._checkpoint = checkpoint
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         kind, which = reference
         return self._tensors[which] if kind == _TENSOR else _at(self._checkpoint, which)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         # In a process that multiprocessing has spawned, the script has another name.
         if module == "__mp_main__" and module not in sys.modules:
             module = "__main__"

@@ -98,11 +98,11 @@ def packed_state(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: If its bytes are not those that the rank had made.
     """
-    kept: dict[str, Any] | None = part[RANKS][rank]
+    kept: dict[str, object] | None = part[RANKS][rank]
     if kept is not None:
         return kept
     data = _bytes_of(part, rank)
-    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    state: dict[str, object] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 
 
@@ -116,7 +116,7 @@ def check(part: Mapping[str, Any], rank: int) -> None:
         _bytes_of(part, rank)
 
 
-def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, object]:
     """Return our part of a checkpoint with the bytes of one rank only, copied.
 
     Args:
@@ -186,7 +186,7 @@ class RankReader:
     rank: int
     num_ranks: int
 
-    def load(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
         """Verify an autosave and load it, without the states of other ranks if they are not needed.
 
         Args:
@@ -215,7 +215,7 @@ class RankReader:
             autosave_directory.verify(directory)
         return self._load_file(os.path.join(directory, METADATA_NAME), verifies_all=verifies_all)
 
-    def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, Any]:
+    def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
         with contextlib.ExitStack() as stack:
             with damage_named(path):
                 file = stack.enter_context(local_copy(path))
@@ -226,7 +226,7 @@ class RankReader:
                 if self._is_as_saved(mapped.get(KEY)):
                     for rank in range(self.num_ranks) if verifies_all else ():  # no rank may refuse what this one takes
                         check(mapped[KEY], rank)
-                    copied: dict[str, Any] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
+                    copied: dict[str, object] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
                     return copied
             return load_open_file(file, verification)
 
@@ -246,7 +246,7 @@ class RankReader:
     def _is_as_saved(self, part: Any) -> bool:
         return states_in(part) is not None and bool(part.get("world_size") == self.num_ranks)
 
-    def _cut(self, part: Mapping[str, object]) -> dict[str, Any]:
+    def _cut(self, part: Mapping[str, object]) -> dict[str, object]:
         own = with_state_of(part, self.rank)
         check(own, self.rank)
         return own

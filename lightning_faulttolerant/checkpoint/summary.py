@@ -183,7 +183,7 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
 
 
-def _begin_of_content(file: Any, header_offset: int, name: str) -> int:
+def _begin_of_content(file: IO[bytes], header_offset: int, name: str) -> int:
     file.seek(header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
@@ -209,7 +209,7 @@ def walk(values: Iterable[object]) -> Iterable[object]:
         yield value
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[object]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return (value.arguments, value.state) if isinstance(value, Made) else value

@@ -209,7 +209,7 @@ def _suffice(buffer: io.BytesIO, found: dict[str, Any]) -> bool:
     return False
 
 
-def _found(name: str) -> Any:
+def _found(name: str) -> object:
     """Return the object with this full name; its module is the longest part in front that can be imported."""
     parts = name.split(".")
     for num_parts in range(len(parts) - 1, 0, -1):

@@ -248,7 +248,7 @@ def _remote(url: str) -> Iterator[FoundFile]:
     with remote_errors(url):
         fs, root = file_system(url)
         fs.invalidate_cache()
-        found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
+        found: dict[str, dict[str, object]] = fs.find(root, detail=True)
     if root in found:
         raise NotADirectoryError(f"{url} is a file, not a directory")
     infos = {path.removeprefix(root.rstrip("/")).lstrip("/"): info for path, info in found.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -118,7 +118,7 @@ def _num_parameters(part: Mapping[object, object] | None) -> int | None:
     return sum(_product(shape) for shape in shapes.values())
 
 
-def _product(shape: Any) -> int:
+def _product(shape: Sequence[int]) -> int:
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(whole_number(n) is not None for n in shape)
     return math.prod(shape) if is_shape else 0
 
@@ -137,7 +137,7 @@ _MAX_VALUES = 100_000
 _LEFT_OUT = "..."
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> object:
     """Return a value as dicts with string keys, lists, strings, finite numbers, booleans and None.
 
     Values nested more than 24 deep and values after the first 100,000 are left out.
@@ -177,7 +177,7 @@ class _Plain:
         return made
 
 
-def one(value: object) -> Any:
+def one(value: object) -> object:
     """Return a single value, or a description of it.
 
     Args:
@@ -345,7 +345,7 @@ def _batch(place: object) -> str:
     return f"batch {numbers[1]} of epoch {numbers[0]}" if len(numbers) == 2 else str(place)
 
 
-def _items(value: object) -> list[Any]:
+def _items(value: object) -> list[object]:
     """Return the items of a value that should be a list but may be anything."""
     if isinstance(value, list):
         return value

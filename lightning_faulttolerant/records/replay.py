@@ -231,7 +231,7 @@ def _write(path: str, content: Mapping[str, object]) -> None:
 def _read(path: str) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8") as file:
-            content: dict[str, Any] = json.load(file)
+            content: dict[str, object] = json.load(file)
     except FileNotFoundError:
         return None
     return content

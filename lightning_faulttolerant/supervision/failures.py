@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 _PREFIX = "failure-"
 _MAX_TEXT = 2000
@@ -40,7 +39,7 @@ class TrainingFailure:
     epoch: int
     batch: int | None
     evaluated: int | None = None
-    samples: Mapping[str, list[Any]] = field(default_factory=dict)
+    samples: Mapping[str, list[object]] = field(default_factory=dict)
     rank: int = 0
     time: float
     is_lost: bool = False

@@ -293,7 +293,7 @@ class Runs:
     def _run(self, path: Path, directory: Path, faults: Sequence[object], options: dict[str, Any] | None) -> None:
         recorder = Recorder(path)
         leave_out(faults)
-        callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
+        callbacks: list[object] = [] if options is None else [FaultTolerance(**options)]
         trainer = self.fit([*callbacks, recorder, *faults], directory)
         if self.num_ranks > 1 and trainer.world_size != self.num_ranks:
             raise ValueError(
@@ -351,7 +351,7 @@ class _Interrupted:
 
     def _start(self, faults: list[object]) -> RunOutcome:
         is_first = self._last is None
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if self._without is not None and not is_first:
             options["strict"] = False
             for path in self._runs.autosaves("interrupted"):

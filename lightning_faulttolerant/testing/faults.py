@@ -221,7 +221,7 @@ class FaultyURLs:
         _blocks.remove(self._faulty)
 
 
-def _take(kind: str, path: str, perform: Any, *, num_bytes: int = 0) -> Any:
+def _take(kind: str, path: str, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
     place = Path(path.removeprefix(f"{_PROTOCOL}:/"))
     return _blocks[-1].take(kind, place, perform, num_bytes=num_bytes) if _blocks else perform()
 
@@ -252,7 +252,7 @@ class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
 class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
     """The file system of ``faulty://``."""
 
-    store: ClassVar[dict[str, Any]] = {}
+    store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     protocol = _PROTOCOL
 

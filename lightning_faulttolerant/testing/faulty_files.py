@@ -77,7 +77,7 @@ class FaultyFiles:
     ) -> None:
         self._faulty = FaultySteps(fault, kind=kind, at=at, lasting=lasting)
         self._root = Path(os.path.realpath(directory))
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[object, str, object]] = []
 
     @property
     def steps(self) -> list[Step]:
@@ -108,7 +108,7 @@ class FaultyFiles:
         path = locate(file, dir_fd)
         return path if path is not None and (path == self._root or self._root in path.parents) else None
 
-    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+    def _replacements(self) -> Iterator[tuple[object, str, object]]:
         by_name = {
             **{name: self._of_one("unlink", getattr(os, name)) for name in ("unlink", "remove")},
             **{name: self._of_one(name, getattr(os, name)) for name in ("mkdir", "rmdir")},
@@ -131,11 +131,11 @@ class FaultyFiles:
             ours = {**by_name, "open": opens}
             yield from ((accessor, name, staticmethod(ours[name])) for name in sorted(set(ours) & set(vars(accessor))))
 
-    def _of_one(self, kind: str, real: Callable[..., object]) -> Callable[..., Any]:
+    def _of_one(self, kind: str, real: Callable[..., object]) -> Callable[..., object]:
         """Return a replacement for a function with the path or the descriptor as its first argument."""
 
         @functools.wraps(real)
-        def call(file: object = ".", *args: object, dir_fd: int | None = None, **options: object) -> Any:
+        def call(file: object = ".", *args: object, dir_fd: int | None = None, **options: object) -> object:
             options |= {} if dir_fd is None else {"dir_fd": dir_fd}
             place = self._place(file, dir_fd)
             perform = functools.partial(real, file, *args, **options)
@@ -143,11 +143,11 @@ class FaultyFiles:
 
         return call
 
-    def _of_two(self, kind: str, real: Callable[..., object]) -> Callable[..., Any]:
+    def _of_two(self, kind: str, real: Callable[..., object]) -> Callable[..., object]:
         """Return a replacement for a function of an old and a new path."""
 
         @functools.wraps(real)
-        def call(source: object, target: Any, *args: object, **options: Any) -> Any:
+        def call(source: object, target: object, *args: object, **options: Any) -> object:
             new = self._place(target, options.get("dst_dir_fd", options.get("dir_fd")))
             old = self._place(source, options.get("src_dir_fd")) if kind == "rename" else None
             perform = functools.partial(real, source, target, *args, **options)
@@ -155,9 +155,9 @@ class FaultyFiles:
 
         return call
 
-    def _sync(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _sync(self, real: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(real)
-        def call(descriptor: Any) -> Any:
+        def call(descriptor: Any) -> object:
             place = self._place(descriptor if isinstance(descriptor, int) else descriptor.fileno())
             kind = "fsync_directory" if place is not None and place.is_dir() else "fsync"
             perform = functools.partial(real, descriptor)
@@ -165,24 +165,24 @@ class FaultyFiles:
 
         return call
 
-    def _write(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _write(self, real: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(real)
-        def call(descriptor: int, data: Any, *offset: int) -> Any:
+        def call(descriptor: int, data: Any, *offset: int) -> object:
             place = self._place(descriptor)
             if place is None:
                 return real(descriptor, data, *offset)
             view = memoryview(data).cast("B")
 
-            def perform(num_bytes: int | None = None) -> Any:
+            def perform(num_bytes: int | None = None) -> object:
                 return real(descriptor, view[:num_bytes], *offset)
 
             return self.take("write", place, perform, num_bytes=len(view))
 
         return call
 
-    def _open_descriptor(self, real: Callable[..., object]) -> Callable[..., Any]:
+    def _open_descriptor(self, real: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(real)
-        def call(path: object, flags: int, *args: object, dir_fd: int | None = None, **options: object) -> Any:
+        def call(path: object, flags: int, *args: object, dir_fd: int | None = None, **options: object) -> object:
             options |= {} if dir_fd is None else {"dir_fd": dir_fd}
             place = self._place(path, dir_fd) if flags & _WRITING else None
             perform = functools.partial(real, path, flags, *args, **options)
@@ -190,9 +190,9 @@ class FaultyFiles:
 
         return call
 
-    def _open(self, real: Callable[..., object]) -> Callable[..., Any]:
+    def _open(self, real: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(real)
-        def call(file: object, mode: str = "r", *args: Any, **options: Any) -> Any:
+        def call(file: object, mode: str = "r", *args: Any, **options: Any) -> object:
             writes = isinstance(mode, str) and bool(set("wxa+") & set(mode))
             place = self._place(file) if writes else None
             if place is None:

@@ -180,7 +180,7 @@ class FaultTolerance(AnyCallback):
         EARLY.begin(os.environ, fit_follows=True)
         self._number = self._options.script.count_callback()
         self.is_from_environment = False
-        self._log: Any = None
+        self._log: object = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None

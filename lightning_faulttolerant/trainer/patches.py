@@ -67,7 +67,7 @@ class _ReplacedMethod:
         self._name = name
         self._replacement = replacement
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._replacement(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
@@ -245,7 +244,7 @@ class Session(AnySession):
         )
         return autosaver
 
-    def _parent(self) -> dict[str, Any]:
+    def _parent(self) -> dict[str, object]:
         """Return what each checkpoint says of the parent, if this run is a branch."""
         parent = None if self._resume is None else self._resume.parent
         return {} if parent is None else {PARENT: parent.state_dict()}

@@ -142,7 +142,7 @@ def in_autosaves(directory: str, fit: int, epoch: int) -> tuple[Deals, int | Non
     return None
 
 
-def _of_line(state: Any) -> RemainingBatches | None:
+def _of_line(state: Mapping[str, object]) -> RemainingBatches | None:
     try:
         return deal_from_json(state)
     except (TypeError, KeyError, ValueError, zlib.error):

@@ -122,7 +122,7 @@ class SupervisedAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._supervisor = supervisor
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         # All earlier ones are stopped, after a failure and for a machine that joins.
         self._supervisor.begin_start()
         started: dict[int, Any] = super()._start_workers(worker_group)

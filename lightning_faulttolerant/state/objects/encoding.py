@@ -151,7 +151,7 @@ class Encoder:
         """The objects that the fit did not begin with, each by its number."""
         return self._new.table
 
-    def encode(self, value: object) -> Any:
+    def encode(self, value: object) -> object:
         """Return the encoded form of `value`.
 
         Raises:
@@ -177,7 +177,7 @@ class Encoder:
         Raises:
             CantCarryError: As `encode`.
         """
-        encoded: list[Any] = self._or_nothing(self._content_or_bytes, value)
+        encoded: list[object] = self._or_nothing(self._content_or_bytes, value)
         return encoded
 
     def _content_or_bytes(self, value: object) -> list[Any]:
@@ -268,7 +268,7 @@ class Encoder:
         self.is_torn |= id(value) in self._in_plain
         return self._new.number_of(value, self._place)
 
-    def _made(self, value: object) -> list[Any]:
+    def _made(self, value: object) -> list[object]:
         """Return the encoded form that recreates an object."""
         try:
             return self._readable(value)
@@ -319,13 +319,13 @@ class Encoder:
         name, plain = class_name(type(value), self._graph), self._encode(VALUES[base](value))
         return ["value", name, base.__name__, plain, self._attributes(value)]
 
-    def _rest(self, value: object) -> list[Any]:
+    def _rest(self, value: object) -> list[object]:
         """Return the class of a user's own container, and its attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
         return [class_name(type(value), self._graph), self._attributes(value)]
 
-    def _attributes(self, value: object) -> list[Any]:
+    def _attributes(self, value: object) -> list[object]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
     def _attribute(self, value: object, name: str, child: object) -> object:
@@ -338,7 +338,7 @@ class Encoder:
             return child
         return self._inside(child, is_part=True, where=self._place[1])
 
-    def _inside(self, child: object, *, is_part: bool, where: str) -> Any:
+    def _inside(self, child: object, *, is_part: bool, where: str) -> object:
         """Encode an object that another one refers to.
 
         Args:

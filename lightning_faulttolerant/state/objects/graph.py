@@ -38,7 +38,7 @@ class Node:
             for an object with slots. `attributes` holds the values that count, so their ``id`` stays valid.
     """
 
-    kept: Any
+    kept: object
     mark: Mark | None = None
     attributes: dict[str, Any] | None = None
     state: Any = None
@@ -147,7 +147,7 @@ class Graph:
             changes, or when its path is requested.
     """
 
-    things: dict[str, Any] = field(default_factory=dict)
+    things: dict[str, object] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
@@ -323,7 +323,7 @@ class Aliases:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._known: dict[object, Tensor] | None = None
-        self._new: dict[Any, Tensor] = {}
+        self._new: dict[object, Tensor] = {}
 
     def base_of(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return a tensor whose memory contains all of `tensor`, and the offset there, in elements.

@@ -317,7 +317,7 @@ class Namespace:
         names: Only these; ``None`` for all except Python's own private names.
     """
 
-    owner: Any
+    owner: object
     names: tuple[str, ...] | None = None
 
     def attributes(self) -> dict[str, object]:

@@ -282,7 +282,7 @@ def unpickled(state: Mapping[str, object]) -> dict[str, object]:
     return dict(state)
 
 
-def _made(row: list[Any]) -> list[Any]:
+def _made(row: list[Any]) -> list[object]:
     try:
         return [MADE, pickle.loads(row[2])]
     except Exception as error:  # noqa: BLE001 - any class may raise anything when it is unpickled

@@ -179,7 +179,7 @@ class ChangedSettings:
                 yield f"{text}, without effect: the scheduler is restored as it was saved"
 
 
-def _optimizer_of(scheduler: object) -> Any:
+def _optimizer_of(scheduler: object) -> object:
     optimizer = getattr(scheduler, "optimizer", None)
     return None if optimizer is None else unwrapped(optimizer)
 
@@ -201,7 +201,7 @@ def _name(value: object) -> str:
     return type(value).__qualname__
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a setting as numbers, strings, and lists of these, or ``None`` for anything else."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()

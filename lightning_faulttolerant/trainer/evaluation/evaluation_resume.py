@@ -136,11 +136,11 @@ class OtherRanks:
             self.not_exact.append(f"all ranks have the values of rank 0 in {', '.join(changed)}")
 
 
-def _datasets(fingerprints: State) -> dict[str, Any]:
+def _datasets(fingerprints: State) -> dict[str, object]:
     return {place: of.get("dataset") for place, of in fingerprints.items()}
 
 
-def _joined_predictions(states: Sequence[State]) -> dict[str, Any]:
+def _joined_predictions(states: Sequence[State]) -> dict[str, object]:
     """Return the names of the files of several ranks, one rank after the other, and how many predictions they hold."""
     nums = [state["num"] for state in states if state["num"]]
     return {
@@ -203,13 +203,13 @@ class SavedEvaluation:
         return bool(self.part.get("starts_over"))
 
     @property
-    def drawn(self) -> Mapping[str, Any]:
+    def drawn(self) -> Mapping[str, object]:
         """What the script drew before the first start."""
         found: Mapping[str, Any] = (self.state.get(OBJECTS) or {}).get(DRAWN, {})
         return found
 
     @property
-    def dealt(self) -> list[Mapping[str, Any]]:
+    def dealt(self) -> list[Mapping[str, object]]:
         """What is left of each loader, if another number of ranks began."""
         states: list[Mapping[str, Any]] = list(self.state.get(DEALT, {}).get("loaders", ()))
         return states if any(state["consumed"] for state in states) and not self.position.is_finished else []
@@ -372,7 +372,7 @@ class EvaluationResume:
         validation.lost_before = self._run_state.not_carried()
         self._settle()
 
-    def restore_finished(self) -> Any:
+    def restore_finished(self) -> object:
         """Restore the end of a finished evaluation. Return what it returned. The loaders must be set up."""
         loop = loop_of(self._trainer)
         if runs.is_predicting(loop):

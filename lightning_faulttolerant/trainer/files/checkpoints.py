@@ -41,7 +41,7 @@ class _Save:
     callback: ModelCheckpoint
     hook: str
     step: int
-    before: Mapping[str, Any]
+    before: Mapping[str, object]
 
 
 class _Listing:

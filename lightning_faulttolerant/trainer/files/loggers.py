@@ -48,7 +48,7 @@ class LoggerFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
-        self._followers: dict[int, tuple[dict[str, Any], _FileFollower]] = {}
+        self._followers: dict[int, tuple[dict[str, object], _FileFollower]] = {}
         self._undo: list[Callable[[], None]] = []
         self._is_starting = True
         self.notes: list[str] = []
@@ -198,7 +198,7 @@ class _TensorBoardSteps:
         if writer is not None:
             patches.around(writer, "add_event", self._add_event)
 
-    def _add_event(self, add_event: Method, event: object, step: Any = None, walltime: object = None) -> None:
+    def _add_event(self, add_event: Method, event: object, step: int | None = None, walltime: object = None) -> None:
         add_event(event, step, walltime)
         self._logged = True
         if step is not None and step > self._last_step:

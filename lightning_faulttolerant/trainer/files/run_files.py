@@ -13,7 +13,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -31,6 +31,10 @@ from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
 from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ class RunFiles:
         """Begin to notice writes."""
         self._checkpoints.follow()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what was written so far."""
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
         return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}
@@ -222,7 +226,7 @@ def config_callbacks(trainer: Trainer) -> list[object]:
     return [callback for callback in callbacks if cli is not None and isinstance(callback, cli.SaveConfigCallback)]
 
 
-def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: object, **kwargs: Any) -> None:
+def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: object, **kwargs: object) -> None:
     if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
         setup(trainer, *args, **kwargs)
     else:
@@ -254,7 +258,7 @@ def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
         tell(f"The configuration has changed. The earlier one is in {aside}, this one in {path}.")
 
 
-def _overwrite(save: Any, *args: object, **kwargs: Any) -> None:
+def _overwrite(save: Any, *args: object, **kwargs: object) -> None:
     save(*args, **{**kwargs, "overwrite": True})
 
 
@@ -266,7 +270,7 @@ def _log_dir(trainer: Trainer) -> str | None:
     return logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else logger.save_dir
 
 
-def _unused(file_system: Any, path: str) -> str:
+def _unused(file_system: AbstractFileSystem, path: str) -> str:
     stem, extension = os.path.splitext(path)
     number = 1
     while file_system.exists(f"{stem}-{number}{extension}"):

@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -47,7 +46,7 @@ def failure_of(trainer: Trainer, loaders: Loaders, exception: BaseException, *, 
     progress = (loop_of(trainer) if is_evaluating else trainer.fit_loop.epoch_loop).batch_progress.current
     is_fetching = progress.ready == progress.completed  # the next one is ready once it is fetched
     evaluated = progress.ready - (0 if is_fetching else 1) if is_evaluating else None
-    samples: dict[str, list[Any]] = {}
+    samples: dict[str, list[object]] = {}
     if has_begun and not (stage == TRAIN and (loaders.prefetches.is_on or step_fetches(trainer))):
         samples = dict(_samples(loaders, stage, is_fetching=is_fetching))
     return TrainingFailure(
@@ -64,7 +63,7 @@ def failure_of(trainer: Trainer, loaders: Loaders, exception: BaseException, *, 
     )
 
 
-def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tuple[str, list[Any]]]:
+def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tuple[str, list[object]]]:
     """Yield the indices of the batch in progress for each loader that has an index sampler."""
     for place, tracker in loaders.trackers.items():
         if not place.startswith(stage) or not isinstance(tracker, TrackedLoader) or tracker.is_gone:
@@ -75,7 +74,7 @@ def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tup
             yield place, indices
 
 
-def _indices(iteration: Iteration, number: int) -> list[Any] | None:
+def _indices(iteration: Iteration, number: int) -> list[object] | None:
     """Return the indices of a batch of an iteration, if they are still known."""
     record = iteration.record
     begin = record.handed_out - len(record.recent)

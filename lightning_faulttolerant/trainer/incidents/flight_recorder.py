@@ -10,7 +10,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,7 +37,7 @@ class SeenStep:
         num_backward: How many backward passes have ended.
     """
 
-    batch: Any
+    batch: object
     loss: Tensor | None = None
     num_backward: int = 0
 
@@ -68,7 +67,7 @@ class StepSeams:
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         seen = self._seen = SeenStep(batch=args[0] if args else None)
         output = original(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -77,7 +76,7 @@ class StepSeams:
         self._after_step(seen)
         return output
 
-    def _around_backward(self, original: Method, loss: object, *args: object, **kwargs: object) -> Any:
+    def _around_backward(self, original: Method, loss: object, *args: object, **kwargs: object) -> object:
         output = original(loss, *args, **kwargs)
         seen = self._seen
         seen.num_backward += 1

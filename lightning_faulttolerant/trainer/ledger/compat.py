@@ -24,7 +24,7 @@ SEAMS = {
 }
 
 
-def logger_connector(trainer: Trainer) -> Any:
+def logger_connector(trainer: Trainer) -> object:
     """Return the object that is called for each training and validation batch, and passes values to the loggers."""
     return trainer._logger_connector
 
@@ -59,13 +59,13 @@ class _Seen(Iterator[Any]):
         self._fetched = fetched
         self._seen = seen
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         item = next(self._fetched)
         self._seen(item[0])  # the batch, its number, and that of its loader
         return item
 
 
-def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, Any]]:
+def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, object]]:
     """Return the step and the values that loggers get for `metrics`; they get them only if there are loggers."""
     values = dict(metrics)
     if step is None:

@@ -68,7 +68,7 @@ def training_place(trainer: Trainer) -> dict[str, int]:
 def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
     """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
-    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> Any:
+    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> object:
         return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
 
     patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
@@ -86,7 +86,7 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def around_step(self, original: Method, batch: object, *args: object) -> Any:
+    def around_step(self, original: Method, batch: object, *args: object) -> object:
         """Run a step, and write its line."""
         trainer = self._trainer
         rng = digest(rng_state())
@@ -104,7 +104,7 @@ class EvaluatedBatches:
         return output
 
 
-def returned_by(loop: Any, results: Any) -> dict[str, Any]:
+def returned_by(loop: Any, results: Any) -> dict[str, object]:
     """Return what an evaluation returned, in a form that JSON can hold.
 
     Args:
@@ -168,7 +168,7 @@ class _LoggedValues:
         original(*args, **kwargs)
         self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
-    def _around_log(self, original: Method, metrics: Any, step: int | None = None) -> None:
+    def _around_log(self, original: Method, metrics: Mapping[str, object], step: int | None = None) -> None:
         trainer = self._trainer
         if metrics and not trainer.sanity_checking:
             self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
@@ -178,7 +178,7 @@ class _LoggedValues:
         finally:
             self._is_logging = False
 
-    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> object:
         if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
             metrics = args[0] if args else kwargs.get("metrics")
             step = args[1] if len(args) > 1 else kwargs.get("step")
@@ -212,9 +212,9 @@ class FitLedger:
         self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
         self._has_begun = self._has_told_resume = False
         self._logged = _LoggedValues(trainer, self._log)
-        self._batch: dict[str, Any] = {}
+        self._batch: dict[str, object] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
-        self._returned: dict[str, Any] = {}
+        self._returned: dict[str, object] = {}
         self._is_fit = function_of(trainer) == FIT
         if session is not None:
             session.listeners.saved.append(self._autosaved)
@@ -253,7 +253,7 @@ class FitLedger:
         trainer = self._trainer
         metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
         if self._is_fit:
-            results: dict[str, Any] = {
+            results: dict[str, object] = {
                 "weights": weights_digest(trainer),
                 "optimizers": optimizers_digest(trainer),
             }
@@ -328,8 +328,8 @@ class FitLedger:
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
         original(batch, *args, **kwargs)
 
-    def _known_of(self, batch: object) -> dict[str, Any]:
-        known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
+    def _known_of(self, batch: object) -> dict[str, object]:
+        known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
             known["order"] = None if self._order is None else self._order.of_batch()
@@ -373,7 +373,7 @@ class FitLedger:
             )
         original(metrics)
 
-    def _around_evaluation(self, original: Method) -> Any:
+    def _around_evaluation(self, original: Method) -> object:
         results = original()
         self._returned = returned_by(loop_of(self._trainer), results)
         return results
@@ -427,7 +427,7 @@ class LastBatchIndices:
         indices = self.indices_of_batch()
         return None if indices is None else digest(indices)
 
-    def indices_of_batch(self) -> dict[str, Any] | None:
+    def indices_of_batch(self) -> dict[str, object] | None:
         """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
             before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
@@ -454,7 +454,7 @@ def _same(before: tuple[object, int] | None, iteration: object, num_out: int) ->
     return before[1] == num_out
 
 
-def _indices(record: IndexRecord | None, number: int) -> tuple[Any] | None:
+def _indices(record: IndexRecord | None, number: int) -> tuple[object] | None:
     """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
     if record is None:
         return None

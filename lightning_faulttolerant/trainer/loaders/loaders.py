@@ -106,7 +106,7 @@ class Loaders:
         return self._known.fingerprints
 
     @property
-    def untracked(self) -> dict[str, Any]:
+    def untracked(self) -> dict[str, object]:
         """The loaders that run as they are, by place. The state still includes what their objects hold."""
         return self._known.untracked
 
@@ -365,7 +365,7 @@ class Loaders:
         followed = self.trackers.items()
         return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, Any]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, object]:
         """Return the position of each loader.
 
         Args:
@@ -417,7 +417,7 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, object] | None]:
         """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
 
         Args:

@@ -119,7 +119,7 @@ def track(
     return ReplayedLoader(loader, exactness=exactness, owner=owner, place=place, older=older)
 
 
-def user_loader(loader: object) -> Any:
+def user_loader(loader: object) -> object:
     """Return the loader that `loader` is our copy of, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
     return user_loader_of(loader) if tracker is None else tracker.user_loader

@@ -310,7 +310,7 @@ class Objects:
         if not self._manual:
             current.add(self._of_loaders())
 
-    def _users(self) -> dict[str, Any]:
+    def _users(self) -> dict[str, object]:
         """Return the user's own loaders by place, whether they are followed or not."""
         followed = {place: getattr(t, "user_loader", None) for place, t in self._loaders.trackers.items()}
         users = {**followed, **self._loaders.untracked}
@@ -328,7 +328,7 @@ class Objects:
         return ObjectState({}) if self._manual else ObjectState(roots(), self._roots.rules)
 
 
-def _encoded(name: str, state_dict: Callable[[], object], lost: dict[str, str]) -> dict[str, Any] | None:
+def _encoded(name: str, state_dict: Callable[[], object], lost: dict[str, str]) -> dict[str, object] | None:
     encoder = Encoder(Graph())
     try:
         return {"value": encoder.encode(state_dict()), TABLE: encoder.table}

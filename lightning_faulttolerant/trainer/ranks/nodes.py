@@ -313,7 +313,7 @@ class NodeGroup:
 
     def to_all(self, step: str, value: object) -> list[Any]:
         """Send a value to all ranks, and return all values in order."""
-        values: list[Any] = self.from_first(step, self.to_first(step, value))
+        values: list[object] = self.from_first(step, self.to_first(step, value))
         return values
 
     def to_first(self, step: str, value: object) -> list[Any] | None:

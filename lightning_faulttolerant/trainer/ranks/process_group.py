@@ -95,7 +95,7 @@ def shares_store(environment: Mapping[str, str]) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def apart_from_earlier_ranks(setup_environment: Method) -> Any:
+def apart_from_earlier_ranks(setup_environment: Method) -> object:
     """Let a strategy set its environment up. If it creates the process group, the ranks meet apart from earlier ones.
 
     Everything else about the group is as Lightning has it: its backend, its timeout, its device, and its end.
@@ -109,7 +109,7 @@ def apart_from_earlier_ranks(setup_environment: Method) -> Any:
         patches.undo()
 
 
-def _create_group(create: Method, *positional: object, **arguments: Any) -> Any:
+def _create_group(create: Method, *positional: object, **arguments: Any) -> object:
     """Create a process group, in its own store, unless the caller says where the ranks meet."""
     if len(positional) > 1 or not {"init_method", "store"}.isdisjoint(arguments):
         return create(*positional, **arguments)

@@ -85,7 +85,7 @@ def fetched(strategy: Strategy, url: str) -> Iterator[None]:
             local = path
         files = StoredFiles(open_store(url), stand_in)
 
-        def load_fetched(_: object, **arguments: Any) -> Any:
+        def load_fetched(_: object, **arguments: Any) -> object:
             with files_of_shards(files), _own_path(strategy, local):
                 return load(local, **arguments)
 
@@ -98,7 +98,7 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
     """Within the block, let a rank use its own local path: strategies take that of rank 0."""
     broadcast = strategy.broadcast
 
-    def keep_path(value: object, *arguments: Any, **more: Any) -> Any:
+    def keep_path(value: object, *arguments: Any, **more: Any) -> object:
         return value if value == path else broadcast(value, *arguments, **more)
 
     with _replaced(strategy, "broadcast", keep_path):
@@ -242,7 +242,7 @@ _REFUSED: Final = re.compile(r"GLOBAL ([\w.]+)")
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
@@ -274,7 +274,7 @@ def safely_unpickled(path: str, reason: str) -> Iterator[None]:
         refusals.append(refused)
         return refused
 
-    def load(file: IO[bytes]) -> Any:
+    def load(file: IO[bytes]) -> object:
         try:
             return _SafeUnpickler(file).load()
         except pickle.UnpicklingError as error:

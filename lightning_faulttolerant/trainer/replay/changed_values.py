@@ -53,7 +53,7 @@ def set_value(trainer: Trainer, key: str, text: str) -> None:
         raise ReplayError(f"--set {key}: it can't be set to {text}: {error}") from error
 
 
-def _get(owner: Any, name: str) -> Any:
+def _get(owner: object, name: str) -> object:
     if isinstance(owner, MutableMapping) and name in owner:
         return owner[name]
     if isinstance(owner, MutableSequence):
@@ -61,7 +61,7 @@ def _get(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def _set(owner: Any, name: str, before: object, value: Any) -> None:
+def _set(owner: object, name: str, before: object, value: Any) -> None:
     if isinstance(before, Tensor):
         with torch.no_grad():
             before.copy_(torch.as_tensor(value, dtype=before.dtype, device=before.device))
@@ -73,7 +73,7 @@ def _set(owner: Any, name: str, before: object, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -52,13 +52,13 @@ def save_logs(trainer: Trainer) -> None:
             logger.save()
 
 
-def _silent(kind: Any) -> Any:
+def _silent(kind: type) -> Any:
     """Return a class like that of a logger, whose methods do nothing. Scripts keep the object, and look at it."""
 
     def nothing(self: object, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
-    methods: dict[str, Any] = dict.fromkeys(_SILENT, nothing)
+    methods: dict[str, object] = dict.fromkeys(_SILENT, nothing)
     experiment = property(lambda self: DummyLogger().experiment)
     namespace = {**methods, "experiment": experiment, "is_silent_in_replay": True, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**namespace, "__doc__": kind.__doc__})
@@ -140,6 +140,6 @@ def _remove_below(directory: str, remove: Method, filepath: object) -> None:
         remove(filepath)
 
 
-def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: Any) -> None:
+def _link_below(directory: str, link: Method, trainer: Trainer, filepath: object, linkpath: str) -> None:
     if _is_below(os.path.dirname(linkpath), directory):
         link(trainer, filepath, linkpath)

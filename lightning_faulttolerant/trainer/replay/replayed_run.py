@@ -122,7 +122,7 @@ def _first(paths: Iterable[str], limits: Sequence[StepPlace]) -> tuple[str, dict
     return next((one for one in found if one is not None), None)
 
 
-def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, Any]] | None:
+def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, object]] | None:
     """Return an autosave and its content, unless it is after one of `limits`, or can't be used."""
     try:
         is_late = bool(limits) and any(map(_place_of(path).is_after, limits))

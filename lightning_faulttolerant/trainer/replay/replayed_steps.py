@@ -52,7 +52,7 @@ def replay_of(trainer: Trainer, script: Script) -> ReplayedSteps | None:
     return None if request is None else ReplayedSteps(trainer, request, script)
 
 
-def _debugged(function: Method, *args: object, **kwargs: object) -> Any:
+def _debugged(function: Method, *args: object, **kwargs: object) -> object:
     """Call a function in the debugger, which stops at its first line. Unlike ``runcall``, quitting it raises."""
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()

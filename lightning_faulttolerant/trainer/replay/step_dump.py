@@ -92,7 +92,7 @@ class StepDump:
         self._order.before_fetch()
         original()
 
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if self._place is None:
             return original(*args, **kwargs)
         states, fetched = rng_state(), []
@@ -132,7 +132,7 @@ class StepDump:
                 found[place] = number % tracker.num_workers if tracker.num_workers else None
         return found
 
-    def _around_backward(self, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_backward(self, original: Method, *args: object, **kwargs: object) -> object:
         output = original(*args, **kwargs)
         if self._place is not None:
             self._known.setdefault("gradient_norms", []).append(_norms(self._trainer.lightning_module))
@@ -153,7 +153,7 @@ def _norms(module: torch.nn.Module) -> dict[str, float]:
     return norms
 
 
-def _copied(batch: object) -> Any:
+def _copied(batch: object) -> object:
     """Return a batch with copies of its tensors on the CPU: the step may change them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu().clone()
@@ -164,7 +164,7 @@ def _copied(batch: object) -> Any:
     return batch
 
 
-def leaves_of(name: str, batch: object) -> list[tuple[str, Any]]:
+def leaves_of(name: str, batch: object) -> list[tuple[str, object]]:
     """Return the parts of a batch that are no containers, by their paths in it."""
     pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list) else None
     if pairs is None:
@@ -172,7 +172,7 @@ def leaves_of(name: str, batch: object) -> list[tuple[str, Any]]:
     return [leaf for key, value in pairs for leaf in leaves_of(f"{name}.{key}" if name else str(key), value)]
 
 
-def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dict[str, Any]:
+def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dict[str, object]:
     told: dict[str, Any] = {"name": name, "checksum": digest(value)}
     if not isinstance(value, Tensor):
         return {**told, "type": type(value).__name__}
@@ -187,7 +187,7 @@ def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dic
     return {**told, "num_not_finite": int(by_row.sum()), "not_finite": found[:_MAX_ROWS]}
 
 
-def _listed(indices: object) -> Any:
+def _listed(indices: object) -> object:
     if isinstance(indices, Tensor):
         return indices.tolist()
     return [_listed(each) for each in indices] if isinstance(indices, (list, tuple)) else indices

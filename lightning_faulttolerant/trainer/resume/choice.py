@@ -121,7 +121,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: object, options: Opt
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
-def _load_of(trainer: Trainer) -> Callable[[str], dict[str, Any]]:
+def _load_of(trainer: Trainer) -> Callable[[str], dict[str, object]]:
     """Return what verifies a whole autosave and loads what rank 0 needs of it."""
     return partial(RankReader(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
 
@@ -219,7 +219,7 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
         return load(path), False
     except pickle.UnpicklingError:
         with open_file(path) as file:
-            content: Mapping[str, Any] = read_summary(file, name=path).content
+            content: Mapping[str, object] = read_summary(file, name=path).content
         return content, True
 
 

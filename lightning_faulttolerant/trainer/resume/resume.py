@@ -287,7 +287,7 @@ class Resume:
         if self.position is not None and not is_later:
             self._weights.note_loaded()
 
-    def _read_weights(self) -> dict[str, Any]:
+    def _read_weights(self) -> dict[str, object]:
         """Read the weights again, as they are after `prepare`."""
         checkpoint, instead = load_path(self._path), self._instead
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.

@@ -94,7 +94,7 @@ class Script:
 
     def report(self, number: int) -> dict[str, Any] | None:
         """Return the report that was last noted for that callback."""
-        found: dict[str, Any] | None = self._read().get("reports", {}).get(str(number))
+        found: dict[str, object] | None = self._read().get("reports", {}).get(str(number))
         return found
 
     def forget(self) -> None:
@@ -107,7 +107,7 @@ class Script:
         return os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{self.token}.json")
 
     def _of_run(self, directory: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
+        found: dict[str, object] = self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
         return found
 
     def _note(self, directory: str, *, begun: list[int], more_open: int) -> None:

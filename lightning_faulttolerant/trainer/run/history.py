@@ -376,7 +376,7 @@ class HistoryWriter:
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
 
-    def _here(self) -> dict[str, Any]:
+    def _here(self) -> dict[str, object]:
         """Return the current place, and whether it is in a validation run."""
         is_evaluating = self._validations.current is not None or self._function != FIT
         place: dict[str, Any] = self._place()

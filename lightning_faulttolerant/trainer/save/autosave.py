@@ -64,9 +64,9 @@ class BackgroundSaves:
         """Whether a write is in progress."""
         return self._writer.is_busy
 
-    def copy(self, checkpoint: dict[str, object]) -> dict[str, Any]:
+    def copy(self, checkpoint: dict[str, object]) -> dict[str, object]:
         """Return a copy that training can't change."""
-        staged: dict[str, Any] = self._staging.copy(checkpoint)
+        staged: dict[str, object] = self._staging.copy(checkpoint)
         return staged
 
     def reserve(self, checkpoint: dict[str, object]) -> None:
@@ -291,7 +291,7 @@ class Autosaver:
 
     def _taken(
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the checkpoint of an autosave."""
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         return self.contents.gathered(position, state, capture)

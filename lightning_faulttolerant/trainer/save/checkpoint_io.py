@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_file
@@ -66,7 +65,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         path: Path,
         map_location: object = lambda storage, location: storage,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Verify a checkpoint and load it, from one reading of the file.
 
         Args:
@@ -84,7 +83,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         if not is_url(path) and os.path.isdir(path):
             lightnings = served_of_any()
             more = lightnings.weights_only_argument(weights_only)
-            loaded: dict[str, Any] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
+            loaded: dict[str, object] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
             return loaded
         try:
             return load_file(path, map_location=map_location, weights_only=weights_only)

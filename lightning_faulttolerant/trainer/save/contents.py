@@ -303,9 +303,9 @@ class CheckpointContents:
             if save.before_validation is not None:
                 part["before_validation"] = dict(save.before_validation)
 
-    def own_state(self, position: TrainerPosition) -> dict[str, Any]:
+    def own_state(self, position: TrainerPosition) -> dict[str, object]:
         """Return the state of this instant, without the parts that Lightning's checkpoint has."""
-        return self._times.timed(lambda: self._run_state.state_dict(position))  # type: ignore[no-any-return]
+        return self._times.timed(lambda: self._run_state.state_dict(position))
 
     def gathered(
         self,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_faulttolerant.advice import OPTIONS_VARIABLE, SEPARATOR
 from lightning_faulttolerant.records.history import RESUME_FROM_VARIABLE
@@ -128,8 +128,8 @@ def _among(**values: object) -> Callable[[str], object]:
     return lambda text: values.get(text.lower(), _UNFIT)
 
 
-def _number(kind: Callable[[str], object]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+def _number(kind: Callable[[str], object]) -> Callable[[str], object]:
+    def read(text: str) -> object:
         try:
             return kind(text)
         except ValueError:
