@@ -21,7 +21,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
@@ -29,7 +29,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.foreign import library_of, refills_its_buffer
-from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
+from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
 from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -39,10 +39,40 @@ _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
-_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_drawing",
+_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
                   "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
 
 Position = dict[str, Any]
+
+
+class _Mark(NamedTuple):
+    """What a position consists of. There is one for each batch, so it only refers to values that don't change later."""
+
+    way: str
+    start: RandomStates | None
+    first: RandomStates | None
+    log: DrawLog
+    num_noted: int
+    num_samples: int
+    digest: int
+    has_ended: bool
+    objects: Mapping[str, Any] | None
+    remembered: Values | None
+    state: bytes | None
+
+    def position(self) -> Position:
+        """Return the position."""
+        return {
+            **moments_state(start=self.start, first=self.first),
+            "way": self.way,
+            "log": self.log.pack(self.num_noted),
+            "samples": self.num_samples,
+            "digest": self.digest,
+            "ended": self.has_ended,
+            "objects": self.objects,
+            "remembered": None if self.remembered is None else dict(self.remembered),
+            "state": None if self.state is None else pickle.loads(self.state),
+        }
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,21 +98,30 @@ class IterableRecord:
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
     objects: Mapping[str, Any] | None = None
-    positions: deque[tuple[int, Position]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
+    positions: deque[tuple[int, _Mark]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
 
     def position(self) -> Position:
         """Return the position of the iteration."""
-        return {
-            **moments_state(start=self.start, first=self.first),
-            "way": self.way,
-            "log": self.log.pack(),
-            "samples": self.num_samples,
-            "digest": self.digest,
-            "ended": self.has_ended,
-            "objects": self.objects if self.has_ended or not self.num_samples else None,
-            "remembered": None if self.remembered is None else dict(self.remembered),
-            "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
-        }
+        return self._mark().position()
+
+    def note_position(self) -> None:
+        """Keep the position of the iteration for `position_after`."""
+        self.positions.append((self.num_batches, self._mark()))
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            self.way,
+            self.start,
+            self.first,
+            self.log,
+            len(self.log),
+            self.num_samples,
+            self.digest,
+            self.has_ended,
+            self.objects if self.has_ended or not self.num_samples else None,
+            self.remembered,
+            None if self.source is None else pickle.dumps(self.source.state_dict()),
+        )
 
     def position_after(self, num_batches: int) -> Position:
         """Return the position of the iteration after `num_batches`.
@@ -90,9 +129,9 @@ class IterableRecord:
         Raises:
             NotExactError: If the position is no longer known.
         """
-        for count, position in reversed(self.positions):
+        for count, mark in reversed(self.positions):
             if count == num_batches:
-                return position
+                return mark.position()
         raise NotExactError(
             f"The position of the iterable data set after {num_batches} batches is no longer known, because "
             f"{self.num_batches} have been fetched since. Its samples could not continue exactly."
@@ -107,6 +146,13 @@ class FollowsIterations(Protocol):
 
     def end_iteration(self, record: IterableRecord) -> None:
         """Note that the last sample of an iteration was drawn."""
+
+
+@dataclass(slots=True)
+class _Current:
+    """The iteration that the samples of the batch in progress come from. To set it here costs no ``__setattr__``."""
+
+    record: IterableRecord | None = None
 
 
 class IterableSide(IterableDataset[Any]):
@@ -125,7 +171,7 @@ class IterableSide(IterableDataset[Any]):
         self._plan: Position | None = None
         self._is_begun = False
         self._worker_states: FollowsIterations | None = None
-        self._drawing: IterableRecord | None = None
+        self._current = _Current()
         self._way: str | None = None
         self._plain_values = _ValuesOfDataset(dataset)
         self._owed: list[dict[str, Any]] = []
@@ -190,7 +236,7 @@ class IterableSide(IterableDataset[Any]):
                 self.user_dataset.load_state_dict(plan["state"])
             plan = None  # this worker's current random states are those of its beginning
         samples = self._started_over() if plan is None else self._resumed(plan)
-        self.record.positions.append((self.record.num_batches, self.record.position()))
+        self.record.note_position()
         return samples
 
     def _started_over(self) -> Iterator[object]:
@@ -271,13 +317,12 @@ class IterableSide(IterableDataset[Any]):
 
     def draw(self, samples: Iterator[object], record: IterableRecord | None) -> Any:
         """Draw the next sample of an iteration, and count it."""
-        self._drawing = record
+        self._current.record = record
         if record is None:
             return next(samples)
         if record.batch_begun is None and record.way == _REPLAY:
-            now = self._moment()
+            record.batch_begun = record.num_samples, self._states()
             record.first = record.first or self._moment_of_start()
-            record.batch_begun = record.num_samples, now.states()
         try:
             sample = next(samples)
         except StopIteration:
@@ -287,7 +332,8 @@ class IterableSide(IterableDataset[Any]):
                 if self._worker_states is not None:
                     self._worker_states.end_iteration(record)
             raise
-        self._put_back()
+        if self._owed:
+            self._put_back()
         record.num_samples += 1
         if record.num_samples == 1:
             self._remember(record)
@@ -322,23 +368,23 @@ class IterableSide(IterableDataset[Any]):
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Note that all samples of a batch are drawn, then collate it with the user's function."""
-        record, self._drawing = self._drawing, None
+        record = self._current.record
         if record is not None:
-            self._note_batch(record)
+            self._current.record = None
+            self._note_draws(record)
+            record.num_left = 0
+            record.num_batches += 1
+            if self._worker_states is None:
+                record.note_position()
         return collate_fn(samples)
-
-    def _note_batch(self, record: IterableRecord) -> None:
-        self._note_draws(record)
-        record.num_left = 0
-        record.num_batches += 1
-        if self._worker_states is None:
-            record.positions.append((record.num_batches, record.position()))
 
     def _note_draws(self, record: IterableRecord) -> None:
         if record.batch_begun is not None:
             at, before = record.batch_begun
-            record.log.note(at, before, self._moment().states())
             record.batch_begun = None
+            after = self._states()
+            if after is not before:
+                record.log.note(at, before, after)
 
     def between(self) -> Position | None:
         """Return what the next iteration must know about the previous ones."""
@@ -350,6 +396,10 @@ class IterableSide(IterableDataset[Any]):
         """The epoch that was passed to the data set's ``set_epoch``."""
         epoch = getattr(self.user_dataset, "epoch", None)
         return epoch if isinstance(epoch, int) and callable(getattr(self.user_dataset, "set_epoch", None)) else None
+
+    def _states(self) -> Mapping[str, bytes]:
+        self._held.refresh()
+        return states_now(self._held)
 
     def _moment(self) -> RandomStates:
         self._held.refresh()

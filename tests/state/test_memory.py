@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.state import packing
+from lightning_faulttolerant.state import memory, packing
 from lightning_faulttolerant.state.rng import rng_state
 
 PYTHON_DRAWS = {
@@ -38,8 +38,8 @@ def by_getters(generator: Any) -> bytes:
 @pytest.fixture
 def _unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make memory unreadable, as on another interpreter."""
-    monkeypatch.setattr(packing, "_has_addresses", lambda: False)
-    caches = (packing._python_offsets, packing._numpy_offsets)
+    monkeypatch.setattr(memory, "_has_addresses", lambda: False)
+    caches = (memory._python_offsets, memory._numpy_offsets)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -53,7 +53,7 @@ def test_python_state_is_the_getters(seed: int, draws: list[str]) -> None:
     generator = random.Random(seed)
     for name in draws:
         PYTHON_DRAWS[name](generator)
-    assert packing.read_random(generator) == by_getters(generator)
+    assert memory.read_random(generator) == by_getters(generator)
 
 
 @given(seed=st.integers(0, 100), draws=st.lists(st.sampled_from(sorted(NUMPY_DRAWS)), max_size=12))
@@ -62,19 +62,19 @@ def test_numpy_state_is_the_getters(seed: int, draws: list[str]) -> None:
     generator = np.random.RandomState(seed)
     for name in draws:
         NUMPY_DRAWS[name](generator)
-    assert packing.read_random_state(generator) == by_getters(generator)
+    assert memory.read_random_state(generator) == by_getters(generator)
     bits = np.random.MT19937(seed)
     np.random.Generator(bits).normal(size=len(draws))
-    assert packing.read_bit_generator(bits) == packing.pack_numpy(bits.state)
+    assert memory.read_bit_generator(bits) == packing.pack_numpy(bits.state)
 
 
 def test_cached_gaussian_alone_changes_the_state() -> None:
     """The second ``randn`` of a pair changes only the flag, and that is noticed."""
     generator = np.random.RandomState(0)
     generator.randn()
-    before = packing.read_random_state(generator)
+    before = memory.read_random_state(generator)
     generator.randn()
-    after = packing.read_random_state(generator)
+    after = memory.read_random_state(generator)
     assert before is not None
     assert after is not None
     assert before != after
@@ -87,9 +87,9 @@ class Counting(random.Random):
 
 def test_other_types_are_left_to_the_getters() -> None:
     """A subclass, and a ``RandomState`` over another bit generator, are not read in memory."""
-    assert packing.read_random(Counting(0)) is None
-    assert packing.read_random_state(np.random.RandomState(np.random.PCG64(0))) is None
-    assert packing.read_bit_generator(np.random.PCG64(0)) is None
+    assert memory.read_random(Counting(0)) is None
+    assert memory.read_random_state(np.random.RandomState(np.random.PCG64(0))) is None
+    assert memory.read_bit_generator(np.random.PCG64(0)) is None
     assert packing.random_state(Counting(0)) == by_getters(random.Random(0))
 
 
@@ -108,7 +108,7 @@ def test_swapped_bit_generator_of_the_module_is_noticed() -> None:
 @pytest.mark.usefixtures("_unreadable")
 def test_without_addresses_the_getters_do() -> None:
     """If memory can't be read, the state is the same."""
-    assert packing.read_random(random.Random(0)) is None
+    assert memory.read_random(random.Random(0)) is None
     for generator in (random.Random(0), np.random.RandomState(0)):
         packed = packing.random_state if isinstance(generator, random.Random) else packing.numpy_state
         assert packed(generator) == by_getters(generator)
@@ -127,5 +127,5 @@ def test_replaced_functions_of_the_modules_are_followed(monkeypatch: pytest.Monk
 
 def test_reading_is_exercised_here() -> None:
     """On the tests' interpreter the memory is readable: the tests above compare real states."""
-    assert packing._python_offsets() is not None
-    assert packing._numpy_offsets() is not None
+    assert memory._python_offsets() is not None
+    assert memory._numpy_offsets() is not None
