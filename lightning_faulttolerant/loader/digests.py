@@ -249,7 +249,10 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
     elif tensor.dtype not in _PLAIN_DTYPES:
         yield repr(tensor.cpu().reshape(-1).tolist()).encode()
     else:
-        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if content.stride(-1) != 1:  # a view of one element, which counts as contiguous
+            content = content.as_strided(content.shape, (1,))
+        content = content.view(torch.uint8)
         if content.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
             content = content.clone()
         yield from _of_numbers(content, torch.int64, lambda part: tensor_to_blob(part.cpu()))

@@ -315,32 +315,22 @@ class IterableSide(IterableDataset[Any]):
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
-    def draw(self, samples: Iterator[object], record: IterableRecord | None) -> Any:
-        """Draw the next sample of an iteration, and count it."""
-        self._current.record = record
-        if record is None:
-            return next(samples)
-        if record.batch_begun is None and record.way == _REPLAY:
-            record.batch_begun = record.num_samples, self._states()
-            record.first = record.first or self._moment_of_start()
-        try:
-            sample = next(samples)
-        except StopIteration:
-            if not record.has_ended:
-                record.has_ended, record.objects = True, self._objects.between()
-                self._note_draws(record)
-                if self._worker_states is not None:
-                    self._worker_states.end_iteration(record)
-            raise
-        if self._owed:
-            self._put_back()
-        record.num_samples += 1
+    def _begin_batch(self, record: IterableRecord) -> None:
+        record.batch_begun = record.num_samples, self._states()
+        record.first = record.first or self._moment_of_start()
+
+    def _end(self, record: IterableRecord) -> None:
+        if record.has_ended:
+            return
+        record.has_ended, record.objects = True, self._objects.between()
+        self._note_draws(record)
+        if self._worker_states is not None:
+            self._worker_states.end_iteration(record)
+
+    def _note_sample(self, record: IterableRecord) -> None:
+        self._put_back()
         if record.num_samples == 1:
             self._remember(record)
-        record.num_left += 1
-        if record.way == _REPLAY:  # digest it now: training may change a sample that it receives
-            record.digest = sample_digest(sample, record.digest)
-        return sample
 
     def _put_back(self) -> None:
         """Restore the trained module as it is now, after drawing the samples that depended on its earlier state."""
@@ -433,7 +423,25 @@ class _Samples(Iterator[object]):
         self._record = record
 
     def __next__(self) -> Any:
-        return self._side.draw(self._samples, self._record)
+        side, record = self._side, self._record
+        side._current.record = record
+        if record is None:
+            return next(self._samples)
+        is_replayed = record.way == _REPLAY
+        if is_replayed and record.batch_begun is None:
+            side._begin_batch(record)
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            side._end(record)
+            raise
+        record.num_samples += 1
+        if record.num_samples == 1 or side._owed:
+            side._note_sample(record)
+        record.num_left += 1
+        if is_replayed:  # digest it now: training may change a sample that it receives
+            record.digest = sample_digest(sample, record.digest)
+        return sample
 
 
 def between(position: Position | None) -> Position | None:
