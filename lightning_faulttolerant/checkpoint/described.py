@@ -92,7 +92,7 @@ def name_of(function: object) -> str:
     return function.name if isinstance(function, (Named, Made)) else f"a {type(function).__name__}"
 
 
-def _tensor(storage: Any, offset: object, shape: Any, *rest: Any) -> TensorInfo:
+def _tensor(storage: object, offset: object, shape: Any, *rest: object) -> TensorInfo:
     is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
     if not isinstance(storage, Storage) or not is_shape:
         raise TypeError
@@ -111,7 +111,7 @@ def _tensor_of_dtype(
     return TensorInfo(name_of(dtype).removeprefix("torch."), info.shape, info.num_values, info.storage)
 
 
-def _first(value: object, *rest: Any) -> object:
+def _first(value: object, *rest: object) -> object:
     return value
 
 

@@ -75,7 +75,7 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
     return Packed(copied, pool, list(found.values()), failures)
 
 
-def unpack(checkpoint: dict[str, Any], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
+def unpack(checkpoint: dict[str, object], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
     """Put the objects back in their places. This unpickles, which may run any code: pass only trusted content.
 
     Args:
@@ -113,7 +113,7 @@ class _Search:
         leave: Keys that are not searched.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], leave: Collection[str]) -> None:
+    def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
         self.found: list[tuple[Path, Any]] = []
         self.places: dict[int, Path] = {}
         """The place of each plain container, by its identity."""
@@ -165,7 +165,7 @@ def _at(checkpoint: Any, path: Collection[object]) -> Any:
     return checkpoint
 
 
-def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> Any:
+def _copied(value: Any, memo: dict[int, object], leave: Collection[str] = ()) -> Any:
     """Return a copy of plain containers that share each other like the originals; nothing else is copied."""
     kind = type(value)
     if kind not in CONTAINERS:
@@ -185,7 +185,7 @@ def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> An
     return copied
 
 
-def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
+def _pickled(found: dict[Path, object], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
     """Return the bytes of objects. If one has none, move it to `failures` and return ``None``."""
     pickler = _ReferencePickler(places)
     pool: Pool = {}
@@ -238,7 +238,7 @@ class _ReferencePickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Loads the bytes that `_ReferencePickler` has written."""
 
-    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, object]) -> None:
         super().__init__(io.BytesIO(b"".join(tensor_to_blob(entry["pickle"]) for entry in pool.values())))
         self._tensors = [tensor for entry in pool.values() for tensor in entry["tensors"]]
         self._checkpoint = checkpoint

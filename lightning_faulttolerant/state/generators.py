@@ -51,7 +51,7 @@ class HeldGenerators:
         roots: The objects to search, by a name that begins their paths in the state.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
         self._watched: list[_Watched] = []
@@ -97,7 +97,7 @@ class HeldGenerators:
         found = deque(((*entry.path, step), child) for step, child in entry.update())
         self._note(walk(found, known=self._known))
 
-    def _note(self, found: Iterator[tuple[Path, Any]]) -> None:
+    def _note(self, found: Iterator[tuple[Path, object]]) -> None:
         for path, value in found:
             if is_generator(value):
                 self._paths[path_name(path)] = path
@@ -297,7 +297,7 @@ def _has_bits(generator: object) -> bool:
     return hasattr(generator, "bit_generator")
 
 
-def _load_bits(bits: Any, spawning: str, state: Mapping[str, Any]) -> None:
+def _load_bits(bits: Any, spawning: str, state: Mapping[str, object]) -> None:
     if type(bits).__name__ != state["bit_generator"]:
         kind = state["bit_generator"]
         raise ValueError(f"A generator on {type(bits).__name__} can't take the saved state of one on {kind}.")
@@ -344,7 +344,7 @@ def _tagged(kind: str, state: bytes) -> bytes:
     return kind.encode() + b"\n" + state
 
 
-def _holds(container: Any, key: Any) -> bool:
+def _holds(container: Any, key: object) -> bool:
     try:
         return container[key] is not None
     except (KeyError, IndexError):  # another object took its place

@@ -245,7 +245,7 @@ def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str,
     return state
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _feed(digest: Any, value: object) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{list(value.shape)}".encode())
         digest.update(tensor_to_blob(value.detach().cpu()))

@@ -169,7 +169,7 @@ def attributes(value: object) -> Iterator[tuple[str, Any]]:
             yield from ((name, slot.__get__(value)) for name, slot in slots if _is_filled(slot, value))
 
 
-def _is_filled(slot: Any, value: Any) -> bool:
+def _is_filled(slot: Any, value: object) -> bool:
     try:
         slot.__get__(value)
     except AttributeError:

@@ -135,7 +135,7 @@ class _S3Upload:
         self._answered_etag: str | None = None
         call = self._file._call_s3
 
-        def note_etag(method: str, *args: Any, **arguments: Any) -> object:
+        def note_etag(method: str, *args: object, **arguments: object) -> object:
             answer = call(method, *args, **arguments)
             if method in ("put_object", "complete_multipart_upload"):
                 self._answered_etag = answer.get("ETag", "").strip('"')
@@ -242,7 +242,7 @@ class _SizedUpload:
 class _AzureUpload(_SizedUpload):
     """Blocks that are committed at the end. Azure drops those of a killed writer after a week."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: object, path: str) -> None:
         super().__init__(fs, path)
         self._path = path
 

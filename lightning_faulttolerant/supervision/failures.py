@@ -70,7 +70,7 @@ class TrainingFailure:
         return "; ".join(f"{loader}: {_listed(indices)}" for loader, indices in self.samples.items())
 
 
-def _listed(indices: list[Any]) -> str:
+def _listed(indices: list[object]) -> str:
     more = len(indices) - _MAX_SAMPLES
     return ", ".join(map(str, indices[:_MAX_SAMPLES])) + (f", and {more} more" if more > 0 else "")
 

@@ -248,7 +248,7 @@ class Runs:
     """
 
     def __init__(
-        self, fit: Fit, root: Path, options: dict[str, Any], timeout_seconds: float, *, num_ranks: int = 1
+        self, fit: Fit, root: Path, options: dict[str, object], timeout_seconds: float, *, num_ranks: int = 1
     ) -> None:
         self.fit = fit
         self.options = options
@@ -349,7 +349,7 @@ class _Interrupted:
         compare(self._reference, self._events, "the interrupted run")
         return self._costs
 
-    def _start(self, faults: list[Any]) -> RunOutcome:
+    def _start(self, faults: list[object]) -> RunOutcome:
         is_first = self._last is None
         options: dict[str, Any] = {}
         if self._without is not None and not is_first:

@@ -78,7 +78,7 @@ class RecordingLogger(Logger):
         """Record values with their step."""
         self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: hyperparameters are logged once per process."""
 
 

@@ -155,7 +155,7 @@ def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
-def items_mark(value: Any, before: Any) -> Mark:
+def items_mark(value: object, before: Any) -> Mark:
     """Return a mark of a list or dict that held the items of `before`."""
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values, _keys_and_values(before))

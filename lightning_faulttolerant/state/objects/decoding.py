@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.encoding import VALUES, alias_of
-from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.encoding import VALUES
+from lightning_faulttolerant.state.objects.graph import Graph, alias_of
 from lightning_faulttolerant.state.objects.leaves import MADE, PICKLED, decode_array, decode_leaf, set_state
 from lightning_faulttolerant.state.objects.names import (
     BUILTINS,
@@ -151,7 +151,7 @@ class Decoder:
             return self._enum(kind, *rest)
         return decode_leaf(kind, *rest)
 
-    def fill(self, value: Any, content: Sequence[Any]) -> None:
+    def fill(self, value: Any, content: Sequence[object]) -> None:
         """Restore content into an existing object.
 
         Raises:
@@ -361,7 +361,7 @@ class _Gone:
     """Stands for the dead object of a weak reference."""
 
 
-def _check_order(value: set[Any], wanted: list[Any]) -> None:
+def _check_order(value: set[Any], wanted: list[object]) -> None:
     """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
     if kinds.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
         raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")

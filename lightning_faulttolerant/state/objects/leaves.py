@@ -65,7 +65,7 @@ def encode_leaf(value: Any) -> list[object]:
     raise CantCarryError(f"a {kind.__name__}")
 
 
-def decode_leaf(kind: str, *rest: Any) -> object:
+def decode_leaf(kind: str, *rest: object) -> object:
     """Return the leaf that `encode_leaf` encoded."""
     return _LEAVES[kind](*rest)
 

@@ -361,7 +361,7 @@ class _Noted:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> bool:
         is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
         is_handle &= self._drops_saved or not isinstance(error, SavedError)
         if is_handle:  # opened, or opened again: not state

@@ -108,7 +108,7 @@ class Records:
     def __init__(self, owner: Any, items: Sequence[object], layers: list[Layer]) -> None:
         self.owner, self.items, self.layers = owner, items, layers
 
-    def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[Any], bool]) -> bool:
+    def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[object], bool]) -> bool:
         """Return whether the walk checks all of these under some rules."""
         for layer in self.layers:
             if layer.has_attributes:

@@ -198,7 +198,7 @@ class Adapter(Protocol):
     def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
         """Return a copy of the state as plain values."""
 
-    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, object]) -> list[str] | None:
         """Restore the state, in the middle of an epoch or after the end of the fit; return parts without a target."""
 
 

@@ -338,7 +338,7 @@ class MLflowPoints:
         run_id: str,
         metrics: Sequence[Any] = (),
         params: Sequence[object] = (),
-        *args: Any,
+        *args: object,
         **kwargs: Any,
     ) -> Any:
         if run_id != self._run_id:

@@ -88,7 +88,7 @@ class LoggerFiles:
             self._undo.pop()()
 
     def _without_hp_metric(
-        self, log_hyperparams: Method, params: object, metrics: object = None, *args: Any, **kwargs: Any
+        self, log_hyperparams: Method, params: object, metrics: object = None, *args: object, **kwargs: object
     ) -> None:
         is_there = metrics is None and self._is_starting  # the first start wrote the default one
         log_hyperparams(params, {} if is_there else metrics, *args, **kwargs)
@@ -165,7 +165,7 @@ class _CSVRows:
             self._add(row)
         patches.around(self._writer, "log_metrics", self._log_metrics)
 
-    def _log_metrics(self, log_metrics: Method, *args: Any, **kwargs: Any) -> None:
+    def _log_metrics(self, log_metrics: Method, *args: object, **kwargs: object) -> None:
         log_metrics(*args, **kwargs)
         self._add(self._writer.metrics[-1])
 

@@ -40,7 +40,7 @@ def fetching_by_itself(loop: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fetches_seen(loop: Any, seen: Callable[[Any], None]) -> Iterator[None]:
+def fetches_seen(loop: Any, seen: Callable[[object], None]) -> Iterator[None]:
     """Within the block, pass `seen` each batch that a step with a ``dataloader_iter`` fetches itself."""
     fetcher = loop._data_fetcher
     if not isinstance(fetcher, _DataLoaderIterDataFetcher) or fetcher.iterator is None:
@@ -55,7 +55,7 @@ def fetches_seen(loop: Any, seen: Callable[[Any], None]) -> Iterator[None]:
 
 
 class _Seen(Iterator[Any]):
-    def __init__(self, fetched: Iterator[Any], seen: Callable[[Any], None]) -> None:
+    def __init__(self, fetched: Iterator[Any], seen: Callable[[object], None]) -> None:
         self._fetched = fetched
         self._seen = seen
 

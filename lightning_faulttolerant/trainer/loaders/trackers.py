@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,6 +227,7 @@ class KnownLoaders:
         untracked: Loaders that run as they are. The state still includes what their objects hold.
         own: The states that the users' own objects keep.
         whole: The trackers that follow a loader as a whole; also those that were replaced.
+        combined: The CombinedLoaders that hold our copies.
     """
 
     trackers: dict[str, Tracker] = field(default_factory=dict)
@@ -234,12 +236,14 @@ class KnownLoaders:
     untracked: dict[str, object] = field(default_factory=dict)
     own: dict[str, OwnState] = field(default_factory=dict)
     whole: list[OfWholeLoader] = field(default_factory=list)
+    combined: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def clear(self) -> None:
         """Forget the loaders. Their fingerprints stay."""
         for known in (self.trackers, self.index_sides, self.untracked, self.own):
             known.clear()
         self.whole.clear()
+        self.combined.clear()
 
 
 class TrainersIterations:

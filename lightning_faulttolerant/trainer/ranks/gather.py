@@ -38,7 +38,7 @@ SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHT
 
 
 def full_state(
-    state: Mapping[str, Any], checkpoint: Mapping[str, object], module: Any, *, buffers: Mapping[str, Any] = {}
+    state: Mapping[str, Any], checkpoint: Mapping[str, object], module: Any, *, buffers: Mapping[str, object] = {}
 ) -> dict[str, Any]:
     """Return a rank's state, including the parts that Lightning would keep for rank 0 only.
 
@@ -118,7 +118,7 @@ def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) 
     return state if found is None else _with_found(state, found)
 
 
-def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, Any]) -> list[str]:
+def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, object]) -> list[str]:
     """Return the names of state that differs from rank 0's on other ranks, and that is not merged.
 
     Args:

@@ -85,7 +85,7 @@ class Hyperparameters:
         else:
             yield path, then, now
 
-    def tell_passing(self, *_: Any) -> None:
+    def tell_passing(self, *_: object) -> None:
         """Report once which hyperparameters hold the time or this process's id: they differ at the next start."""
         if self._has_told:
             return

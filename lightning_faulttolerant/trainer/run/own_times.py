@@ -36,6 +36,7 @@ class OwnTimes:
         "_taken",
         "_together",
         "data",
+        "data_taken",
         "fetch_began",
         "slow",
         "steps",
@@ -46,6 +47,8 @@ class OwnTimes:
         """When the fetch in progress began; 0 if there is none."""
         self.data = 0.0
         """How long training has waited for data."""
+        self.data_taken = 0.0
+        """How long it had waited for data when the last state was taken."""
         self.steps = 0.0
         """How long the batches took, each from its fetch to the end of its step; with several ranks."""
         self.slow: tuple[SlowRank, ...] = ()
@@ -65,7 +68,7 @@ class OwnTimes:
             self._evaluation += perf_counter() - self._save - self._evaluation_began
         self._evaluation_began = 0.0
 
-    def timed(self, work: Callable[[], Any]) -> Any:
+    def timed(self, work: Callable[[], object]) -> Any:
         """Do a part of a save for which this rank waits for no other, and return its result."""
         began = perf_counter()
         try:
@@ -76,7 +79,7 @@ class OwnTimes:
     def apart(self, original: Method) -> Method:
         """Return a method whose time is no part of a step: ranks wait for each other in it."""
 
-        def together(*args: Any, **kwargs: Any) -> Any:
+        def together(*args: object, **kwargs: object) -> Any:
             began = perf_counter()
             result = original(*args, **kwargs)
             self._together += perf_counter() - began

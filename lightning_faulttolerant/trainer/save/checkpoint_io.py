@@ -11,8 +11,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
-from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
-from lightning_faulttolerant.trainer.serving import served_of_any
+from lightning_faulttolerant.trainer.bases import AnyCheckpointIO, served_of_any
 
 Path = str | os.PathLike[str]
 
@@ -37,7 +36,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: object | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: Path, storage_options: object | None = None) -> None:
         """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
         A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.

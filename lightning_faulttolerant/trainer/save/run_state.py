@@ -390,13 +390,13 @@ def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None
     return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
 
 
-def _of_trainer(name: str, title: str, read: Callable[[Trainer], Any], load: Callable[[Trainer, Any], Any]) -> Part:
+def _of_trainer(name: str, title: str, read: Callable[[Trainer], object], load: Callable[[Trainer, Any], Any]) -> Part:
     """Return a part that is read from the trainer alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.trainer), lambda run, state: load(run.trainer, state[name]))
 
 
 def _of_module(
-    name: str, title: str, read: Callable[[LightningModule], Any], load: Callable[[LightningModule, Any], Any]
+    name: str, title: str, read: Callable[[LightningModule], object], load: Callable[[LightningModule, Any], Any]
 ) -> Part:
     """Return a part that is read from the module alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.module), lambda run, state: load(run.module, state[name]))

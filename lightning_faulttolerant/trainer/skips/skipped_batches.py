@@ -114,7 +114,7 @@ class SkippedBatches:
             return False
         return not compat.owes_validation(self._trainer, fetcher)
 
-    def pass_over(self, fetcher: Any) -> None:
+    def pass_over(self, fetcher: object) -> None:
         """Load the next batch, and count it without training it.
 
         Args:
