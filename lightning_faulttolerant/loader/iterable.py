@@ -9,8 +9,6 @@ two iterations of a worker, and before the first sample), and an attribute has a
 than it had in the iteration before. The second check sees only integers and short strings, those of the data set and
 of the data sets and samplers that it holds, and only from the second iteration of a process on.
 
-Plain attributes that an iterable data set keeps from one iteration to the next: an epoch count, a position.
-
 The samples of an iterable data set that are drawn again and dropped, with a digest of all of them.
 """
 
@@ -23,14 +21,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import library_of, refills_its_buffer
+from lightning_faulttolerant.loader.foreign import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
 from lightning_faulttolerant.loader.objects import DatasetObjects
+from lightning_faulttolerant.loader.plain_values import Values, ValuesOfDataset
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -173,7 +172,7 @@ class IterableSide(IterableDataset[Any]):
         self._worker_states: FollowsIterations | None = None
         self._current = _Current()
         self._way: str | None = None
-        self._plain_values = _ValuesOfDataset(dataset)
+        self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, Any]] = []
         self.record = IterableRecord()
 
@@ -450,78 +449,6 @@ def between(position: Position | None) -> Position | None:
         return None
     state = position["state"] if position["way"] == _DATASET else None
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
-
-
-Values = Mapping[str, int | str]
-
-_MAX_VALUES = 256
-_MAX_CHARACTERS = 200
-_DEPTH = 3
-
-
-def plain_values(dataset: object) -> dict[str, int | str]:
-    """Return the integers and short strings among the attributes of a data set, and of those that it holds, by path.
-
-    Floats are left out: they are more often a clock than a position. Values set by ``set_epoch`` are left out, too.
-    """
-    values: dict[str, int | str] = {}
-    if library_of(dataset) is not None:  # its epochs are saved
-        return values
-    for name, value in _walk(dataset, "", _DEPTH):
-        if len(values) == _MAX_VALUES:
-            break
-        values[name] = value
-    return values
-
-
-def changed(before: Values, now: Values) -> dict[str, int | str]:
-    """Return the values in `now` that `before` lacks or holds differently."""
-    return {name: value for name, value in now.items() if name not in before or before[name] != value}
-
-
-def differences(expected: Values, found: Values) -> list[str]:
-    """Return a text for each value that differs, with both values."""
-    names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
-    return [f"{name} ({_said(expected, name)} then, {_said(found, name)} now)" for name in names]
-
-
-def _said(values: Values, name: str) -> str:
-    return repr(values[name]) if name in values else "as at first"
-
-
-def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
-    has_setter = callable(getattr(owner, "set_epoch", None))
-    for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if has_setter and name == "epoch":
-            continue
-        if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, (Dataset, Sampler)) and depth:
-            yield from _walk(value, f"{prefix}{name}.", depth - 1)
-        elif isinstance(value, (list, tuple)) and depth:
-            for i, item in enumerate(value[:_MAX_VALUES]):
-                if isinstance(item, (Dataset, Sampler)):
-                    yield from _walk(item, f"{prefix}{name}[{i}].", depth - 1)
-
-
-class _ValuesOfDataset:
-    """The plain values of a data set, compared with those of its beginning, and with those of an earlier process.
-
-    Args:
-        dataset: The user's data set.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self._dataset = dataset
-        self._fresh: Values = plain_values(dataset)
-        self.expected: Values | None = None
-        """What has changed in the earlier process, to be compared once."""
-
-    def now(self) -> tuple[Values, list[str]]:
-        """Return what has changed since the beginning, and a text for each value that is not as expected."""
-        found = changed(self._fresh, plain_values(self._dataset))
-        expected, self.expected = self.expected, None
-        return found, [] if expected is None else differences(expected, found)
 
 
 class DrawnAgain:
