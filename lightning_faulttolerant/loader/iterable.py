@@ -130,7 +130,8 @@ class IterableRecord:
         """
         for count, mark in reversed(self.positions):
             if count == num_batches:
-                return mark.position()
+                position: Position = mark.position()
+                return position
         raise NotExactError(
             f"The position of the iterable data set after {num_batches} batches is no longer known, because "
             f"{self.num_batches} have been fetched since. Its samples could not continue exactly."

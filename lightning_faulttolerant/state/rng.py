@@ -44,9 +44,9 @@ def initialised() -> list[tuple[str, Any]]:
     return [(kind, m) for kind, m in modules if m is not None and m.is_initialized() and m.is_available()]
 
 
-def _may_be_initialised(kind: str) -> bool:
+def _is_initialised(kind: str) -> bool:
     module = getattr(torch, kind, None)
-    return module is not None and module.is_initialized()
+    return module is not None and bool(module.is_initialized())
 
 
 def is_device(name: str) -> bool:
@@ -183,19 +183,19 @@ class _GlobalGenerators:
             python is None
             or numpy is None
             or of_torch is None
-            or getattr(random.getstate, "__self__", None) is not python.generator
             or python.marked.tobytes() != python.mark
             or python.generator.gauss_next is not python.gauss
-            or getattr(sys.modules["numpy.random"].get_state, "__self__", None) is not numpy.generator
-            or numpy.generator._bit_generator is not numpy.bits
+            or python.generator is not getattr(random.getstate, "__self__", None)
             or numpy.marked.tobytes() != numpy.mark
             or numpy.marked_gauss.tobytes() != numpy.mark_of_gauss
+            or numpy.generator._bit_generator is not numpy.bits
+            or numpy.generator is not getattr(sys.modules["numpy.random"].get_state, "__self__", None)
             or torch.default_generator is not of_torch.generator
             or of_torch.pointer.tobytes() != of_torch.address
             or of_torch.marked.tobytes() != of_torch.mark
             or of_torch.marked_gauss.tobytes() != of_torch.mark_of_gauss
-            or torch.cuda.is_initialized()
-            or _may_be_initialised("xpu")
+            or _is_initialised("cuda")
+            or _is_initialised("xpu")
         ):
             states = self._read()
             self._last = self._last if self._last == states else states
