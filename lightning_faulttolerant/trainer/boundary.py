@@ -298,28 +298,34 @@ class Boundary:
             return False
         return self._save_capture(capture)
 
-    def write_incident(self, name: str) -> str:
+    def write_incident(self, name: str, ranks: Ranks) -> str:
         """Write the last capture to a file of an incident, and return why that is not possible; else an empty text.
 
         Args:
             name: The name of the file.
+            ranks: Gather the states of all ranks, without a collective.
 
         Raises:
             Exception: If the file can't be written.
         """
-        if self._ranks.num_ranks > 1:
-            return "several ranks train together, and this one can't save for the others"
         if self._autosaver.is_sharded:
             return "the strategy saves in shards"
         if overrides_save_hook(self._trainer):
             return "on_save_checkpoint, or the data module's state_dict, would add values of a later moment"
         if self.captures.last is None:
             return "no state was captured after the last autosave"
-        if not self._save_capture(self.captures.last, partial(self._autosaver.write_incident, name=name)):
+        save = partial(self._autosaver.write_incident, name=name, ranks=ranks)
+        if not self._save_capture(self.captures.last, save, agree=bool):
             return "parameters or optimizer states have changed since"
         return ""
 
-    def _save_capture(self, capture: Capture, save: Callable[[Capture], None] | None = None) -> bool:
+    def _save_capture(
+        self,
+        capture: Capture,
+        save: Callable[[Capture], None] | None = None,
+        *,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> bool:
         """Save `capture` if parameters and optimizer states have not changed since. Return whether a save was tried.
 
         None is tried if user code overrides ``on_save_checkpoint``, or the data module's ``state_dict``: they would add
@@ -331,7 +337,7 @@ class Boundary:
         for weights in (as_they_are, *swapped_back):
             with weights:
                 can = not overrides_save_hook(self._trainer) and capture.is_current(self._trainer)
-                if self._stopping.all_can(can):
+                if (agree or self._stopping.all_can)(can):
                     (save or self._autosaver.save_capture)(capture)
                     return True
         return False

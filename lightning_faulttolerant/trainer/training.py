@@ -316,8 +316,7 @@ class Training:
             ranks=self._beginning.ranks,
             history=self._beginning.history,
         )
-        can_write = self._beginning.ranks.num_ranks == 1 and not self.checkpointer.autosaver.is_sharded
-        self.boundary.captures.takes_each = self.captures_each and can_write
+        self.boundary.captures.takes_each = self.captures_each and not self.checkpointer.autosaver.is_sharded
         return self.boundary
 
     def _note_start(self) -> None:

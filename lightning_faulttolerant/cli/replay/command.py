@@ -463,18 +463,18 @@ def _of_exception(start: ReplayStart, outcome: ReplayOutcome, outcomes: Iterable
     return 0 if outcome.word in (RAISED, LEFT) else _DIFFERS
 
 
-def _skip(text: str) -> Skip:
-    try:
-        return skip_from(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _value(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign or "." not in key:
         raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE, such as model.hparams.size=3")
     return key.strip(), value.strip()
+
+
+def _skip(text: str) -> Skip:
+    try:
+        return skip_from(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _step(text: str) -> StepPlace:

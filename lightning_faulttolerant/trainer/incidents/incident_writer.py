@@ -1,7 +1,8 @@
 """Writes incidents: the state before the step, and the report with the line to type.
 
-Each rank writes its own report. Nothing is sent between ranks: another one may not have come to the same place. So with
-several ranks, no state is written, and the report names the last autosave instead.
+Each rank writes its own report. With several ranks, the state is written if all of them must have noticed the incident:
+it is in gradients that DDP has averaged. Otherwise, the report names the last autosave instead: another rank may never
+come to the same place.
 
 A second run of the step is a replay in its own process, from the checkpoint of the incident: nothing of this process
 can be changed by it.
@@ -31,6 +32,7 @@ from lightning_faulttolerant.records.incidents import (
     MAX_INCIDENTS,
     Incident,
     incident_name,
+    read_incident,
 )
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.records.replay import (
@@ -48,6 +50,7 @@ from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
+from lightning_faulttolerant.trainer.incidents.states_on_disk import StatesOnDisk, all_notice
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.pace import Pace
@@ -239,14 +242,36 @@ class IncidentWriter:
 
     def _with_state(self, incident: Incident) -> Incident:
         """Write the state before the step, if that is possible, and return the report with its name."""
-        boundary, name = self._boundary(), incident_name(incident.step, rank=incident.rank, kind="ckpt")
+        boundary, name = self._boundary(), incident_name(incident.step, rank=0, kind="ckpt")
         try:
-            why = "no batch had begun" if boundary is None else boundary.write_incident(name)
+            why = "no batch had begun" if boundary is None else self._saved(boundary, incident, name)
         except Exception as error:  # noqa: BLE001 - the last autosave is there
             why = repr(error)
         return replace(incident, without=why) if why else replace(incident, checkpoint=name)
 
+    def _saved(self, boundary: Boundary, incident: Incident, name: str) -> str:
+        """Write the last capture, on rank 0 with the states of all ranks, and return why that is not possible."""
+        if self._ranks.num_ranks == 1:
+            return boundary.write_incident(name, self._ranks)
+        if not incident.gradients or not all_notice(self._trainer):
+            return "several ranks train together, and the others may not have noticed it"
+        ranks = StatesOnDisk(
+            self._store.folder(INCIDENTS_FOLDER),
+            name.removesuffix(".ckpt"),
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.num_ranks,
+            token=self._beginning.place.token,
+        )
+        with ranks.removed():
+            why = boundary.write_incident(name, ranks)
+            if why or ranks.rank == 0:
+                return why
+            report = read_incident(ranks.wait_for(incident_name(incident.step, rank=0, kind="json")) or b"")
+        return "" if report is not None and report.checkpoint else "rank 0 has not written it"
+
     def _second_run(self, incident: Incident, after_backward: int | None, is_stopping: Callable[[], bool]) -> str:
+        if self._ranks.num_ranks > 1:
+            return "was not made: it would need all ranks"
         self._tell(f"Incident in {incident.place}: {incident.what}. The step is run a second time now.")
         return second_run_of(
             incident,

@@ -246,24 +246,26 @@ class Autosaver:
         finally:
             load_buffers(module, now)
 
-    def write_incident(self, capture: Capture, *, name: str) -> None:
-        """Write the state of `capture` to a file of an incident, which is no autosave. Call it on a sole rank.
+    def write_incident(self, capture: Capture, *, name: str, ranks: Ranks) -> None:
+        """Write the state of `capture` to a file of an incident, which is no autosave. It is no collective.
 
         Parameters and optimizer states are taken from the trainer now.
 
         Args:
             capture: The state before a step.
             name: The name of the file.
+            ranks: Gather the states of all ranks. The first of them writes the file.
 
         Raises:
             Exception: If it can't be written.
         """
-        assert self._series is not None
         self.around.before_save()
         self._background.wait()  # it needs what was packed for it
         module = self._run_state.trainer.lightning_module
         with buffers_replaced(module, capture.buffers):
-            checkpoint = self.contents.gathered(capture.position, capture.state, capture)
+            checkpoint = self.contents.gathered(capture.position, capture.state, capture, ranks)
+            if self._series is None:
+                return
             self._check(self._series, checkpoint)
             self._run_state.files.flush()
             path = save_incident(self._series, checkpoint, name)

@@ -308,10 +308,19 @@ class CheckpointContents:
         return self._times.timed(lambda: self._run_state.state_dict(position))
 
     def gathered(
-        self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
+        self,
+        position: TrainerPosition,
+        state: Mapping[str, object],
+        capture: Capture | None = None,
+        ranks: Ranks | None = None,
     ) -> dict[str, Any]:
-        """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part."""
-        self._replicas.check()
+        """Return the whole checkpoint on rank 0, else an empty one; if the strategy shards, each rank's own part.
+
+        It is a collective, unless `ranks` are given, which then gather the states.
+        """
+        times = self._times if ranks is None else None
+        if ranks is None:
+            self._replicas.check()
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
@@ -325,7 +334,8 @@ class CheckpointContents:
         packed = pack(checkpoint, leave=IN_SHARDS if self._is_sharded else ())
         self.packed = Packed({}, *packed[1:])  # without the checkpoint, which need not stay in memory
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
-        part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own}, times=self._times)
+        content = {**packed.checkpoint, **own}
+        part = self._part_of_all(ranks or self._ranks, position, state, content, times=times)
         if part is None:
             return packed.checkpoint if self._is_sharded else {}
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
