@@ -43,7 +43,7 @@ class _FitsElsewhere(TypedDict):
     open: int
 
 
-class _Noted(TypedDict, total=False):
+class _NotesOfChildren(TypedDict, total=False):
     """What the other processes have noted: fits by run, and what the fits of each callback resumed from."""
 
     runs: dict[str, _FitsElsewhere]
@@ -126,15 +126,15 @@ class Script:
         noted: _FitsElsewhere = {"begun": [*run["begun"], *begun], "open": run["open"] + more_open}
         self._write({**content, "runs": {**content.get("runs", {}), directory: noted}})
 
-    def _read(self) -> _Noted:
+    def _read(self) -> _NotesOfChildren:
         try:
             with open(self._path, encoding="utf-8") as file:
-                content: _Noted = json.load(file)
+                content: _NotesOfChildren = json.load(file)
         except FileNotFoundError:
             return {}
         return content
 
-    def _write(self, content: _Noted) -> None:
+    def _write(self, content: _NotesOfChildren) -> None:
         # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
         # waits for its children.
         temporary = f"{self._path}.{os.getpid()}"
