@@ -90,9 +90,7 @@ class AutosaveSeries:
             raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
 
-    def save(
-        self, checkpoint: dict[str, object], *, epoch: int, batch: int, global_step: int, keep: bool = False
-    ) -> str:
+    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
         A local one is read back. A remote one is compared with the size and the checksum that its store reports.
@@ -223,7 +221,7 @@ class AutosaveSeries:
         found = self._first_sound(verify_autosave)
         return None if found is None else found[0]
 
-    def load_newest(self, load: Callable[[str], dict[str, object]] = load_path) -> tuple[str, dict[str, Any]] | None:
+    def load_newest(self, load: Callable[[str], dict[str, Any]] = load_path) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
 
         Args:

@@ -35,7 +35,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
 
-    def save_checkpoint(self, checkpoint: dict[str, object], path: Path, storage_options: object | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: object | None = None) -> None:
         """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
         A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.
