@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_file
