@@ -176,7 +176,7 @@ def identity_of(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReader:
-    """Which states of a checkpoint a rank needs: its own, or all if another number of ranks has saved.
+    """Which states of a checkpoint a rank needs: its own, or all if a different number of ranks has saved.
 
     Args:
         rank: The number of this rank.

@@ -276,7 +276,7 @@ class Options:
 
     @property
     def allows_other_ranks(self) -> bool:
-        """Whether another number of ranks may continue the run."""
+        """Whether a different number of ranks may continue the run."""
         return self.elastic or self.worker_rng == "per_sample"
 
     @property
