@@ -74,6 +74,10 @@ class FaultTolerance(AnyCallback):
             a checkpoint. At most one autosave is written at a time. With `every_n_train_steps` the next one waits for
             it; otherwise the next one is skipped. Training always waits for the first autosave of a fit, and for those
             of a stop, an exception, and the end.
+        incremental: Write only the tensors that changed, and let each autosave refer to a file next to it, the base,
+            for the others. The base is written first, and again when it pays. To find what changed, tensors are
+            compared with a copy in memory, which takes as much memory as those that don't change. An autosave can't be
+            used without its base: ``lightning-faulttolerant export`` makes one plain file of both.
         stop_signals: Names of the signals that stop the run. The run first finishes its batch and saves its state.
         grace_seconds: How long the process has to end after the first signal. State that can't be saved in this time
             is not saved, and the last autosave stays.
@@ -131,6 +135,7 @@ class FaultTolerance(AnyCallback):
         train_time_interval: timedelta | None = None,
         overhead_budget: float | None = None,
         async_save: bool = False,
+        incremental: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
         deadline: datetime | timedelta | str | None = None,
@@ -160,6 +165,7 @@ class FaultTolerance(AnyCallback):
             overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
             has_own_budget=overhead_budget is not None,
             async_save=async_save,
+            incremental=incremental,
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,
             deadline=checked_deadline(deadline),

@@ -1,0 +1,237 @@
+"""Autosaves that hold only the tensors that changed, and refer to a base for the others.
+
+Whether a tensor has changed is decided by its bytes: each is compared with a copy in memory of what the base holds.
+Version counters don't see writes through ``.data``, a NumPy view, or DLPack, and no hash is as fast as the comparison.
+
+A base is written by the first save of a process, and again when it pays. Each autosave refers to one base, and no base
+to another one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.checkpoint.atomic import WholeWriter
+from lightning_faulttolerant.checkpoint.base_files import base_name, new_key
+from lightning_faulttolerant.checkpoint.joined_file import REFERENCES, Place, References
+from lightning_faulttolerant.checkpoint.schema import KEY
+from lightning_faulttolerant.checkpoint.storages import Path, bytes_of, copy_of, is_equal, paths_of, pickled
+from lightning_faulttolerant.checkpoint.verify import read_back
+from lightning_faulttolerant.checkpoint.zip_records import VERSION_RECORD, RecordWriter
+from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.storage.store import Store, is_url
+
+MIN_BYTES = 1024
+"""A reference to a smaller storage saves next to nothing."""
+
+# Most optimizers change their states at each step. What does not change comes into a later base.
+_NOT_IN_FIRST_BASE = ("optimizer_states",)
+# It may hold bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
+_NEVER_IN_BASE = (KEY,)
+_TEXT = "Tensors that the autosaves next to this file refer to. They can't be loaded without it."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Base:
+    """A base that this process has written.
+
+    Args:
+        key: The key in its name.
+        mark: What its file looked like when it was complete.
+        places: Where each storage is in it that has not changed yet.
+        copies: The bytes of each of these.
+        num_bytes: The size of the file.
+    """
+
+    key: str
+    mark: tuple[int, ...]
+    places: dict[Path, Place]
+    copies: dict[Path, Tensor]
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        return base_name(self.key)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Increment:
+    """What is to be written for one autosave."""
+
+    pickle: bytes
+    storages: Mapping[str, torch.UntypedStorage]
+    """The storages that the file itself holds, by their keys."""
+    paths: Mapping[str, Path]
+    """The places of those of them that could be in a base."""
+    references: References | None
+    base: str | None
+    """The key of the base that it refers to; ``None`` if it is a plain file."""
+    num_bytes_of_new_base: int
+    sums: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """The length and the checksum of each of the storages in `paths`, once written."""
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write the file.
+
+        Args:
+            file: Open for writing.
+
+        Raises:
+            OSError: If it can't be written.
+        """
+        writer = RecordWriter(WholeWriter(file))
+        writer.add("data.pkl", [memoryview(self.pickle)])
+        writer.add("byteorder", [memoryview(sys.byteorder.encode())])
+        if self.references is not None:
+            writer.add(REFERENCES, [memoryview(self.references.encoded())])
+        for key, storage in self.storages.items():
+            here = storage if storage.device.type == "cpu" else storage.cpu()
+            record = writer.add(f"data/{key}", bytes_of(here))
+            if key in self.paths:
+                self.sums[self.paths[key]] = record.num_bytes, record.crc32
+        writer.add(VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])
+        writer.end()
+
+
+@final
+class Increments:
+    """Knows what is in the base of a series, and decides when to write another one.
+
+    Args:
+        store: The directory of the series.
+        check: Called before a base is published; raises if the directory is no longer ours.
+    """
+
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        self._store = store
+        self._check = check
+        self._base: _Base | None = None
+        self.own: set[str] = set()
+        """The names of the bases that this process has written."""
+        self._has_begun = False
+        self._sums: dict[Path, tuple[int, int]] = {}
+        """What the last autosave held itself, although it could be in a base."""
+        self._repeated: set[Path] = set()
+        """Those of them that were the same in the autosave before."""
+        self._num_repeated_bytes = 0
+        """How many bytes would have been saved so far by a base that holds these."""
+
+    @property
+    def base(self) -> str | None:
+        """The name of the base that the next autosave may refer to."""
+        return None if self._base is None else self._base.name
+
+    def prepare(self, checkpoint: dict[str, Any]) -> Increment:
+        """Compare a checkpoint with the base, and write a new base first if there is none, or if that pays.
+
+        Args:
+            checkpoint: A dict that ``torch.save`` can write.
+
+        Raises:
+            OSError: If the base can't be written.
+            DamagedCheckpointError: If the base does not read back as it was written. It is deleted then.
+            RunInUseError: If another process has taken over the directory.
+        """
+        data, storages = pickled(checkpoint)
+        places = paths_of({key: value for key, value in checkpoint.items() if key not in _NEVER_IN_BASE})
+        paths = {
+            key: places[storage._cdata]
+            for key, storage in storages.items()
+            if storage._cdata in places and storage.nbytes() >= MIN_BYTES
+        }
+        known = {path: storages[key] for key, path in paths.items()}
+        self._forget_changed(known)
+        num_bytes = 0
+        chosen = self._for_new_base(known)
+        if chosen:
+            self._base = self._written(chosen)
+            self._repeated, self._num_repeated_bytes = set(), 0
+            num_bytes = self._base.num_bytes
+        self._has_begun = True
+        base = self._base
+        based = {} if base is None else {key: base.places[p] for key, p in paths.items() if p in base.places}
+        if base is None or not based:
+            self._base = base = None
+        return Increment(
+            pickle=data,
+            storages={key: storage for key, storage in storages.items() if key not in based},
+            paths={key: path for key, path in paths.items() if key not in based},
+            references=None
+            if base is None
+            else References(base=base.name, records={f"data/{key}": place for key, place in based.items()}),
+            base=None if base is None else base.key,
+            num_bytes_of_new_base=num_bytes,
+        )
+
+    def note_written(self, increment: Increment) -> None:
+        """Note that an autosave is written and verified."""
+        self._repeated = {path for path, found in increment.sums.items() if self._sums.get(path) == found}
+        self._num_repeated_bytes += sum(increment.sums[path][0] for path in self._repeated)
+        self._sums = increment.sums
+
+    def _forget_changed(self, known: Mapping[Path, torch.UntypedStorage]) -> None:
+        base = self._base
+        if base is None:
+            return
+        if self._mark(base.name) != base.mark:  # deleted, or replaced: nothing may refer to it
+            self._base, self._has_begun = None, False
+            return
+        for path in list(base.places):
+            if path not in known or not is_equal(known[path], base.copies[path]):
+                del base.places[path], base.copies[path]
+
+    def _for_new_base(self, known: Mapping[Path, torch.UntypedStorage]) -> dict[Path, torch.UntypedStorage]:
+        """Return what to put into a new base, or nothing if none is to be written."""
+        if not self._has_begun:
+            return {path: storage for path, storage in known.items() if path[0] not in _NOT_IN_FIRST_BASE}
+        based = set() if self._base is None else set(self._base.places)
+        chosen = {path: storage for path, storage in known.items() if path in based or path in self._repeated}
+        # As in the ski rental problem: buy when the rent has cost as much.
+        num_bytes = sum(storage.nbytes() for storage in chosen.values())
+        return chosen if self._repeated and self._num_repeated_bytes >= num_bytes else {}
+
+    def _written(self, chosen: Mapping[Path, torch.UntypedStorage]) -> _Base:
+        key = new_key()
+        name = base_name(key)
+        before = {} if self._base is None else self._base.copies
+        copies = {path: before[path] if path in before else copy_of(storage) for path, storage in chosen.items()}
+        places = {}
+        with self._store.writer(name) as file:
+            # From the copies, so that they are what the file holds, even if somebody changes the tensors meanwhile.
+            writer = RecordWriter(WholeWriter(file))
+            writer.add("data.pkl", [memoryview(pickle.dumps(_TEXT, protocol=2))])
+            for index, (path, copy) in enumerate(copies.items()):
+                record = writer.add(f"data/{index}", bytes_of(copy.untyped_storage()))
+                places[path] = Place(offset=record.content_offset, num_bytes=record.num_bytes, crc32=record.crc32)
+            writer.add(VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])
+            writer.end()
+            num_bytes = file.tell()
+            self._check()
+            damage = None if is_url(self._store.url) else read_back(file)
+            if damage is not None:
+                raise DamagedCheckpointError(
+                    f"{self._store.path(name)} does not read back as it was written: {damage} Earlier autosaves were "
+                    "kept. Check the disk, or save to another one."
+                ) from damage
+        self.own.add(name)
+        mark = self._mark(name)
+        return _Base(key=key, mark=mark or (), places=places, copies=copies, num_bytes=num_bytes)
+
+    def _mark(self, name: str) -> tuple[int, ...] | None:
+        """Return what tells a file from another one under its name; ``None`` if there is none."""
+        try:
+            if is_url(self._store.url):
+                return (self._store.size(name),)
+            status = os.stat(self._store.path(name))
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
