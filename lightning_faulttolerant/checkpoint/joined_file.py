@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ REFERENCES = "base.json"
 """The name of the record with the references."""
 _VERSION = 1
 _LOCAL_HEADER_BYTES = 30
+_ENCRYPTED_FLAG = 1
 _MAX_64_BIT = 1 << 63
 
 Opener = Callable[[str], IO[bytes]]
@@ -101,12 +103,20 @@ def references_in(file: IO[bytes]) -> References | None:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            found = [name for name in archive.namelist() if name.partition("/")[2] == REFERENCES]
-            data = archive.read(found[0]) if found else None
-    # Besides BadZipFile, zipfile lets errors of decoding and of unsupported versions through.
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):
+            found = [record for record in archive.infolist() if record.filename.partition("/")[2] == REFERENCES]
+            if not found or not _can_be_read(found[0], num_bytes=file.seek(0, os.SEEK_END)):
+                return None
+            data = archive.read(found[0])
+    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error):
         return None  # the verification says what is wrong with it
-    return None if data is None else References.decoded(data)
+    return References.decoded(data)
+
+
+def _can_be_read(record: zipfile.ZipInfo, *, num_bytes: int) -> bool:
+    """Return whether a record is as torch writes all of them, and within the file."""
+    is_plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & _ENCRYPTED_FLAG
+    return is_plain and 0 <= record.header_offset < num_bytes
 
 
 @contextlib.contextmanager
@@ -203,7 +213,10 @@ class JoinedFile(io.RawIOBase):
         records: list[Record] = []
         for name, place in _own_places(own).items():
             records.append(self._add(name, place, own, records))
+        num_bytes = base.seek(0, os.SEEK_END)
         for name, place in references.records.items():
+            if place.offset + place.num_bytes > num_bytes:
+                raise ValueError(f"{self.base_name}, to which it refers, has only {num_bytes} bytes")
             records.append(self._add(name, place, base, records))
         self._append(io.BytesIO(end_of(records)))
         self._begins = [segment.begin for segment in self._segments]
@@ -265,7 +278,10 @@ def _own_places(own: IO[bytes]) -> dict[str, Place]:
     with zipfile.ZipFile(own) as archive:
         found = archive.infolist()
     places = {}
+    num_bytes = own.seek(0, os.SEEK_END)
     for record in found:
+        if not 0 <= record.header_offset < num_bytes:
+            raise ValueError("its zip directory is damaged")
         own.seek(record.header_offset)
         header = own.read(_LOCAL_HEADER_BYTES)
         if len(header) < _LOCAL_HEADER_BYTES:
