@@ -56,19 +56,19 @@ def unused_bases(store: Store, *, without: Collection[str] = ()) -> list[str]:
     return [name for name in bases if name not in used]
 
 
-def remove_unused(store: Store, *, besides: str | None = None, own: Collection[str] | None = None) -> None:
+def remove_unused(store: Store, *, besides: Collection[str] = (), own: Collection[str] | None = None) -> None:
     """Delete the bases that no autosave refers to. Call this with the lock, after autosaves were deleted or moved.
 
     Args:
         store: The directory of a series.
-        besides: The name of a base that stays.
+        besides: The names of bases that stay.
         own: The names of bases that this process has written. All others stay for a minute, in case another process
             has just written them. Default: none stays.
 
     Raises:
         OSError: If one can't be deleted.
     """
-    unused = [name for name in unused_bases(store) if name != besides]
+    unused = [name for name in unused_bases(store) if name not in besides]
     if own is not None:
         unused = [name for name in unused if name in own or _is_settled(store, name)]
     if unused and not is_url(store.url):

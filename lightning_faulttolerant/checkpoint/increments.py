@@ -3,8 +3,9 @@
 Whether a tensor has changed is decided by its bytes: each is compared with a copy in memory of what the base holds.
 Version counters don't see writes through ``.data``, a NumPy view, or DLPack, and no hash is as fast as the comparison.
 
-A base is written by the first save of a process, and again when it pays. Each autosave refers to one base, and no base
-to another one.
+The first saves of a process write the bases, later ones only when it pays. Each autosave refers to one base, and no
+base to another one. Consecutive autosaves refer to different bases with the same tensors: a file that goes bad on the
+disk costs one autosave.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_faulttolerant.checkpoint.atomic import WholeWriter
 from lightning_faulttolerant.checkpoint.base_files import base_name, new_key
 from lightning_faulttolerant.checkpoint.joined_file import REFERENCES, Place, References
 from lightning_faulttolerant.checkpoint.schema import KEY
-from lightning_faulttolerant.checkpoint.storages import Path, bytes_of, copy_of, is_equal, paths_of, pickled
+from lightning_faulttolerant.checkpoint.storages import Path, bytes_of, copy_of, is_equal, on_cpu, paths_of, pickled
 from lightning_faulttolerant.checkpoint.verify import read_back
 from lightning_faulttolerant.checkpoint.zip_records import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.errors import DamagedCheckpointError
@@ -47,15 +48,11 @@ class _Base:
         key: The key in its name.
         mark: What its file looked like when it was complete.
         places: Where each storage is in it that has not changed yet.
-        copies: The bytes of each of these.
-        num_bytes: The size of the file.
     """
 
     key: str
-    mark: tuple[int, ...]
+    mark: tuple[int, ...] | None
     places: dict[Path, Place]
-    copies: dict[Path, Tensor]
-    num_bytes: int
 
     @property
     def name(self) -> str:
@@ -94,7 +91,7 @@ class Increment:
         if self.references is not None:
             writer.add(REFERENCES, [memoryview(self.references.encoded())])
         for key, storage in self.storages.items():
-            here = storage if storage.device.type == "cpu" else storage.cpu()
+            here = on_cpu(storage)  # it must outlive its bytes
             record = writer.add(f"data/{key}", bytes_of(here))
             if key in self.paths:
                 self.sums[self.paths[key]] = record.num_bytes, record.crc32
@@ -104,17 +101,22 @@ class Increment:
 
 @final
 class Increments:
-    """Knows what is in the base of a series, and decides when to write another one.
+    """Knows what is in the bases of a series, and decides when to write another one.
 
     Args:
         store: The directory of the series.
         check: Called before a base is published; raises if the directory is no longer ours.
+        num_bases: How many bases the autosaves refer to in turn, at least 1.
     """
 
-    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+    def __init__(self, store: Store, check: Callable[[], None], *, num_bases: int) -> None:
         self._store = store
         self._check = check
-        self._base: _Base | None = None
+        self._num_bases = num_bases
+        self._copies: dict[Path, Tensor] = {}
+        """The bytes of each storage that has not changed since the first of the bases was written."""
+        self._bases: list[_Base] = []
+        """Those that autosaves may refer to, the one of the next autosave first. None has more than the copies."""
         self.own: set[str] = set()
         """The names of the bases that this process has written."""
         self._has_begun = False
@@ -123,15 +125,15 @@ class Increments:
         self._repeated: set[Path] = set()
         """Those of them that were the same in the autosave before."""
         self._num_repeated_bytes = 0
-        """How many bytes would have been saved so far by a base that holds these."""
+        """How many bytes would have been saved so far if they were in a base."""
 
     @property
-    def base(self) -> str | None:
-        """The name of the base that the next autosave may refer to."""
-        return None if self._base is None else self._base.name
+    def bases(self) -> frozenset[str]:
+        """The names of the bases that the next autosaves may refer to."""
+        return frozenset(base.name for base in self._bases)
 
     def prepare(self, checkpoint: dict[str, Any]) -> Increment:
-        """Compare a checkpoint with the base, and write a new base first if there is none, or if that pays.
+        """Compare a checkpoint with the bases, and write another one first if one is missing, or if that pays.
 
         Args:
             checkpoint: A dict that ``torch.save`` can write.
@@ -150,66 +152,64 @@ class Increments:
         }
         known = {path: storages[key] for key, path in paths.items()}
         self._forget_changed(known)
-        num_bytes = 0
-        chosen = self._for_new_base(known)
-        if chosen:
-            self._base = self._written(chosen)
-            self._repeated, self._num_repeated_bytes = set(), 0
-            num_bytes = self._base.num_bytes
-        self._has_begun = True
-        base = self._base
+        self._choose(known)
+        num_bytes = self._add_base() if self._copies and len(self._bases) < self._num_bases else 0
+        base = self._bases[0] if self._bases else None
         based = {} if base is None else {key: base.places[p] for key, p in paths.items() if p in base.places}
-        if base is None or not based:
-            self._base = base = None
+        references = None
+        if base is not None:
+            references = References(base=base.name, records={f"data/{key}": place for key, place in based.items()})
         return Increment(
             pickle=data,
             storages={key: storage for key, storage in storages.items() if key not in based},
             paths={key: path for key, path in paths.items() if key not in based},
-            references=None
-            if base is None
-            else References(base=base.name, records={f"data/{key}": place for key, place in based.items()}),
+            references=references,
             base=None if base is None else base.key,
             num_bytes_of_new_base=num_bytes,
         )
 
     def note_written(self, increment: Increment) -> None:
-        """Note that an autosave is written and verified."""
+        """Note that an autosave is written and verified. The next one refers to another base."""
+        self._bases = [*self._bases[1:], *self._bases[:1]]
         self._repeated = {path for path, found in increment.sums.items() if self._sums.get(path) == found}
         self._num_repeated_bytes += sum(increment.sums[path][0] for path in self._repeated)
         self._sums = increment.sums
 
     def _forget_changed(self, known: Mapping[Path, torch.UntypedStorage]) -> None:
-        base = self._base
-        if base is None:
-            return
-        if self._mark(base.name) != base.mark:  # deleted, or replaced: nothing may refer to it
-            self._base, self._has_begun = None, False
-            return
-        for path in list(base.places):
-            if path not in known or not is_equal(known[path], base.copies[path]):
-                del base.places[path], base.copies[path]
+        for path in list(self._copies):
+            if path not in known or not is_equal(known[path], self._copies[path]):
+                del self._copies[path]
+                for base in self._bases:
+                    base.places.pop(path, None)
+        # One that was deleted or replaced is written again.
+        self._bases = [base for base in self._bases if base.places and self._is_there(base)]
 
-    def _for_new_base(self, known: Mapping[Path, torch.UntypedStorage]) -> dict[Path, torch.UntypedStorage]:
-        """Return what to put into a new base, or nothing if none is to be written."""
+    def _choose(self, known: Mapping[Path, torch.UntypedStorage]) -> None:
+        """Copy what is to be in new bases: at first almost everything, later what has stopped changing, if it pays."""
+        chosen: set[Path]
         if not self._has_begun:
-            return {path: storage for path, storage in known.items() if path[0] not in _NOT_IN_FIRST_BASE}
-        based = set() if self._base is None else set(self._base.places)
-        chosen = {path: storage for path, storage in known.items() if path in based or path in self._repeated}
-        # As in the ski rental problem: buy when the rent has cost as much.
-        num_bytes = sum(storage.nbytes() for storage in chosen.values())
-        return chosen if self._repeated and self._num_repeated_bytes >= num_bytes else {}
+            chosen = {path for path in known if path[0] not in _NOT_IN_FIRST_BASE}
+        else:
+            chosen = {*self._copies, *(path for path in self._repeated if path in known)}
+            num_bytes = self._num_bases * sum(known[path].nbytes() for path in chosen)
+            # As in the ski rental problem: buy when the rent has cost as much.
+            if not self._repeated or self._num_repeated_bytes < num_bytes:
+                return
+        self._copies |= {path: copy_of(known[path]) for path in chosen if path not in self._copies}
+        self._bases, self._has_begun = [], True
+        self._repeated, self._num_repeated_bytes = set(), 0
 
-    def _written(self, chosen: Mapping[Path, torch.UntypedStorage]) -> _Base:
-        key = new_key()
+    def _add_base(self) -> int:
+        """Write a base from the copies, and return its size.
+
+        It then holds what the copies hold, even if somebody changes the tensors meanwhile.
+        """
+        key, places = new_key(), {}
         name = base_name(key)
-        before = {} if self._base is None else self._base.copies
-        copies = {path: before[path] if path in before else copy_of(storage) for path, storage in chosen.items()}
-        places = {}
         with self._store.writer(name) as file:
-            # From the copies, so that they are what the file holds, even if somebody changes the tensors meanwhile.
             writer = RecordWriter(WholeWriter(file))
             writer.add("data.pkl", [memoryview(pickle.dumps(_TEXT, protocol=2))])
-            for index, (path, copy) in enumerate(copies.items()):
+            for index, (path, copy) in enumerate(self._copies.items()):
                 record = writer.add(f"data/{index}", bytes_of(copy.untyped_storage()))
                 places[path] = Place(offset=record.content_offset, num_bytes=record.num_bytes, crc32=record.crc32)
             writer.add(VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])
@@ -223,8 +223,11 @@ class Increments:
                     "kept. Check the disk, or save to another one."
                 ) from damage
         self.own.add(name)
-        mark = self._mark(name)
-        return _Base(key=key, mark=mark or (), places=places, copies=copies, num_bytes=num_bytes)
+        self._bases.insert(0, _Base(key=key, mark=self._mark(name), places=places))
+        return num_bytes
+
+    def _is_there(self, base: _Base) -> bool:
+        return base.mark is not None and base.mark == self._mark(base.name)
 
     def _mark(self, name: str) -> tuple[int, ...] | None:
         """Return what tells a file from another one under its name; ``None`` if there is none."""

@@ -95,7 +95,8 @@ class AutosaveSeries:
             raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
         if self.incremental:
-            object.__setattr__(self, "_increments", Increments(self.store, self.check))
+            increments = Increments(self.store, self.check, num_bases=min(self.keep_last, 2))
+            object.__setattr__(self, "_increments", increments)
 
     def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
@@ -344,8 +345,8 @@ class AutosaveSeries:
                     leave(self.store, name)
 
     def _remove_unused_bases(self, listing: Listing) -> None:
-        used = self._increments and self._increments.base
-        if any(base != used for base in bases_in(listing.files)):
+        used = frozenset() if self._increments is None else self._increments.bases
+        if any(base not in used for base in bases_in(listing.files)):
             self.check()
             own = () if self._increments is None else self._increments.own
             remove_unused(self.store, besides=used, own=own)

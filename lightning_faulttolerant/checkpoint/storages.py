@@ -12,9 +12,10 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
-from torch.serialization import location_tag, normalize_storage_type  # type: ignore[attr-defined]
 
 Path = tuple[str | int, ...]
+
+_serialization: Any = torch.serialization
 
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -53,12 +54,15 @@ class _Pickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, value: Any) -> Any:
+        """Return what stands for a storage in the pickle, and ``None`` for everything else."""
+        typed: Any = value
+        storage: Any = value
         if isinstance(value, torch.storage.TypedStorage):
-            storage, dtype, num_values = value._untyped_storage, value.dtype, value._size()
-            kind = getattr(torch, value._pickle_storage_type())
+            storage, dtype, num_values = typed._untyped_storage, typed.dtype, typed._size()
+            kind = getattr(torch, typed._pickle_storage_type())
         elif torch.is_storage(value):
-            storage, dtype, num_values = value, torch.uint8, value.nbytes()
-            kind = normalize_storage_type(type(value))
+            dtype, num_values = torch.uint8, value.nbytes()
+            kind = _serialization.normalize_storage_type(type(value))
         else:
             return None
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
@@ -66,7 +70,7 @@ class _Pickler(pickle.Pickler):
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
         self.storages[key] = storage
-        return "storage", kind, key, location_tag(storage), num_values
+        return "storage", kind, key, _serialization.location_tag(storage), num_values
 
 
 def paths_of(value: object) -> dict[int, Path]:
@@ -107,6 +111,14 @@ def bytes_of(storage: torch.UntypedStorage) -> list[memoryview]:
     num_bytes, address = storage.nbytes(), storage.data_ptr()
     begins = range(0, num_bytes, _PIECE_BYTES)
     return [_memory(address + begin, min(_PIECE_BYTES, num_bytes - begin), _PyBUF_READ) for begin in begins]
+
+
+def on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a storage itself if it is on the CPU, else a copy there."""
+    if storage.device.type == "cpu":
+        return storage
+    copied: Any = storage
+    return copied.cpu()  # type: ignore[no-any-return]
 
 
 def copy_of(storage: torch.UntypedStorage) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, verify_file, verify_path
 from lightning_faulttolerant.checkpoint.archive import find_damage
-from lightning_faulttolerant.checkpoint.base_files import bases_in, remove_unused
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.base_files import base_name, bases_in, remove_unused
 from lightning_faulttolerant.checkpoint.joined_file import (
     JoinedFile,
     Place,
@@ -62,6 +63,13 @@ def save(series: AutosaveSeries, content: dict[str, Any], *, keep: bool = False)
 def bases(directory: Path) -> list[str]:
     """Return the names of the bases in a directory."""
     return bases_in(os.listdir(directory))
+
+
+def base_of(path: Path) -> Path:
+    """Return the base that an autosave refers to."""
+    match = AUTOSAVE_NAME.fullmatch(path.name)
+    assert match is not None
+    return path.with_name(base_name(match["base"]))
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -114,12 +122,10 @@ def test_only_what_changed_is_written(series: AutosaveSeries) -> None:
         assert torch.equal(loaded["state_dict"].pop("head"), torch.full((NUM_VALUES,), float(step)))
         assert_equal(loaded["state_dict"], state)
         assert verify_file(path).has_checksums
-        num_bytes = os.path.getsize(path)
+        num_bytes, base = os.path.getsize(path), base_of(path)
         assert num_bytes < 4 * NUM_VALUES * (step > 0) + 4000
-        assert series.num_bytes[str(path)] == num_bytes + (step == 0) * os.path.getsize(
-            path.with_name(bases(path.parent)[0])
-        )
-    assert len(bases(path.parent)) == 1
+        assert series.num_bytes[str(path)] == num_bytes + (os.path.getsize(base) if step < 2 else 0)
+    assert len(bases(path.parent)) == 2
 
 
 def _through_data(tensor: Tensor) -> None:
@@ -172,8 +178,8 @@ def test_what_stops_changing_comes_into_a_new_base(series: AutosaveSeries) -> No
         sizes.append(os.path.getsize(path))
         assert torch.equal(load_file(path)["state_dict"]["head"], content["state_dict"]["head"])
     assert max(sizes[-3:]) < min(sizes[:4]) - 3 * NUM_VALUES
-    [new] = bases(first.parent)
-    assert new != old
+    assert len(bases(first.parent)) == 2
+    assert old not in bases(first.parent)
 
 
 def test_optimizer_states_are_not_in_the_first_base(series: AutosaveSeries) -> None:
@@ -201,7 +207,7 @@ def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:
     save(later, checkpoint(1, **frozen()))
     assert len(bases(directory)) == 2
     save(later, checkpoint(2, **frozen()))
-    assert len(bases(directory)) == 1
+    assert len(bases(directory)) == 2
     assert old not in bases(directory)
 
 
@@ -222,34 +228,34 @@ def test_a_base_of_a_killed_process_goes_after_a_minute(series: AutosaveSeries) 
 def test_a_base_that_somebody_touched_is_not_referred_to_again(series: AutosaveSeries, what: str) -> None:
     """Each save looks at it, and writes another one."""
     directory = Path(series.directory)
-    save(series, checkpoint(0, **frozen()))
+    series = AutosaveSeries(directory, keep_last=9, incremental=True)
+    first = save(series, checkpoint(0, **frozen()))
     [name] = bases(directory)
     data = (directory / name).read_bytes()
     (directory / name).unlink()
     if what == "replaced":
         (directory / name).write_bytes(b"\0" * len(data))
-    path = save(series, checkpoint(1, **frozen()))
-    assert verify_file(path).has_checksums
+    for step in (1, 2):
+        path = save(series, checkpoint(step, **frozen()))
+        assert verify_file(path).has_checksums
+        assert base_of(path).name != name
     with pytest.raises(DamagedCheckpointError, match=name if what == "deleted" else "CRC32"):
-        verify_file(next(directory.glob("autosave-00000001*")))
+        verify_file(first)
 
 
-def test_without_its_base_the_next_older_one_is_taken(series: AutosaveSeries) -> None:
-    """An autosave with a damaged or missing base counts as damaged; if no other is left, that is an error."""
+def test_a_bad_base_costs_one_autosave(series: AutosaveSeries) -> None:
+    """An autosave with a damaged or missing base counts as damaged, and the one before has another base."""
     directory = Path(series.directory)
-    save(series, checkpoint(0, **frozen()))
-    [old] = bases(directory)
-    later = AutosaveSeries(directory, keep_last=2, incremental=True)
-    save(later, checkpoint(1, **frozen()))
-    [new] = set(bases(directory)) - {old}
-    data = bytearray((directory / new).read_bytes())
+    paths = [save(series, checkpoint(step, **frozen())) for step in range(4)]
+    newest, before = base_of(paths[3]), base_of(paths[2])
+    data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
-    (directory / new).write_bytes(data)
+    newest.write_bytes(data)
     found = AutosaveSeries(directory).load_newest()
     assert found is not None
-    assert found[1]["global_step"] == 0
-    assert (directory / new).exists()  # a file that was set aside still refers to it
-    (directory / old).unlink()
+    assert found[1]["global_step"] == 2
+    assert newest.exists()  # a file that was set aside still refers to it
+    before.unlink()
     with pytest.raises(NoValidCheckpointError):
         AutosaveSeries(directory).newest()
 
@@ -351,12 +357,12 @@ def test_a_url(tmp_path: Path) -> None:
         path = series.save(checkpoint(step, **frozen()), epoch=0, batch=step, global_step=step, keep=step == 0)
         assert load_file(path)["global_step"] == step
     names = series.store.tree()
-    assert sum(name.endswith(".tensors") for name in names) == 1
+    assert sum(name.endswith(".tensors") for name in names) == 2
     kept = next(name for name in names if name.startswith("kept/"))
     assert load_file(series.store.path(kept))["global_step"] == 0
-    [base] = bases_in(series.store.names())
-    series.store.delete(base)
-    with pytest.raises(DamagedCheckpointError, match=base):
+    for base in bases_in(series.store.names()):
+        series.store.delete(base)
+    with pytest.raises(DamagedCheckpointError, match="refers to tensors in base-"):
         load_file(path)
     series.remove_all()
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series, verify_file
+from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series
 from lightning_faulttolerant.checkpoint.verify import read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from tests.processes import dead_process_id
