@@ -83,18 +83,17 @@ def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
 
 
 def _save_incrementally(directory: Path, number: int) -> None:
-    # The first save writes a base and refers to it. The second one refers to it again, but for a tensor that changed.
-    series = AutosaveSeries(directory, keep_last=2, incremental=True)
-    frozen = {"ones": torch.ones(NUM_WEIGHTS), "zero": torch.zeros(0)}
-    for index in (1, 2):
-        changing = torch.full((NUM_WEIGHTS,), index, dtype=torch.int16)
-        series.save({**content(number), **frozen, "changing": changing}, epoch=0, batch=number, global_step=number)
+    for base in directory.glob("base-*"):  # of earlier processes: old enough to be deleted
+        os.utime(base, (0, 0))
+    changing = {"optimizer_states": torch.full((NUM_WEIGHTS,), number, dtype=torch.int16)}
+    saved = {**content(number), "ones": torch.ones(NUM_WEIGHTS), **changing}
+    AutosaveSeries(directory, keep_last=2, incremental=True).save(saved, epoch=0, batch=number, global_step=number)
 
 
 def _load_incremental(path: str | Path) -> dict[str, Any]:
     checkpoint = load_file(path)
     assert torch.equal(checkpoint["ones"], torch.ones(NUM_WEIGHTS))
-    assert checkpoint["changing"].unique().tolist() in ([1], [2])
+    assert checkpoint["optimizer_states"].unique().tolist() == [checkpoint["number"]]
     return checkpoint
 
 
@@ -224,7 +223,7 @@ INCREMENTAL = Writer(
     save=_save_incrementally,
     newest=lambda directory: AutosaveSeries(directory).newest(),
     load=_load_incremental,
-    seconds=0.06,
+    seconds=0.04,
 )
 CHECKPOINT_IO = Writer(
     name="checkpoint-io",

@@ -187,7 +187,7 @@ def test_kept_ones_and_branches_and_exports(tmp_path: Path, capsys: pytest.Captu
 def test_shards_are_written_whole(tmp_path: Path) -> None:
     """A strategy that shards says at its first save that the argument has no effect."""
 
-    def main() -> None:
+    def main(_: int) -> None:
         own = FaultTolerance(tmp_path / "saved", **INCREMENTAL)
         fit_ranks = rank_fit(2, module=ShardedNet, strategy=fsdp2(), max_epochs=1, limit_train_batches=2)
         fit_ranks([own], tmp_path)
