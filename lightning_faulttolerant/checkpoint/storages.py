@@ -127,8 +127,8 @@ def copy_of(storage: torch.UntypedStorage) -> Tensor:
     Args:
         storage: On any device.
     """
-    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-    return own.copy_(_flat(storage))
+    flat = _flat(on_cpu(storage))
+    return flat.clone() if storage.device.type == "cpu" else flat
 
 
 def is_equal(storage: torch.UntypedStorage, copy: Tensor) -> bool:
@@ -140,10 +140,10 @@ def is_equal(storage: torch.UntypedStorage, copy: Tensor) -> bool:
     """
     if storage.nbytes() != copy.numel():
         return False
+    if storage.device.type != "cuda":
+        return _are_equal(_flat(on_cpu(storage)), copy)
     flat = _flat(storage)
-    if flat.device.type == "cpu":
-        return _are_equal(flat, copy)
-    room = torch.empty(min(_PIECE_BYTES, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda)
+    room = torch.empty(min(_PIECE_BYTES, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=True)
     for begin in range(0, len(flat), _PIECE_BYTES):
         piece = flat[begin : begin + _PIECE_BYTES]
         if not _are_equal(room[: len(piece)].copy_(piece), copy[begin : begin + _PIECE_BYTES]):

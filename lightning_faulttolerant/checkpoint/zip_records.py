@@ -123,6 +123,7 @@ class RecordWriter:
         >>> for name, content in (("data.pkl", b"\x80\x02K\x03."), VERSION_RECORD):
         ...     _ = writer.add(name, [memoryview(content)])
         >>> writer.end()
+        >>> _ = file.seek(0)
         >>> torch.load(file, weights_only=True)
         3
     """

@@ -162,8 +162,6 @@ class FaultTolerance(AnyCallback):
             skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
-            overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
-            has_own_budget=overhead_budget is not None,
             async_save=async_save,
             incremental=incremental,
             stop_signals=tuple(stop_signals),
@@ -178,7 +176,7 @@ class FaultTolerance(AnyCallback):
             ledger=checked_ledger(ledger),
             hang=hang,
             hang_timeout=hang_timeout,
-            trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
+            **_with_defaults(overhead_budget, trust_autosaves),
         )
         self._set_up()
 
@@ -357,3 +355,11 @@ class FaultTolerance(AnyCallback):
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
+
+
+def _with_defaults(overhead_budget: float | None, trust_autosaves: bool | None) -> dict[str, Any]:
+    return {
+        "overhead_budget": DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
+        "has_own_budget": overhead_budget is not None,
+        "trust_autosaves": read_trust() if trust_autosaves is None else trust_autosaves,
+    }
