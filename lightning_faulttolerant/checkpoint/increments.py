@@ -10,6 +10,7 @@ disk costs one autosave.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -37,6 +38,7 @@ MIN_BYTES = 1024
 _NOT_IN_FIRST_BASE = ("optimizer_states",)
 # It may hold bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
 _NEVER_IN_BASE = (KEY,)
+_WITHIN_OBJECTS = ""
 _TEXT = "Tensors that the autosaves next to this file refer to. They can't be loaded without it."
 
 
@@ -99,6 +101,23 @@ class Increment:
         writer.end()
 
 
+def _paths(checkpoint: dict[str, Any], storages: Mapping[str, torch.UntypedStorage]) -> dict[str, Path]:
+    """Return the place of each storage that may be in a base, by its key.
+
+    Those within objects, such as a library's own tensors, have no place: they are numbered. If the numbers change, they
+    differ from what the base holds under them, and are written.
+    """
+    places = paths_of({name: value for name, value in checkpoint.items() if name not in _NEVER_IN_BASE})
+    excluded = paths_of({name: checkpoint[name] for name in _NEVER_IN_BASE if name in checkpoint})
+    paths: dict[str, Path] = {}
+    numbers = itertools.count()
+    for key, storage in storages.items():
+        if storage.nbytes() < MIN_BYTES or (storage._cdata in excluded and storage._cdata not in places):
+            continue
+        paths[key] = places.get(storage._cdata) or (_WITHIN_OBJECTS, next(numbers))
+    return paths
+
+
 @final
 class Increments:
     """Knows what is in the bases of a series, and decides when to write another one.
@@ -144,12 +163,7 @@ class Increments:
             RunInUseError: If another process has taken over the directory.
         """
         data, storages = pickled(checkpoint)
-        places = paths_of({key: value for key, value in checkpoint.items() if key not in _NEVER_IN_BASE})
-        paths = {
-            key: places[storage._cdata]
-            for key, storage in storages.items()
-            if storage._cdata in places and storage.nbytes() >= MIN_BYTES
-        }
+        paths = _paths(checkpoint, storages)
         known = {path: storages[key] for key, path in paths.items()}
         self._forget_changed(known)
         self._choose(known)

@@ -25,7 +25,7 @@ from lightning_faulttolerant.checkpoint.joined_file import (
     find_whole_damage,
     opened_whole,
 )
-from lightning_faulttolerant.checkpoint.storages import pickled
+from lightning_faulttolerant.checkpoint.storages import bytes_of, pickled
 from lightning_faulttolerant.checkpoint.zip_records import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss
@@ -72,6 +72,11 @@ def base_of(path: Path) -> Path:
     return path.with_name(base_name(match["base"]))
 
 
+def content_of(tensor: Tensor) -> bytes:
+    """Return the bytes of the memory that a tensor is in."""
+    return b"".join(bytes_of(tensor.untyped_storage()))
+
+
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare tensors, bit for bit, and which of them share memory."""
     assert found.keys() == expected.keys()
@@ -83,7 +88,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             tensor.stride(),
             type(tensor),
         )
-        assert bytes(own.untyped_storage()) == bytes(tensor.untyped_storage())
+        assert content_of(own) == content_of(tensor)
     places = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items() if tensor.numel()}
     assert places["whole"] == places["again"] == places["view"]
     assert len(set(places.values())) == len(places) - 2
@@ -158,7 +163,7 @@ def test_a_change_that_torch_does_not_count_is_saved(series: AutosaveSeries, cha
     if change is not _through_dlpack:
         assert quiet._version == version
     loaded = load_file(save(series, checkpoint(1, quiet=quiet)))["state_dict"]["quiet"]
-    assert bytes(loaded.untyped_storage()) == bytes(quiet.untyped_storage())
+    assert content_of(loaded) == content_of(quiet)
 
 
 @pytest.mark.parametrize("num_values", [NUM_VALUES - 1, NUM_VALUES + 1, 300, 0])
@@ -207,6 +212,30 @@ def test_our_part_is_never_in_a_base(series: AutosaveSeries) -> None:
     for step in range(9):
         path = save(series, {**checkpoint(step, **frozen()), "lightning_faulttolerant": part})
         assert os.path.getsize(path) > part["pickled"].nbytes
+
+
+class Quantized(Tensor):
+    """A tensor of a library's own class, which pickles in its own way."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _quantized, (self.as_subclass(Tensor),)
+
+
+def _quantized(values: Tensor) -> Tensor:
+    return values.as_subclass(Quantized)
+
+
+def test_tensors_of_a_librarys_own_class(series: AutosaveSeries) -> None:
+    """They are in the base, too, and are saved if they change."""
+    own = torch.ones(50 * NUM_VALUES).as_subclass(Quantized)
+    for step in range(4):
+        if step == 3:
+            own.as_subclass(Tensor).data[5] = 2
+        path = save(series, {**checkpoint(step, **frozen()), "own": [own]})
+        assert (os.path.getsize(path) > own.nbytes) == (step == 3)
+        loaded = load_file(path, weights_only=False)["own"][0]
+        assert type(loaded) is Quantized
+        assert torch.equal(loaded.as_subclass(Tensor), own.as_subclass(Tensor))
 
 
 def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:

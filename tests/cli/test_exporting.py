@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_it_loads_no_torch(tmp_path: Path) -> None:
     )
     for words in (["export", path, tmp_path / "plain.ckpt"], ["verify", path], ["prune", tmp_path, "--keep-last", "1"]):
         assert subprocess.run([sys.executable, "-c", code, *map(str, words)], check=False).returncode == 0
+
+
+def test_inspect_names_the_base(tmp_path: Path, capsys: Capture) -> None:
+    """With what it holds for this autosave; a plain one has none."""
+    [path] = incremental(tmp_path / "fit-1", 1)
+    [base] = bases_in(os.listdir(tmp_path / "fit-1"))
+    found = call(capsys, "inspect", path)
+    assert (found.status, f"base             {base}, with 1 of its tensors, 24 kB" in found.out) == (0, True)
+    shown = json.loads(call(capsys, "inspect", path, "--json").out)
+    assert shown["base"] == {"name": base, "num_tensors": 1, "num_bytes": 24000}
+    assert json.loads(call(capsys, "inspect", save(tmp_path / "a.ckpt"), "--json").out)["base"] is None
 
 
 def test_pruning_deletes_a_base_with_its_last_autosave(tmp_path: Path, capsys: Capture) -> None:

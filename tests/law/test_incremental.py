@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint import increments, load_file
@@ -19,6 +19,7 @@ from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.cli.checkpoints import call
+from tests.modules import FrozenNet
 from tests.processes import Ended, run
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import fit_net
@@ -26,45 +27,6 @@ from tests.scripts import autosaves, protected, tell, told, weights
 from tests.sharded import ShardedNet, fsdp2
 
 INCREMENTAL = {"every_n_train_steps": 1, "incremental": True}
-
-
-class FrozenNet(LightningModule):
-    """A frozen backbone and a trained head, with tensors that share memory, and some that change unnoticed."""
-
-    def __init__(self, *, changes: bool = True) -> None:
-        super().__init__()
-        self.changes = changes
-        self.backbone = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 8))
-        self.tied = nn.Linear(256, 8)
-        self.tied.weight = self.backbone[2].weight
-        for module in (self.backbone, self.tied):
-            module.requires_grad_(False)
-        self.head = nn.Linear(8, 1)
-        self.through_data = nn.Parameter(torch.ones(600), requires_grad=False)
-        self.through_numpy = nn.Parameter(torch.ones(600), requires_grad=False)
-        whole = torch.ones(20, 40)
-        self.register_buffer("whole", whole)
-        self.register_buffer("transposed", whole.t()[3:])
-        self.register_buffer("narrow", torch.ones(1000, dtype=torch.bfloat16))
-        self.register_buffer("nothing", torch.zeros(0))
-        self.dropout = nn.Dropout(0.3)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.changes and batch_idx == 2:
-            self.through_data.data[3] *= 1.5
-            self.through_numpy.detach().numpy()[-1] += 0.25
-        scale = (
-            self.through_data.mean() + self.through_numpy.mean() + self.transposed.sum() + self.narrow.float().mean()
-        )
-        loss = (self.head(self.dropout(self.backbone(batch))) * scale).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.head(self.backbone(batch)).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.head.parameters(), lr=0.01)
 
 
 class Wide(FrozenNet):
