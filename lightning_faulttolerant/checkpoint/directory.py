@@ -152,7 +152,6 @@ class AtomicDirectory:
         _check_arguments(output_directory, name=name, keep_last=keep_last, strategy=strategy, timeout=timeout)
         self._ranks, number = find_ranks(strategy, group, timeout)
         self.name = f"{name}_rank_{number}" if strategy == "async" else name
-        self.symlink_name = f"{self.name}.latest_checkpoint"
         self.output_directory = os.path.abspath(os.path.expanduser(local_path(output_directory)))
         self.keep_last = keep_last
         self.strategy = strategy
@@ -164,6 +163,11 @@ class AtomicDirectory:
         self._master = self._agree_on_master(is_master)
         self.is_master = self._ranks.rank == self._master
         self.latest()
+
+    @property
+    def symlink_name(self) -> str:
+        """The name of the link to the latest checkpoint."""
+        return f"{self.name}.latest_checkpoint"
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
         """Create the directory for the next checkpoint; called by all ranks.
@@ -189,7 +193,7 @@ class AtomicDirectory:
         return str(path)
 
     def symlink_latest(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
     ) -> None:
         """Turn a prepared directory into the latest checkpoint; called by all ranks when their files are closed.
 
@@ -217,7 +221,7 @@ class AtomicDirectory:
         self._prepared = None
 
     def atomic_symlink(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
     ) -> None:
         """Call ``symlink_latest``; this is its original name.
 
@@ -327,7 +331,7 @@ class AtomicDirectory:
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _end(self, path: Path, *, metadata: dict[str, Any], completes: bool) -> None:
+    def _end(self, path: Path, *, metadata: dict[str, object], completes: bool) -> None:
         """Synchronize the ranks at the end of a checkpoint, both those that complete it and those that abort it."""
 
         def check() -> tuple[str, bool]:
@@ -359,7 +363,7 @@ class AtomicDirectory:
         state = "is already complete, or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
         raise ValueError(f"{path} {state}. Pass the path that prepare_checkpoint_directory returned, once.")
 
-    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:
+    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, object]) -> None:
         commit_files(path, files, metadata=metadata, fsync=self._fsync)
         self._series.finish(path, keep_last=self.keep_last)
 

@@ -152,7 +152,7 @@ class CheckpointPart(_Saved, total=False):
 
 
 def part_with(
-    header: PartHeader, *, world_size: int, position: SavedPosition, states: Mapping[str, Any]
+    header: PartHeader, *, world_size: int, position: SavedPosition, states: Mapping[str, object]
 ) -> CheckpointPart:
     """Return a new part with what each one has.
 
@@ -166,7 +166,7 @@ def part_with(
     return cast(CheckpointPart, own)
 
 
-def part_in(checkpoint: Mapping[str, Any] | None, path: object) -> CheckpointPart | None:
+def part_in(checkpoint: Mapping[str, object] | None, path: object) -> CheckpointPart | None:
     """Return our part of a checkpoint that was read from a file, or ``None`` if it has none.
 
     Args:

@@ -98,7 +98,9 @@ class AutosaveSeries:
             increments = Increments(self.store, self.check, num_bases=min(self.keep_last, 2))
             object.__setattr__(self, "_increments", increments)
 
-    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
+    def save(
+        self, checkpoint: dict[str, object], *, epoch: int, batch: int, global_step: int, keep: bool = False
+    ) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
         A local one is read back. A remote one is compared with the size and the checksum that its store reports.
@@ -236,7 +238,7 @@ class AutosaveSeries:
         found = self._first_sound(verify_autosave)
         return None if found is None else found[0]
 
-    def load_newest(self, load: Callable[[str], dict[str, Any]] = load_path) -> tuple[str, dict[str, Any]] | None:
+    def load_newest(self, load: Callable[[str], dict[str, object]] = load_path) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
 
         Args:

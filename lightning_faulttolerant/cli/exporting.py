@@ -11,9 +11,8 @@ from typing import IO, cast
 from lightning_faulttolerant.checkpoint.archive import CHUNK_BYTES, find_damage
 from lightning_faulttolerant.checkpoint.joined_file import find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
-from lightning_faulttolerant.cli.errors import reason_of, remote_errors
 from lightning_faulttolerant.cli.found import open_checkpoint
-from lightning_faulttolerant.cli.text import safe, size_text
+from lightning_faulttolerant.cli.text import reason_of, remote_errors, safe, size_text
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 

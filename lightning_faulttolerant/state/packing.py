@@ -348,7 +348,7 @@ def difference(state: Mapping[str, object], digests: Mapping[str, object]) -> di
     return {_KEYS: list(state), _OWN: own}
 
 
-def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, object]:
     """Return the state that `difference` reduced to `delta`, relative to `reference`.
 
     A part that `reference` had then but lacks now is left out.
@@ -364,7 +364,7 @@ def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str,
     return state
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _feed(digest: Any, value: object) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{list(value.shape)}".encode())
         digest.update(tensor_to_blob(value.detach().cpu()))

@@ -114,7 +114,7 @@ def copy(fs: Any, path: str, new_path: str) -> None:
         _wait_for_copy(fs, new_path)
 
 
-def _wait_for_copy(fs: Any, path: str) -> None:
+def _wait_for_copy(fs: AbstractFileSystem, path: str) -> None:
     """Wait until Azure has copied a file: it answers first, and the copy of a deleted file fails."""
     container, blob, _ = fs.split_path(path)
 
@@ -165,7 +165,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     return OSError(_REMOTE_ERRNO, f"{type(error).__name__}: {text}", url)
 
 
-def _protocols(fs: Any) -> set[str]:
+def _protocols(fs: AbstractFileSystem) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 

@@ -133,7 +133,7 @@ def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
     return "", None
 
 
-def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any, module: bool) -> None:
+def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: object, module: bool) -> None:
     """Call a hook of `callbacks`, and of the module if `module`, as Lightning does."""
     with only(trainer, hook, callbacks, module=module):
         call._call_callback_hooks(trainer, hook, *args)

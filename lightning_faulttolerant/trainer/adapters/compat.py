@@ -63,7 +63,7 @@ def averaged_models(trainer: Trainer) -> list[nn.Module]:
     return [c._average_model for c in averaging if c._average_model is not None]
 
 
-def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, object]:
     """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
     max_epochs = trainer.fit_loop.max_epochs
     return {
@@ -209,7 +209,7 @@ def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
     connector._current_fx = state["current_fx"]
 
 
-def copied(values: object) -> Any:
+def copied(values: object) -> object:
     """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
     if isinstance(values, Mapping):
         return {name: copied(value) for name, value in values.items()}
@@ -279,7 +279,7 @@ def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
         item._defaults[name] = default.to(value.dtype)
 
 
-def result_cache(item: _ResultMetric) -> dict[str, Any]:
+def result_cache(item: _ResultMetric) -> dict[str, object]:
     """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache
     return {

@@ -46,7 +46,7 @@ from lightning_faulttolerant.trainer.compat import callbacks
 _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
 
 
-def restore_best_models(trainer: Trainer, states: Mapping[str, Any]) -> None:
+def restore_best_models(trainer: Trainer, states: Mapping[str, Mapping[str, object]]) -> None:
     """Let each ModelCheckpoint know its best and last files again, even in another directory.
 
     The default logger takes a new version directory at each start. ModelCheckpoint drops what it knew if its
@@ -198,7 +198,7 @@ class Adapter(Protocol):
     def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
         """Return a copy of the state as plain values."""
 
-    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, object]) -> list[str] | None:
         """Restore the state, in the middle of an epoch or after the end of the fit; return parts without a target."""
 
 
@@ -294,7 +294,7 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
 ]
 
 
-def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:
     """Return a copy of what `callbacks` keep and don't save, by their names and the kinds of callback they are."""
     found = {
         name: {kind.__name__: adapter.state_dict(trainer, callback) for kind, adapter in _adapters(callback)}
@@ -327,7 +327,7 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 
 def why_ended(trainer: Trainer) -> str | None:
     """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
-    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
+    kinds: tuple[type[object], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
     for callback in compat.callbacks(trainer):
         if isinstance(callback, kinds):
             return "ended with averaged weights in place of the trained ones"
@@ -365,7 +365,7 @@ def _swapping(trainer: Trainer) -> list[tuple[type[Any], Any]]:
     return [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
 
 
-def _packed(values: list[Any]) -> Any:
+def _packed(values: list[Any]) -> object:
     # A value for each step of a long run: a tensor takes an eighth of the size, and is read and written in no time.
     is_plain = all(type(value) is float for value in values)
     return torch.tensor(values, dtype=torch.float64) if is_plain else list(values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -90,7 +89,6 @@ class Loaders:
         """Where the training loaders were when batches were fetched ahead of their use."""
         self._continued = Continued()
         self._known = KnownLoaders()
-        self._combined: weakref.WeakSet[object] = weakref.WeakSet()
         self._patches = Patches()
         self.guards_samples = False
         """Whether loaders that are processed from now on count a batch that can't be loaded."""
@@ -108,7 +106,7 @@ class Loaders:
         return self._known.fingerprints
 
     @property
-    def untracked(self) -> dict[str, Any]:
+    def untracked(self) -> dict[str, object]:
         """The loaders that run as they are, by place. The state still includes what their objects hold."""
         return self._known.untracked
 
@@ -123,7 +121,7 @@ class Loaders:
         finally:
             self.end_fetch()
             # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
-            self._combined.update(compat.combined_loaders(self._trainer))
+            self._known.combined.update(compat.combined_loaders(self._trainer))
 
     def count_failed_fetch(self) -> bool:
         """Count a training batch that its loader has moved past, but could not return.
@@ -367,7 +365,7 @@ class Loaders:
         followed = self.trackers.items()
         return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, Any]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, object]:
         """Return the position of each loader.
 
         Args:
@@ -419,7 +417,7 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, object] | None]:
         """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
 
         Args:
@@ -471,9 +469,8 @@ class Loaders:
 
     def put_back(self) -> None:
         """Replace our copies by the loaders that Lightning would have without us."""
-        for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
+        for combined in {*self._known.combined, *compat.combined_loaders(self._trainer)}:
             combined.flattened = [user_loader(loader) for loader in combined.flattened]
-        self._combined.clear()
         for tracker in self._known.whole:
             tracker.leave()
         self._patches.undo()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
-from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
-from lightning_faulttolerant.trainer.serving import served_of_any
+from lightning_faulttolerant.trainer.bases import AnyCheckpointIO, served_of_any
 
 Path = str | os.PathLike[str]
 
@@ -37,7 +35,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: object | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: Path, storage_options: object | None = None) -> None:
         """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
         A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.
@@ -67,7 +65,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         path: Path,
         map_location: object = lambda storage, location: storage,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Verify a checkpoint and load it, from one reading of the file.
 
         Args:
@@ -85,7 +83,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         if not is_url(path) and os.path.isdir(path):
             lightnings = served_of_any()
             more = lightnings.weights_only_argument(weights_only)
-            loaded: dict[str, Any] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
+            loaded: dict[str, object] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
             return loaded
         try:
             return load_file(path, map_location=map_location, weights_only=weights_only)
