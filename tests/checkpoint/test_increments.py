@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -28,7 +29,7 @@ from lightning_faulttolerant.checkpoint.joined_file import (
 from lightning_faulttolerant.checkpoint.storages import bytes_of, pickled
 from lightning_faulttolerant.checkpoint.zip_records import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
-from lightning_faulttolerant.testing import FaultyFiles, PowerLoss
+from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with
 
 NUM_VALUES = 2000
 
@@ -299,6 +300,26 @@ def test_a_bad_base_costs_one_autosave(series: AutosaveSeries) -> None:
     before.unlink()
     with pytest.raises(NoValidCheckpointError):
         AutosaveSeries(directory).newest()
+
+
+def test_a_base_that_finds_no_room_is_written_by_the_next_save(series: AutosaveSeries) -> None:
+    """The error is raised, what was saved stays, nothing is left, and what changed meanwhile is saved."""
+    state = frozen()
+    first = save(series, checkpoint(0, **state))
+    for _ in range(2):
+        with (
+            FaultyFiles(first.parent, fail_with(errno.ENOSPC), kind="write"),
+            pytest.raises(OSError, match="No space left on device"),
+        ):
+            save(series, checkpoint(1, **state))
+        assert sorted(path.name for path in first.parent.iterdir()) == sorted([first.name, *bases(first.parent)])
+        assert load_file(first)["global_step"] == 0
+        state["half"].data[9] = 7
+    for step in (2, 3):
+        loaded = load_file(save(series, checkpoint(step, **state)))["state_dict"]
+        del loaded["head"]
+        assert_equal(loaded, state)
+    assert len(bases(first.parent)) == 2
 
 
 def test_a_copy_without_its_base_is_refused_with_its_name(series: AutosaveSeries, tmp_path: Path) -> None:
