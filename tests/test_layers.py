@@ -71,7 +71,7 @@ THIRD_PARTY = {
 # The second copy of the trainer package is created with these names. Only annotations may import them.
 OF_THE_TWIN = {"lightning_fabric", "pytorch_lightning"}
 # Not declared as dependencies: imported when needed, never when a module is loaded.
-OPTIONAL = {"aiohttp", "numpy", "rich"}
+OPTIONAL = {"aiohttp", "numpy", "omegaconf", "rich"}
 
 # Class names that stand more than once in one module, and why. A name never stands in two modules.
 DEFINED_TWICE = {

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, Verification, describe_damage
@@ -124,7 +125,7 @@ def commit(
     path: str | os.PathLike[str],
     files: dict[str, FileEntry],
     *,
-    metadata: dict[str, object] | None = None,
+    metadata: dict[str, Any] | None = None,
     fsync: bool = True,
 ) -> None:
     """Turn a directory from `begin` into an autosave, once all its files are written and closed.

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from lightning_faulttolerant.checkpoint.archive import read_chunks
 from lightning_faulttolerant.checkpoint.manifest import (
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 
 def write_manifest(
-    directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None, fsync: bool = True
+    directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None, fsync: bool = True
 ) -> Manifest:
     """Commit a directory: read all its files back, and write their sizes and checksums into it, last.
 
@@ -140,7 +140,7 @@ def commit_files(
     directory: str | os.PathLike[str],
     files: dict[str, FileEntry],
     *,
-    metadata: dict[str, object] | None = None,
+    metadata: dict[str, Any] | None = None,
     fsync: bool = True,
 ) -> Manifest:
     """Write the manifest of files whose checksums are known.

@@ -193,7 +193,7 @@ class AtomicDirectory:
         return str(path)
 
     def symlink_latest(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
         """Turn a prepared directory into the latest checkpoint; called by all ranks when their files are closed.
 
@@ -221,7 +221,7 @@ class AtomicDirectory:
         self._prepared = None
 
     def atomic_symlink(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, object] | None = None
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
     ) -> None:
         """Call ``symlink_latest``; this is its original name.
 
@@ -331,7 +331,7 @@ class AtomicDirectory:
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
 
-    def _end(self, path: Path, *, metadata: dict[str, object], completes: bool) -> None:
+    def _end(self, path: Path, *, metadata: dict[str, Any], completes: bool) -> None:
         """Synchronize the ranks at the end of a checkpoint, both those that complete it and those that abort it."""
 
         def check() -> tuple[str, bool]:
@@ -363,7 +363,7 @@ class AtomicDirectory:
         state = "is already complete, or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
         raise ValueError(f"{path} {state}. Pass the path that prepare_checkpoint_directory returned, once.")
 
-    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, object]) -> None:
+    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:
         commit_files(path, files, metadata=metadata, fsync=self._fsync)
         self._series.finish(path, keep_last=self.keep_last)
 

@@ -1,6 +1,6 @@
-"""Autosaves that hold only the tensors that changed, and refer to a base for the others.
+"""Autosaves that contain only the tensors that changed, and refer to a base for the others.
 
-Whether a tensor has changed is decided by its bytes: each is compared with a copy in memory of what the base holds.
+Whether a tensor has changed is decided by its bytes: each is compared with a copy in memory of what the base contains.
 Version counters don't see writes through ``.data``, a NumPy view, or DLPack, and no hash is as fast as the comparison.
 
 The first saves of a process write the bases, later ones only when it pays. Each autosave refers to one base, and no
@@ -36,7 +36,7 @@ MIN_BYTES = 1024
 
 # Most optimizers change their states at each step. What does not change comes into a later base.
 _NOT_IN_FIRST_BASE = ("optimizer_states",)
-# It may hold bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
+# It may contain bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
 _NEVER_IN_BASE = (KEY,)
 _WITHIN_OBJECTS = ""
 _TEXT = "Tensors that the autosaves next to this file refer to. They can't be loaded without it."
@@ -68,7 +68,7 @@ class Increment:
 
     pickle: bytes
     storages: Mapping[str, torch.UntypedStorage]
-    """The storages that the file itself holds, by their keys."""
+    """The storages that the file itself contains, by their keys."""
     paths: Mapping[str, Path]
     """The places of those of them that could be in a base."""
     references: References | None
@@ -105,7 +105,7 @@ def _paths(checkpoint: dict[str, Any], storages: Mapping[str, torch.UntypedStora
     """Return the place of each storage that may be in a base, by its key.
 
     Those within objects, such as a library's own tensors, have no place: they are numbered. If the numbers change, they
-    differ from what the base holds under them, and are written.
+    differ from what the base contains under them, and are written.
     """
     places = paths_of({name: value for name, value in checkpoint.items() if name not in _NEVER_IN_BASE})
     excluded = paths_of({name: checkpoint[name] for name in _NEVER_IN_BASE if name in checkpoint})
@@ -216,7 +216,7 @@ class Increments:
     def _add_base(self) -> int:
         """Write a base from the copies, and return its size.
 
-        It then holds what the copies hold, even if somebody changes the tensors meanwhile.
+        It then contains what the copies contain, even if somebody changes the tensors meanwhile.
         """
         key, places = new_key(), {}
         name = base_name(key)

@@ -114,7 +114,7 @@ class Manifest:
         return self.owner is None
 
 
-def check_metadata(metadata: dict[str, object]) -> None:
+def check_metadata(metadata: dict[str, Any]) -> None:
     """Raise unless metadata reads back from a manifest exactly as it was given.
 
     Args:

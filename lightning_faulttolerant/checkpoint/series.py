@@ -65,7 +65,7 @@ class AutosaveSeries:
         directory: A path or a URL; created at the first save.
         keep_last: How many to keep, at least 1. With 2, a file that goes bad on the disk costs one interval.
         check: Called before anything is published or deleted; raises if the directory is no longer ours.
-        incremental: Whether files hold only the tensors that changed, and refer to a base for the others.
+        incremental: Whether files contain only the tensors that changed, and refer to a base for the others.
 
     Example:
         >>> import tempfile
@@ -98,9 +98,7 @@ class AutosaveSeries:
             increments = Increments(self.store, self.check, num_bases=min(self.keep_last, 2))
             object.__setattr__(self, "_increments", increments)
 
-    def save(
-        self, checkpoint: dict[str, object], *, epoch: int, batch: int, global_step: int, keep: bool = False
-    ) -> str:
+    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
 
         A local one is read back. A remote one is compared with the size and the checksum that its store reports.
@@ -238,7 +236,7 @@ class AutosaveSeries:
         found = self._first_sound(verify_autosave)
         return None if found is None else found[0]
 
-    def load_newest(self, load: Callable[[str], dict[str, object]] = load_path) -> tuple[str, dict[str, Any]] | None:
+    def load_newest(self, load: Callable[[str], dict[str, Any]] = load_path) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
 
         Args:

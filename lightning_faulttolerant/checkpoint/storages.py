@@ -1,4 +1,4 @@
-"""The parts of a ``torch.save`` file: the pickle, and the storages that hold the values of its tensors."""
+"""The parts of a ``torch.save`` file: the pickle, and the storages with the values of its tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from lightning_faulttolerant.storage.store import is_url, local_path, open_file,
 DESCRIPTION = """\
 Write an autosave to OUTPUT as one plain file, which torch.load reads without this package. An autosave of
 FaultTolerance(incremental=True) refers to tensors in another file, its base, and can't be copied or loaded alone; the
-plain file holds them. Any other autosave is copied.
+plain file contains them. Any other autosave is copied.
 
 All bytes are verified before OUTPUT appears. A Trainer continues from it with ckpt_path=OUTPUT.
 """

@@ -77,9 +77,10 @@ class HeldGenerators:
         """
         watched = self._watched
         num_near = _MAX_NEAR if len(watched) > _MAX_NEAR else len(watched)
-        for entry in watched[:num_near]:
-            if entry.has_changed():
-                self._look_at(entry)
+        # A call for each entry would cost more than the rest.
+        changed = [e for e in watched[:num_near] if len(e.container) != e.size or (e.empty and e.has_filled())]
+        for entry in changed:
+            self._look_at(entry)
         if num_near < len(watched):
             began = perf_counter()
             if whole or (began - self._far_at) * _FAR_SHARE >= self._far_seconds:
@@ -143,6 +144,8 @@ class HeldGenerators:
 
     def generators(self) -> dict[str, object]:
         """Return each generator by its path."""
+        if not self._paths:
+            return {}
         found = ((name, self._resolve(path)) for name, path in self._paths.items())
         return {name: generator for name, generator in found if is_generator(generator)}
 
@@ -207,7 +210,11 @@ class _Watched:
 
     def has_changed(self) -> bool:
         """Return whether there are more or fewer items, or a value has replaced a ``None``."""
-        return len(self.container) != self.size or any(_holds(self.container, key) for key in self.empty)
+        return len(self.container) != self.size or self.has_filled()
+
+    def has_filled(self) -> bool:
+        """Return whether a value has replaced a ``None``."""
+        return any(_holds(self.container, key) for key in self.empty)
 
     def update(self) -> list[tuple[tuple[str, object], object]]:
         """Record the current content, and return the new items with their places."""

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, cast, final
+from typing import IO, cast, final
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -203,7 +203,7 @@ class RemoteStore:
             fs.pipe_file(path, content)
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[Any, str]]:
+    def _opened(self, name: str) -> Iterator[tuple[AbstractFileSystem, str]]:
         url = self.path(name) if name else self._url
         with remote_errors(url):
             yield file_system(url)

@@ -131,7 +131,7 @@ class _PartDigests:
 class _S3Upload:
     """Parts that are committed at the end; a small file is one request."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
         # The file sends a part as soon as it has this many bytes. With pieces of this size, we can hash each part.
@@ -196,7 +196,7 @@ class _S3Upload:
 class _GCSUpload:
     """A resumable upload that is finished at the end."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
         self._md5, self._num_bytes = _md5(), 0
@@ -228,7 +228,7 @@ class _GCSUpload:
 class _SizedUpload:
     """A file that is being written to a store that reports its size, but no checksum."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
         self._file = fs.open(path, "wb")
         self._num_bytes = 0
@@ -263,7 +263,7 @@ class _AzureUpload(_SizedUpload):
 class _MovedUpload(_SizedUpload):
     """A file under a temporary name that is moved at the end: as safe as the move of its file system."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         parent, _, name = path.rpartition("/")
         self._path, self._temporary = path, f"{parent}/{temporary_name(name)}"
         if parent.strip("/"):

@@ -120,7 +120,7 @@ def is_module(value: object) -> bool:
     return _package_with("LightningModule", value) is not None
 
 
-def served(trainer: object) -> Any:
+def served(trainer: object) -> ModuleType:
     """Return the module that serves a Trainer of its package.
 
     Raises:
@@ -135,12 +135,12 @@ def served(trainer: object) -> Any:
     return _served(package)
 
 
-def served_of_any() -> Any:
+def served_of_any() -> ModuleType:
     """Return the module that serves the loaded package, or ``lightning.pytorch`` if both or neither are loaded."""
     return _served(next((package for package in PACKAGES if package in sys.modules), PACKAGES[0]))
 
 
-def _served(package: str) -> object:
+def _served(package: str) -> ModuleType:
     version = getattr(sys.modules.get(package), "__version__", "")
     if version and tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST:
         raise UnsupportedTrainerError(

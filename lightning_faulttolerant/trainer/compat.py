@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
@@ -100,6 +101,12 @@ def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
 def dump_checkpoint(trainer: Trainer) -> dict[str, object]:
     """Return Lightning's checkpoint of this instant. The callback's hook includes our own part."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def import_for_dump() -> None:
+    """Import what `dump_checkpoint` imports in its first call."""
+    if _OMEGACONF_AVAILABLE:
+        import omegaconf  # noqa: F401, PLC0415, RUF100 - optional, and only wanted here
 
 
 def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, object]) -> None:

@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver
 from lightning_faulttolerant.trainer.save.contents import HookSaves
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.warm_up import warm_up
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
@@ -156,6 +157,7 @@ class Session(AnySession):
 
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
+        warm_up()
         self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
         run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options)
         if self._resume is None and self.trainer.num_sanity_val_steps:

@@ -119,7 +119,7 @@ def test_the_pickle_is_that_of_torch() -> None:
 
 
 def test_only_what_changed_is_written(series: AutosaveSeries) -> None:
-    """The first autosave and the later ones load as they were saved, and hold one tensor of seven."""
+    """The first autosave and the later ones load as they were saved, and contain one tensor of seven."""
     state = frozen()
     for step in range(4):
         path = save(series, checkpoint(step, **state))
@@ -208,7 +208,7 @@ def test_optimizer_states_are_not_in_the_first_base(series: AutosaveSeries) -> N
 
 
 def test_our_part_is_never_in_a_base(series: AutosaveSeries) -> None:
-    """It may hold bytes that a trusted resume unpickles: they must be in the file whose permissions were checked."""
+    """It may contain bytes that a trusted resume unpickles: they must be in the file whose permissions were checked."""
     part = {"pickled": torch.ones(50 * NUM_VALUES, dtype=torch.uint8)}
     for step in range(9):
         path = save(series, {**checkpoint(step, **frozen()), "lightning_faulttolerant": part})
@@ -240,7 +240,7 @@ def test_tensors_of_a_librarys_own_class(series: AutosaveSeries) -> None:
 
 
 def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:
-    """It has no copies of what the earlier one holds; the old base goes with the last autosave that refers to it."""
+    """It has no copies of what the earlier one contains; the old base goes with the last autosave that refers to it."""
     save(series, checkpoint(0, **frozen()))
     directory = Path(series.directory)
     [old] = bases(directory)
@@ -452,7 +452,7 @@ def test_a_url(tmp_path: Path) -> None:
     ],
 )
 def test_references_of_another_form_are_damage(tmp_path: Path, records: bytes) -> None:
-    """A file may hold anything: a path out of the directory, or places before the base, are refused."""
+    """A file may contain anything: a path out of the directory, or places before the base, are refused."""
     path = tmp_path / "inner" / "a.ckpt"
     path.parent.mkdir()
     for folder in (tmp_path, path.parent):

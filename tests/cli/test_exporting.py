@@ -112,7 +112,7 @@ def test_it_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_inspect_names_the_base(tmp_path: Path, capsys: Capture) -> None:
-    """With what it holds for this autosave; a plain one has none."""
+    """With what it contains for this autosave; a plain one has none."""
     [path] = incremental(tmp_path / "fit-1", 1)
     [base] = bases_in(os.listdir(tmp_path / "fit-1"))
     found = call(capsys, "inspect", path)

@@ -87,7 +87,7 @@ def bases(directory: Path) -> list[Path]:
 
 
 def test_the_files_are_small(tmp_path: Path) -> None:
-    """Two bases hold the frozen tensors, and each autosave a hundredth of them; the end leaves no file."""
+    """Two bases contain the frozen tensors, and each autosave a hundredth of them; the end leaves no file."""
     ended = _main(tmp_path, KillAt(4))
     assert ended.exit_code == -signal.SIGKILL, ended.output
     assert [path.stat().st_size > 1_200_000 for path in bases(tmp_path)] == [True, True]

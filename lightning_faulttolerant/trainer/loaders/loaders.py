@@ -30,7 +30,7 @@ from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.samplers.order import RankPlace
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import look, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.trackers import (
     Continued,
@@ -342,19 +342,14 @@ class Loaders:
 
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
-        training = self._training()
-        self.prefetches.note(
-            PrefetchState(
-                iterations={
-                    place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
-                    for place, tracker in training.items()
-                },
-                combined=compat.combined_state(self._trainer),
-                rng=rng_state(),
-                held={place: tracker.held.state_dict() for place, tracker in training.items()},
-                own=self._own_states(),
-            )
-        )
+        iterations, held = {}, {}
+        for place, tracker in self._known.trackers.items():  # this runs at each batch: `_training` would cost too much
+            if place.startswith(TRAIN) and not tracker.is_gone:
+                iteration = tracker.iteration
+                iterations[place] = (iteration, iteration.num_out if iteration else 0)
+                held[place] = tracker.held.state_dict() if len(tracker.held) else {}
+        combined = compat.combined_state(self._trainer)
+        self.prefetches.note(PrefetchState(iterations, combined, look(), held, self._own_states()))
 
     def _before_first_batch(self) -> None:
         # The very first batch is fetched while the loaders are set up, before any seam could mark it.
@@ -394,7 +389,7 @@ class Loaders:
             "left": [*lost, *(place for place in self.untracked if place.startswith(TRAIN))],
             "own": own,
             "combined": combined if in_epoch else None,
-            "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
+            "ahead": None if mark is None else {"rng": dict(mark.rng), "held": mark.held},
         }
 
     def _own_states(self) -> dict[str, object]:

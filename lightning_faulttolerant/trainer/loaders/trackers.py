@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
@@ -145,8 +145,7 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[object]:
     return states
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchState:
+class PrefetchState(NamedTuple):
     """Where the training loaders were right before a batch was fetched, with the random states of that instant.
 
     ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.

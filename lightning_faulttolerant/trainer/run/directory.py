@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -34,6 +34,20 @@ from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history
+
+
+class _FitsElsewhere(TypedDict):
+    """The fits of a run in other processes: the numbers of those that were begun, and how many have not finished."""
+
+    begun: list[int]
+    open: int
+
+
+class _NotesOfChildren(TypedDict, total=False):
+    """What the other processes have noted: fits by run, and what the fits of each callback resumed from."""
+
+    runs: dict[str, _FitsElsewhere]
+    reports: dict[str, dict[str, object] | None]
 
 
 @dataclass(slots=True)
@@ -72,8 +86,7 @@ class Script:
 
     def num_open(self, directory: str) -> int:
         """Return how many fits of a run have begun in other processes and not finished."""
-        num_open: int = self._of_run(directory)["open"]
-        return num_open
+        return self._of_run(directory)["open"]
 
     def begin_fit(self, directory: str, number: int) -> None:
         """Note, in another process, that a fit begins."""
@@ -92,10 +105,9 @@ class Script:
         content = self._read()
         self._write({**content, "reports": {**content.get("reports", {}), str(number): report}})
 
-    def report(self, number: int) -> dict[str, Any] | None:
+    def report(self, number: int) -> dict[str, object] | None:
         """Return the report that was last noted for that callback."""
-        found: dict[str, object] | None = self._read().get("reports", {}).get(str(number))
-        return found
+        return self._read().get("reports", {}).get(str(number))
 
     def forget(self) -> None:
         """Remove the file."""
@@ -106,24 +118,23 @@ class Script:
     def _path(self) -> str:
         return os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{self.token}.json")
 
-    def _of_run(self, directory: str) -> dict[str, Any]:
-        found: dict[str, object] = self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
-        return found
+    def _of_run(self, directory: str) -> _FitsElsewhere:
+        return self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
 
     def _note(self, directory: str, *, begun: list[int], more_open: int) -> None:
         content, run = self._read(), self._of_run(directory)
-        noted = {"begun": [*run["begun"], *begun], "open": run["open"] + more_open}
+        noted: _FitsElsewhere = {"begun": [*run["begun"], *begun], "open": run["open"] + more_open}
         self._write({**content, "runs": {**content.get("runs", {}), directory: noted}})
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> _NotesOfChildren:
         try:
             with open(self._path, encoding="utf-8") as file:
-                content: dict[str, object] = json.load(file)
+                content: _NotesOfChildren = json.load(file)
         except FileNotFoundError:
             return {}
         return content
 
-    def _write(self, content: dict[str, object]) -> None:
+    def _write(self, content: _NotesOfChildren) -> None:
         # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
         # waits for its children.
         temporary = f"{self._path}.{os.getpid()}"
@@ -285,7 +296,7 @@ class RunDirectory:
             keep_last: The maximum number of autosaves.
             number: The number of the fit. Default: the number of the script's next fit.
             function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
-            incremental: Whether the autosaves hold only the tensors that changed.
+            incremental: Whether the autosaves contain only the tensors that changed.
         """
         self.fit = number or 1 + max(self.begun, default=0)
         self.num_open += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_file
@@ -35,7 +36,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
 
-    def save_checkpoint(self, checkpoint: dict[str, object], path: Path, storage_options: object | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: object | None = None) -> None:
         """Write a checkpoint. A crash at any moment leaves either the old file or the new one.
 
         A crash may also leave a hidden temporary file. After an hour, the next save into the directory removes it.

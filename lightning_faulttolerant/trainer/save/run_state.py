@@ -86,7 +86,7 @@ class Capture:
     loops: Mapping[str, object]
     callbacks: Mapping[str, object]
     schedulers: list[object]
-    param_groups: list[object]
+    param_groups: list[list[Mapping[str, object]]]
     held: list[list[list[int]]]
     precision: Mapping[str, object]
     buffers: Mapping[str, Tensor]
@@ -160,7 +160,7 @@ def moving_tensors(trainer: Trainer) -> list[Tensor]:
     return tensors
 
 
-def _param_groups(optimizer: Optimizer) -> list[dict[str, object]]:
+def _param_groups(optimizer: Optimizer) -> list[Mapping[str, object]]:
     return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
