@@ -2,7 +2,8 @@
 
 Each side runs the same script, `goodput_script.py`, all at the same time. It is killed by SIGKILL at the same times, in
 seconds since the start of its run, and is started again at once. The times are drawn with an exponential distribution.
-Goodput is the time that the steps take on an idle machine without a failure, divided by the wall time.
+Goodput is the time that the steps take on an idle machine without a failure, divided by the wall time. With several
+seeds, the times of all runs of a side are added up.
 
 Run `python benchmarks/goodput.py --help` from the repository.
 """
@@ -32,6 +33,7 @@ MEANS = (15.0, 60.0, 300.0)
 """Mean seconds between two failures."""
 INTERVALS = (10, 50, 200, 1000)
 """The intervals that are tried for `ModelCheckpoint`, in steps."""
+SEEDS = (3, 4, 5)
 OURS = "ours"
 SLEEP_SECONDS = 0.03
 STEP_SECONDS = 0.032
@@ -142,45 +144,54 @@ def failures(mean: float, seed: int) -> Iterator[float]:
 def undisturbed(directory: Path, num_steps: int) -> tuple[str, float]:
     """Return the digest of the right result, and the seconds of a fit without sleep."""
     run = Run(directory, 10**9, num_steps, failures(1e9, 0), sleep_seconds=0.0, start_seconds=0.0)
-    together([run], limit_seconds=600.0)
+    together([[run]], limit_seconds=600.0)
     result, seconds = (run.directory / "result").read_text().split()
     return result, float(seconds)
 
 
-def together(runs: Sequence[Run], *, limit_seconds: float) -> None:
-    """Run all at the same time, until each has ended or takes far longer than the others."""
-    for run in runs:
+def together(groups: Sequence[Sequence[Run]], *, limit_seconds: float) -> None:
+    """Run all at the same time, until each has ended or takes far longer than the others of its group."""
+    everything = [run for runs in groups for run in runs]
+    for run in everything:
         run.start()
-    live = list(runs)
+    live = [list(runs) for runs in groups]
     try:
-        while live:
-            for run in list(live):
-                if run.look(limit_seconds):
-                    live.remove(run)
-            ended = sorted(run.seconds for run in runs if run.seconds is not None)
-            if len(ended) > 1:
-                limit_seconds = min(limit_seconds, _MUCH_LONGER * ended[1])
+        while any(live):
+            for runs, left in zip(groups, live, strict=True):
+                ended = sorted(run.seconds for run in runs if run.seconds is not None)
+                limit = min(limit_seconds, _MUCH_LONGER * ended[1]) if len(ended) > 1 else limit_seconds
+                left[:] = [run for run in left if not run.look(limit)]
             time.sleep(_LOOK_SECONDS)
     finally:
-        for run in runs:
+        for run in everything:
             run.close()
 
 
-def measure(mean: float, directory: Path, *, work: float, intervals: Sequence[int], seed: int) -> dict[str, Any]:
+def _added(runs: Sequence[Run], work: float, right: str) -> dict[str, Any]:
+    """Return the figures of one side: those of its runs, one for each seed, added up."""
+    seconds = [run.seconds for run in runs]
+    total = None if None in seconds else sum(filter(None, seconds))
+    return {
+        "seconds": total,
+        "failures": sum(run.num_failures for run in runs),
+        "goodput": None if total is None else len(runs) * work / total,
+        "runs": len(runs),
+        "right": sum(run.result == right for run in runs),
+    }
+
+
+def measure(
+    mean: float, directory: Path, *, work: float, intervals: Sequence[int], seeds: Sequence[int]
+) -> dict[str, Any]:
     """Return the figures of one mean distance of failures."""
     num_steps = round(work / STEP_SECONDS)
     right, _ = undisturbed(directory / "right", num_steps)
-    runs = [Run(directory, interval, num_steps, failures(mean, seed)) for interval in (None, *intervals)]
-    together(runs, limit_seconds=_LIMIT * work + _MORE_SECONDS)
-    found = {
-        run.name: {
-            "seconds": run.seconds,
-            "failures": run.num_failures,
-            "goodput": None if run.seconds is None else work / run.seconds,
-            "is_right": run.result == right,
-        }
-        for run in runs
-    }
+    groups = [
+        [Run(directory / str(seed), interval, num_steps, failures(mean, seed)) for interval in (None, *intervals)]
+        for seed in seeds
+    ]
+    together(groups, limit_seconds=_LIMIT * work + _MORE_SECONDS)
+    found = {runs[0].name: _added(runs, work, right) for runs in zip(*groups, strict=True)}
     ours = found.pop(OURS)
     best = max(found, key=lambda name: found[name]["goodput"] or 0.0)
     ratio = None if None in (ours["goodput"], found[best]["goodput"]) else ours["goodput"] / found[best]["goodput"]
@@ -193,27 +204,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mean", action="append", type=float, help="mean seconds between failures; several times")
     parser.add_argument("--interval", action="append", type=int, help="steps between checkpoints; several times")
     parser.add_argument("--work", type=float, help="seconds of training without a failure")
-    parser.add_argument("--seed", type=int, default=3, help="of the times of the failures")
+    parser.add_argument("--seed", action="append", type=int, help="of the times of the failures; several times")
     parser.add_argument("--keep", type=Path, help="a directory for the runs, which is kept")
     parser.add_argument("--quick", action="store_true", help="short runs, to see that it runs: figures mean nothing")
     parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
     options = parser.parse_args(arguments)
-    intervals = options.interval or INTERVALS
+    intervals, seeds = options.interval or INTERVALS, options.seed or SEEDS
     cases = {}
     for mean in options.mean or MEANS:
         work = options.work or _WORK.get(mean, 5 * mean)
         if options.quick:
-            mean, work, intervals = 30.0, 3.0, (10,)
+            mean, work, intervals, seeds = 30.0, 3.0, (10,), SEEDS[:1]
         print(f"mean distance {mean:g} s, {work:g} s of training:", flush=True)
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary) if options.keep is None else options.keep / f"{mean:g}"
-            found = measure(mean, directory, work=work, intervals=intervals, seed=options.seed)
+            found = measure(mean, directory, work=work, intervals=intervals, seeds=seeds)
         cases[f"{mean:g}"] = found
         if options.output:
-            figures = {"machine": machine(), "seed": options.seed, "step_s": STEP_SECONDS, "start_s": START_SECONDS}
+            figures = {"machine": machine(), "seeds": list(seeds), "step_s": STEP_SECONDS, "start_s": START_SECONDS}
             options.output.write_text(json.dumps({**figures, "cases": cases}, indent=1) + "\n")
         for name, each in ((OURS, found["ours"]), *found["others"].items()):
-            print(f"  {name:>6}: goodput {each['goodput']}, right: {each['is_right']}, {each['failures']} failures")
+            right = f"right: {each['right']} of {each['runs']}"
+            print(f"  {name:>6}: goodput {each['goodput']}, {right}, {each['failures']} failures")
         print(f"  ours to the best: {found['ratio']}", flush=True)
         if options.quick:
             break

@@ -104,14 +104,14 @@ CASES = {
         batch_size=64,
         steps_share=0.25,
     ),
-    "per sample": Case(model=TimedModel, num_workers=0, target=None, options={"worker_rng": "per_sample"}),
-    "per sample, 2 workers": Case(model=TimedModel, num_workers=2, target=None, options={"worker_rng": "per_sample"}),
-    "own sampler": Case(model=TimedModel, num_workers=0, target=None, sampler=OwnSampler),
-    "iterable": Case(model=TimedModel, num_workers=0, target=None, dataset=partial(Stream, 32)),
-    "iterable, 2 workers": Case(model=TimedModel, num_workers=2, target=None, dataset=partial(Stream, 32)),
-    "iterable with a state": Case(model=TimedModel, num_workers=0, target=None, dataset=partial(StatefulStream, 32)),
+    "per sample": Case(model=TimedModel, num_workers=0, target=1.05, options={"worker_rng": "per_sample"}),
+    "per sample, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, options={"worker_rng": "per_sample"}),
+    "own sampler": Case(model=TimedModel, num_workers=0, target=1.05, sampler=OwnSampler),
+    "iterable": Case(model=TimedModel, num_workers=0, target=1.05, dataset=partial(Stream, 32)),
+    "iterable, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, dataset=partial(Stream, 32)),
+    "iterable with a state": Case(model=TimedModel, num_workers=0, target=1.05, dataset=partial(StatefulStream, 32)),
     "iterable with a state, 2 workers": Case(
-        model=TimedModel, num_workers=2, target=None, dataset=partial(StatefulStream, 32)
+        model=TimedModel, num_workers=2, target=1.05, dataset=partial(StatefulStream, 32)
     ),
 }
 EVALUATIONS = {

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.ranks import in_ranks
 from benchmarks.runs import BareRandomDataset, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.loader import worker_side
@@ -113,7 +114,7 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
         workers = f", {num_workers} workers" if num_workers else ""
         found[f"boundary at which nothing is due{workers}"] = lower_median(boundary.seconds[_WARM_UP:])
         found[f"capture{workers}"] = lower_median(capture.seconds)
-    with Clocked(worker_side, "_pack") as worker:
+    with Clocked(worker_side._WorkerStates, "_leave") as worker:
         loader = DataLoader(BareRandomDataset(32, steps), num_workers=1)
         fit(TimedModel(), loader, [FaultTolerance(directory / "worker")], directory)
     found["recording the state of a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])
@@ -148,18 +149,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     be_quiet()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        parts = calls(60 if options.quick else 3000, Path(directory))
-    for name, microseconds in parts.items():
-        print(f"{name:45} {microseconds:8.1f} us")
     saves = {}
-    for name, width in _WIDTHS.items():
+    for name, width in _WIDTHS.items():  # in processes that have saved nothing yet, as this one
+        arguments = min(width, 32) if options.quick else width, 12
         with tempfile.TemporaryDirectory() as directory:
-            saves[name] = found = save(min(width, 32) if options.quick else width, 12, Path(directory))
+            saves[name] = found = in_ranks(save, 1, *arguments, Path(directory))
         print(
             f"{name:25} {found['bytes'] / 1e6:7.1f} MB: autosave {found['autosave_s'] * 1e3:7.1f} ms, the first"
             f" {found['first_s'] * 1e3:7.1f} ms, Lightning's {found['lightning_s'] * 1e3:7.1f} ms"
         )
+    with tempfile.TemporaryDirectory() as directory:
+        parts = calls(60 if options.quick else 3000, Path(directory))
+    for name, microseconds in parts.items():
+        print(f"{name:45} {microseconds:8.1f} us")
     if options.output is not None:
         figures = {"machine": machine(), "calls_us": parts, "saves": saves}
         options.output.write_text(json.dumps(figures, indent=1) + "\n")

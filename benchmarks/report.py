@@ -137,7 +137,7 @@ def _goodput(figures: Figures) -> str:
     rows = [
         [
             f"{mean} s",
-            f"{found['steps'] * figures['goodput']['step_s']:.0f} s",
+            f"{found['ours']['runs']} x {found['steps'] * figures['goodput']['step_s']:.0f} s",
             str(found["ours"]["failures"]),
             f"**{cell(found['ours'])}**",
             *(cell(found["others"][interval]) for interval in intervals),
@@ -148,7 +148,9 @@ def _goodput(figures: Figures) -> str:
     head = ["mean distance", "work", "failures", "`FaultTolerance()`", *(f"every {each} steps" for each in intervals)]
     ours = [found["ours"] for found in measured.values()]
     others = [each for found in measured.values() for each in found["others"].values() if each["goodput"] is not None]
-    right = [f"{sum(each['is_right'] for each in runs)} of {len(runs)}" for runs in (ours, others)]
+    right = [
+        f"{sum(each['right'] for each in runs)} of {sum(each['runs'] for each in runs)}" for runs in (ours, others)
+    ]
     text = f"Runs with the right result: {right[0]} with `FaultTolerance()`, {right[1]} with `ModelCheckpoint`."
     load = figures["goodput"]["machine"]["load"]
     return f"{table([*head, 'to the best'], rows)}\n\n{text} Load of the machine meanwhile: {load}."

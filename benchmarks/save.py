@@ -29,9 +29,8 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, be_quiet, fit, machine
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter, Staging
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
@@ -107,11 +106,11 @@ class Rounds(Callback):
 
 def _lightnings(autosaver: Autosaver, trainer: Trainer) -> dict[str, Any]:
     """Return what Lightning saves without our callback."""
-    autosaver.is_dumping = True
+    autosaver.contents.is_dumping = True
     try:
         return compat.dump_checkpoint(trainer)
     finally:
-        autosaver.is_dumping = False
+        autosaver.contents.is_dumping = False
 
 
 def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Save]:

@@ -1,6 +1,6 @@
 """Create the pictures of the documentation again, from a real drill and real runs with faults: fifteen minutes.
 
-.venv/bin/python -m docs.images.make [drill] [run] [goodput]      (from the root of the repository)
+.venv/bin/python -m docs.images.make [drill] [run] [goodput] [replay]      (from the root of the repository)
 
 Those of pages need Chromium (`make browser`).
 """
@@ -8,6 +8,7 @@ Those of pages need Chromium (`make browser`).
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,42 @@ def goodput(directory: Path) -> None:
     terminal([command, *printed.getvalue().splitlines()], HERE / "goodput.png")
 
 
+GUIDE = HERE.parent / "guides" / "replay.md"
+TYPED = ("n", "images[22].isnan().nonzero()")
+"""What the user types in the debugger."""
+
+
+def replay(directory: Path) -> None:
+    """Run the script and the three commands of the guide to replays, and write a picture of what they print."""
+    guide = GUIDE.read_text()
+    script, *_ = re.findall(r"```python[^\n]*\n(.*?)```", guide, re.DOTALL)
+    (directory / "train.py").write_text(script)
+    environment = os.environ | {"HOME": str(directory)}
+    subprocess.run([sys.executable, "train.py"], cwd=directory, env=environment, check=True)
+    lines: list[str] = []
+    for command in re.findall(r"^\$ lightning-faulttolerant (replay .*)$", guide, re.MULTILINE)[:3]:
+        words = [sys.executable, "-m", "lightning_faulttolerant", *command.split()]
+        words[words.index("python")] = sys.executable
+        given = "".join(f"{line}\n" for line in (*TYPED, "q"))
+        ended = subprocess.run(words, cwd=directory, env=environment, input=given, capture_output=True, text=True)
+        printed = ended.stdout.replace(str(directory), "/home/me")
+        lines += [f"$ lightning-faulttolerant {command}", "...", *_shown(printed, is_debugged="--pdb" in command), ""]
+    terminal(lines[:-1], HERE / "replay.png")
+
+
+def _shown(printed: str, *, is_debugged: bool) -> list[str]:
+    """Return the lines of a replay itself, shortened; of the debugger, what it prints, and what is typed."""
+    if is_debugged:
+        first, *answers = printed[printed.index("> /home/me") :].split("(Pdb) ")
+        typed = zip(TYPED, answers, strict=False)
+        printed = first + "".join(f"(Pdb) {line}\n{answer}" for line, answer in typed)
+    else:
+        printed = printed[printed.index("Replay of fit") :]
+        printed = re.sub(r"\(/.*(/kept/)", r"(...\1", printed)
+        printed = re.sub(r"(samples \[(?:\d+, ){5}).*\]", r"\1...]", printed)
+    return printed.splitlines()
+
+
 def strike(directory: Path, seconds: float, signum: int) -> None:
     """Send a signal to the training process, some time after it has begun its batches."""
     trained, last = 0.0, -1
@@ -122,13 +159,13 @@ def picture(page: Path, name: str) -> None:
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    for name in sys.argv[1:] or ["drill", "run", "goodput"]:
+    for name in sys.argv[1:] or ["drill", "run", "goodput", "replay"]:
         with tempfile.TemporaryDirectory() as directory:
             before = os.getcwd()
             os.chdir(directory)
             try:
-                if name == "goodput":
-                    goodput(Path(directory))
+                if name in ("goodput", "replay"):
+                    {"goodput": goodput, "replay": replay}[name](Path(directory))
                 else:
                     picture({"drill": drill, "run": run}[name](Path(directory)), name)
             finally:

@@ -19,7 +19,7 @@ from lightning_faulttolerant.storage.store import open_writer
 
 
 def atomic_torch_save(
-    obj: object, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: Any
+    obj: object, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: object
 ) -> None:
     """Save an object like ``torch.save``; a crash at any moment leaves the old file or the new one.
 

@@ -22,8 +22,8 @@ class Made:
     """An object that loading would construct; not constructed."""
 
     name: str
-    arguments: Any
-    state: Any = None
+    arguments: object
+    state: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ def _is_plain_key(value: object) -> bool:
     return value is None or type(value) in (str, bytes, float, bool, Named, Made, LongData, Storage, TensorInfo)
 
 
-def stored(identity: object) -> Any:
+def stored(identity: object) -> object:
     """Return a stand-in for an object that the pickle keeps outside of itself."""
     match identity:
         case ("storage", Named(name), str(key), _, int(num_values)) if 0 <= num_values < _64_BIT:
@@ -92,7 +92,7 @@ def name_of(function: object) -> str:
     return function.name if isinstance(function, (Named, Made)) else f"a {type(function).__name__}"
 
 
-def _tensor(storage: Any, offset: object, shape: Any, *rest: Any) -> TensorInfo:
+def _tensor(storage: object, offset: object, shape: Any, *rest: object) -> TensorInfo:
     is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
     if not isinstance(storage, Storage) or not is_shape:
         raise TypeError
@@ -111,7 +111,7 @@ def _tensor_of_dtype(
     return TensorInfo(name_of(dtype).removeprefix("torch."), info.shape, info.num_values, info.storage)
 
 
-def _first(value: object, *rest: Any) -> object:
+def _first(value: object, *rest: object) -> object:
     return value
 
 
@@ -121,13 +121,13 @@ def _ordered_dict(pairs: object = ()) -> dict[object, object]:
     return {key_of(key): value for key, value in pairs}
 
 
-def _items(items: object = ()) -> list[Any]:
+def _items(items: object = ()) -> list[object]:
     if not isinstance(items, (list, tuple)):
         raise TypeError
     return list(items)
 
 
-def _encoded(text: object, encoding: object) -> Any:
+def _encoded(text: object, encoding: object) -> object:
     if isinstance(text, LongData):
         return LongData("bytes", text.num_bytes)
     if not isinstance(text, str) or encoding != "latin1":

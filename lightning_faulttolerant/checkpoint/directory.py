@@ -152,7 +152,6 @@ class AtomicDirectory:
         _check_arguments(output_directory, name=name, keep_last=keep_last, strategy=strategy, timeout=timeout)
         self._ranks, number = find_ranks(strategy, group, timeout)
         self.name = f"{name}_rank_{number}" if strategy == "async" else name
-        self.symlink_name = f"{self.name}.latest_checkpoint"
         self.output_directory = os.path.abspath(os.path.expanduser(local_path(output_directory)))
         self.keep_last = keep_last
         self.strategy = strategy
@@ -164,6 +163,11 @@ class AtomicDirectory:
         self._master = self._agree_on_master(is_master)
         self.is_master = self._ranks.rank == self._master
         self.latest()
+
+    @property
+    def symlink_name(self) -> str:
+        """The name of the link to the latest checkpoint."""
+        return f"{self.name}.latest_checkpoint"
 
     def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
         """Create the directory for the next checkpoint; called by all ranks.

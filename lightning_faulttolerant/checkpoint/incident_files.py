@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries, read_back
@@ -13,7 +12,7 @@ from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import Store, is_url, local_path
 
 
-def save_incident(series: AutosaveSeries, checkpoint: dict[str, Any], name: str) -> str:
+def save_incident(series: AutosaveSeries, checkpoint: dict[str, object], name: str) -> str:
     """Write the checkpoint of an incident, and verify it.
 
     Args:

@@ -39,10 +39,10 @@ _refused: set[type] = set()
 class Packed(NamedTuple):
     """A checkpoint with texts in the place of objects that would not load, and these objects."""
 
-    checkpoint: dict[str, Any]
+    checkpoint: dict[str, object]
     pool: Pool
     """For each object, by its place: its class, its bytes, and its tensors. Only texts, tensors, and lists."""
-    values: list[Any]
+    values: list[object]
     """The objects, in the order of the pool."""
     failures: dict[str, str]
     """The reason why an object can't be kept as bytes, by its place."""
@@ -69,13 +69,13 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
         pool = _pickled(found, search.places, failures)
     if not pool:
         return Packed(dict(checkpoint), {}, [], failures)
-    copied: dict[str, Any] = _copied(dict(checkpoint), {}, leave)
+    copied: dict[str, object] = _copied(dict(checkpoint), {}, leave)
     for path, entry in zip(found, pool.values(), strict=True):
         _at(copied, path[:-1])[path[-1]] = f"{entry['class']}, kept as bytes by lightning_faulttolerant"
     return Packed(copied, pool, list(found.values()), failures)
 
 
-def unpack(checkpoint: dict[str, Any], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
+def unpack(checkpoint: dict[str, object], pool: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
     """Put the objects back in their places. This unpickles, which may run any code: pass only trusted content.
 
     Args:
@@ -113,8 +113,8 @@ class _Search:
         leave: Keys that are not searched.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], leave: Collection[str]) -> None:
-        self.found: list[tuple[Path, Any]] = []
+    def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
+        self.found: list[tuple[Path, object]] = []
         self.places: dict[int, Path] = {}
         """The place of each plain container, by its identity."""
         for key, value in checkpoint.items():
@@ -151,11 +151,11 @@ def _is_for_bytes(value: Any) -> bool:
     return True
 
 
-def _allowed() -> Collection[Any]:
+def _allowed() -> Collection[object]:
     return torch.serialization.get_safe_globals()
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
+def _items(container: Any) -> Iterator[tuple[object, object]]:
     yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
@@ -165,7 +165,7 @@ def _at(checkpoint: Any, path: Collection[object]) -> Any:
     return checkpoint
 
 
-def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> Any:
+def _copied(value: Any, memo: dict[int, object], leave: Collection[str] = ()) -> Any:
     """Return a copy of plain containers that share each other like the originals; nothing else is copied."""
     kind = type(value)
     if kind not in CONTAINERS:
@@ -185,7 +185,7 @@ def _copied(value: Any, memo: dict[int, Any], leave: Collection[str] = ()) -> An
     return copied
 
 
-def _pickled(found: dict[Path, Any], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
+def _pickled(found: dict[Path, object], places: Mapping[int, Path], failures: dict[str, str]) -> Pool | None:
     """Return the bytes of objects. If one has none, move it to `failures` and return ``None``."""
     pickler = _ReferencePickler(places)
     pool: Pool = {}
@@ -224,7 +224,7 @@ class _ReferencePickler(pickle.Pickler):
         self.dump(value)
         return bytes(self._buffer.getbuffer()[begin:]), self._tensors[num_tensors:]
 
-    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
+    def persistent_id(self, value: Any) -> tuple[str, object] | None:
         kind = type(value)
         if kind in PLAIN_TENSORS and is_surely_safe(value):
             number = self._numbers.setdefault(id(value), len(self._tensors))
@@ -238,16 +238,16 @@ class _ReferencePickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Loads the bytes that `_ReferencePickler` has written."""
 
-    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    def __init__(self, pool: Mapping[str, Any], checkpoint: Mapping[str, object]) -> None:
         super().__init__(io.BytesIO(b"".join(tensor_to_blob(entry["pickle"]) for entry in pool.values())))
         self._tensors = [tensor for entry in pool.values() for tensor in entry["tensors"]]
         self._checkpoint = checkpoint
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, reference: Any) -> object:
         kind, which = reference
         return self._tensors[which] if kind == _TENSOR else _at(self._checkpoint, which)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         # In a process that multiprocessing has spawned, the script has another name.
         if module == "__mp_main__" and module not in sys.modules:
             module = "__main__"

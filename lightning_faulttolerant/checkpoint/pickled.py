@@ -27,7 +27,7 @@ class TooLargePickleError(Exception):
     """The bytes may be a pickle, but describing it takes too long."""
 
 
-def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
+def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
     """Return the content of a pickle: plain values as they are, everything else as a description of this module.
 
     Args:
@@ -120,8 +120,8 @@ class _Machine:
 
     def __init__(self, source: _Window) -> None:
         self.source = source
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.stack: list[object] = []
+        self.memo: dict[int, object] = {}
         self._outer: list[list[object]] = []
 
     def mark(self) -> None:

@@ -1,27 +1,44 @@
 """The states of the ranks in one checkpoint: that of rank 0 as it is, those of the others as separate bytes.
 
 Each rank makes its bytes, with their checksum. Rank 0 passes them on as they are, and a rank that resumes reads only
-its own. All bytes are one tensor, so the cost of writing and loading them does not grow with the number of ranks.
+its own, and compares each loaded byte with a checksum. One rank verifies the whole file before the others read it. All
+bytes are one tensor, so the cost of writing and loading them does not grow with the number of ranks.
 
 A state that ``weights_only=True`` would refuse stays as it is: whoever reads the file decides whether to load it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, RANKS, STATES
-from lightning_faulttolerant.checkpoint.verify import unsafe_paths
-from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.background import Staging
+from lightning_faulttolerant.checkpoint.described import TensorInfo
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
+from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.checkpoint.verify import (
+    damage_named,
+    is_no_file,
+    load_open_file,
+    unsafe_paths,
+    verify_open_file,
+)
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.state.packing import tensor_to_blob
+from lightning_faulttolerant.storage.store import is_url, local_copy, local_path
 
 _ONLY = "only"
 
@@ -39,7 +56,7 @@ class StateBytes:
     crc32: int
 
 
-def as_bytes(state: dict[str, Any]) -> StateBytes | dict[str, Any]:
+def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, Any]:
     """Return a rank's state as bytes, or unchanged if ``weights_only=True`` would not load it.
 
     Args:
@@ -53,7 +70,7 @@ def as_bytes(state: dict[str, Any]) -> StateBytes | dict[str, Any]:
     return StateBytes(data, zlib.crc32(data))
 
 
-def joined(states: Sequence[StateBytes | dict[str, Any]]) -> dict[str, Any]:
+def joined(states: Sequence[StateBytes | dict[str, object]]) -> dict[str, Any]:
     """Return the states of all ranks in the form that our part of a checkpoint keeps.
 
     Args:
@@ -81,11 +98,11 @@ def packed_state(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: If its bytes are not those that the rank had made.
     """
-    kept: dict[str, Any] | None = part[RANKS][rank]
+    kept: dict[str, object] | None = part[RANKS][rank]
     if kept is not None:
         return kept
     data = _bytes_of(part, rank)
-    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    state: dict[str, object] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 
 
@@ -99,7 +116,7 @@ def check(part: Mapping[str, Any], rank: int) -> None:
         _bytes_of(part, rank)
 
 
-def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, object]:
     """Return our part of a checkpoint with the bytes of one rank only, copied.
 
     Args:
@@ -130,3 +147,106 @@ def _bytes_of(part: Mapping[str, Any], rank: int) -> bytes:
             f"{num_bytes} bytes and {expected:08x}. Take another checkpoint."
         )
     return own
+
+
+def identity_of(path: str | os.PathLike[str]) -> str:
+    """Return a short text that differs between two checkpoints with different content, however alike their names.
+
+    Only the checksums in it are read, so call it for a checkpoint that each rank verifies.
+
+    Args:
+        path: A file written by ``torch.save``, or a directory with a manifest. A URL has no need of it: all ranks see
+            the same object.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    if is_url(path):
+        return ""
+    path = local_path(path)
+    if os.path.isdir(path):
+        with open(os.path.join(path, MANIFEST_NAME), "rb") as manifest:
+            return f"{zlib.crc32(manifest.read()):08x}"
+    if not zipfile.is_zipfile(path):  # torch's format from before 1.6
+        return str(os.path.getsize(path))
+    with zipfile.ZipFile(path) as archive:
+        records = [(record.filename, record.file_size, record.CRC) for record in archive.infolist()]
+    return f"{zlib.crc32(repr(records).encode()):08x}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReader:
+    """Which states of a checkpoint a rank needs: its own, or all if another number of ranks has saved.
+
+    Args:
+        rank: The number of this rank.
+        num_ranks: The number of ranks now.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def load(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
+        """Verify an autosave and load it, without the states of other ranks if they are not needed.
+
+        Args:
+            path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
+            verifies_all: Verify the states of other ranks too, each also by the checksum of the rank that made it, and
+                the shards of a directory; not needed if another rank has done so.
+
+        Returns:
+            The content; for a directory, without the shards. None of it is mapped to the file.
+
+        Raises:
+            DamagedCheckpointError: As `load_path`, for what is verified.
+            UnsafeCheckpointError: As `load_path`.
+            CheckpointError: As `load_path`.
+        """
+        if is_url(path):
+            try:
+                return self._load_file(path, verifies_all=verifies_all)
+            except DamagedCheckpointError as error:
+                if not is_no_file(error):
+                    raise
+        elif not os.path.isdir(local_path(path)):
+            return self._load_file(path, verifies_all=verifies_all)
+        directory = local_path(path)
+        if verifies_all:
+            autosave_directory.verify(directory)
+        return self._load_file(os.path.join(directory, METADATA_NAME), verifies_all=verifies_all)
+
+    def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
+        with contextlib.ExitStack() as stack:
+            with damage_named(path):
+                file = stack.enter_context(local_copy(path))
+                left_out = None if verifies_all else self._not_needed(file, path)
+                verification = verify_open_file(path, file, without=left_out)
+            if self.num_ranks > 1 and (verifies_all or left_out is not None):
+                mapped = load_open_file(file, verification, mapped=True)
+                if self._is_as_saved(mapped.get(KEY)):
+                    for rank in range(self.num_ranks) if verifies_all else ():  # no rank may refuse what this one takes
+                        check(mapped[KEY], rank)
+                    copied: dict[str, object] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
+                    return copied
+            return load_open_file(file, verification)
+
+    def _not_needed(self, file: IO[bytes], path: str | os.PathLike[str]) -> str | None:
+        """Return the key of the record with the states of all ranks, if this rank needs only its own."""
+        try:
+            content = read_summary(file, name=os.fspath(path)).content
+        except CheckpointError:  # the verification says what is wrong with it
+            return None
+        part = content.get(KEY) if isinstance(content, Mapping) else None
+        states = states_in(part)
+        if states is None or not self._is_as_saved(part):
+            return None
+        data = states[DATA]
+        return data.storage.key if isinstance(data, TensorInfo) else None
+
+    def _is_as_saved(self, part: Any) -> bool:
+        return states_in(part) is not None and bool(part.get("world_size") == self.num_ranks)
+
+    def _cut(self, part: Mapping[str, object]) -> dict[str, object]:
+        own = with_state_of(part, self.rank)
+        check(own, self.rank)
+        return own

@@ -58,43 +58,43 @@ class SavedPosition(_RequiredPosition, total=False):
 
 
 class _SavedLoaders(TypedDict):
-    loaders: Mapping[str, Any]
+    loaders: Mapping[str, Mapping[str, object]]
 
 
 @final
 class SavedFingerprint(_SavedLoaders, total=False):
     """What a run is compared by before it is resumed."""
 
-    module: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any]
-    optimizers: Mapping[str, Any]
-    trainer: Mapping[str, Any]
-    limits: Mapping[str, Any]
+    module: Mapping[str, object]
+    hyperparameters: Mapping[str, object]
+    optimizers: Mapping[str, object]
+    trainer: Mapping[str, object]
+    limits: Mapping[str, object]
 
 
 @final
 class Instead(TypedDict, total=False):
     """What replaces parts of Lightning's checkpoint on a resume: they were saved later than our part."""
 
-    loops: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
-    schedulers: list[Any]
-    param_groups: list[Any]
-    precision: Mapping[str, Any]
-    buffers: Mapping[str, Any]
-    extra: Mapping[str, Any]
+    loops: Mapping[str, object]
+    callbacks: Mapping[str, object]
+    schedulers: list[object]
+    param_groups: list[list[Mapping[str, object]]]
+    precision: Mapping[str, object]
+    buffers: Mapping[str, object]
+    extra: Mapping[str, object]
 
 
 class _Changes(TypedDict, total=False):
     param_groups: list[list[list[str]]] | None
     replaced: dict[str, list[str]] | None
     grown: Mapping[str, str]
-    created: Mapping[str, Any]
+    created: Mapping[str, object]
 
 
 class _Origin(TypedDict):
     origin: str | None
-    surroundings: Mapping[str, Any]
+    surroundings: Mapping[str, object]
     fingerprint: SavedFingerprint
 
 
@@ -113,8 +113,8 @@ class SavedStates(TypedDict):
 
 class _Header(_Origin, _Changes, total=False):
     run: str
-    buckets: Mapping[str, Any]
-    parent: Mapping[str, Any]
+    buckets: Mapping[str, object]
+    parent: Mapping[str, object]
     skipped: Mapping[str, list[list[int]]]
 
 
@@ -136,23 +136,23 @@ class CheckpointPart(_Saved, total=False):
 
     # Each fit.
     parts: list[str]
-    optimizers_without_state: list[Any]
+    optimizers_without_state: list[int]
     # Each with several ranks.
     states: SavedStates
     # Autosaves of a fit.
-    opaque: Mapping[str, Any]
-    pickled: Mapping[str, Any]
+    opaque: Mapping[str, object]
+    pickled: Mapping[str, object]
     # Checkpoints that other code saves.
     behind: list[str]
     inexact: list[str]
     instead: Instead
-    before_validation: Mapping[str, Any]
+    before_validation: Mapping[str, object]
     # Evaluations.
     starts_over: bool
 
 
 def part_with(
-    header: PartHeader, *, world_size: int, position: SavedPosition, states: Mapping[str, Any]
+    header: PartHeader, *, world_size: int, position: SavedPosition, states: Mapping[str, object]
 ) -> CheckpointPart:
     """Return a new part with what each one has.
 
@@ -166,7 +166,7 @@ def part_with(
     return cast(CheckpointPart, own)
 
 
-def part_in(checkpoint: Mapping[str, Any] | None, path: object) -> CheckpointPart | None:
+def part_in(checkpoint: Mapping[str, object] | None, path: object) -> CheckpointPart | None:
     """Return our part of a checkpoint that was read from a file, or ``None`` if it has none.
 
     Args:

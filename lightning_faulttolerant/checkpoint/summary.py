@@ -1,10 +1,12 @@
 """Summarize a checkpoint without loading it: only the file's directory and its pickle are read.
 
-No tensor values are read and the pickle is not run. So this is fast on large files and safe on any file.
+No tensor values are read and the pickle is not run. So this is fast on large files and safe on any file. States that a
+checkpoint keeps as bytes are summarized in the same way.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
@@ -15,6 +17,7 @@ from typing import IO, Any, cast, final
 from lightning_faulttolerant.checkpoint.archive import is_legacy
 from lightning_faulttolerant.checkpoint.described import LongData, Made, Storage, TensorInfo
 from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, states_in
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 _PICKLE_NAME = "data.pkl"
@@ -58,7 +61,7 @@ class Summary:
     headers: Mapping[str, int]
     """Where the header of each of these records begins."""
 
-    def size_of(self, *values: Any) -> Size:
+    def size_of(self, *values: object) -> Size:
         """Return the size of parts of the content; shared storages count once."""
         found = [value for value in walk(values) if not isinstance(value, (dict, list, tuple, Made))]
         tensors = [value for value in found if isinstance(value, TensorInfo)]
@@ -180,7 +183,7 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
 
 
-def _begin_of_content(file: Any, header_offset: int, name: str) -> int:
+def _begin_of_content(file: IO[bytes], header_offset: int, name: str) -> int:
     file.seek(header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
@@ -206,7 +209,7 @@ def walk(values: Iterable[object]) -> Iterable[object]:
         yield value
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[object]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return (value.arguments, value.state) if isinstance(value, Made) else value
@@ -220,3 +223,43 @@ def _num_bytes(value: object) -> int:
     if isinstance(value, LongData):
         return value.num_bytes
     return _NUMBER_BYTES if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+
+
+_ROW = struct.Struct("<2q")
+
+
+def read_state_summaries(file: IO[bytes], summary: Summary, *, name: str) -> dict[int, Summary]:
+    """Read the summary of each state that is kept as bytes.
+
+    Args:
+        file: The file of the checkpoint.
+        summary: Its summary.
+        name: Its name for errors.
+
+    Returns:
+        The summaries by the number of the rank; empty if no state is kept as bytes.
+
+    Raises:
+        DamagedCheckpointError: If one of them is damaged.
+        CheckpointError: As `read_summary`.
+        OSError: If the file can't be read.
+    """
+    content = summary.content
+    states = states_in(content.get(KEY) if isinstance(content, Mapping) else None)
+    if states is None or not all(isinstance(states[key], TensorInfo) for key in (INDEX, DATA)):
+        return {}
+    index, data = states[INDEX].storage.key, states[DATA].storage.key
+    found = {}
+    try:
+        file.seek(begin_of(file, summary, index))
+        rows = list(_ROW.iter_unpack(file.read(summary.storages[index])))
+        file.seek(begin_of(file, summary, data))
+        for rank, (num_bytes, _) in enumerate(rows):
+            if not 0 <= num_bytes <= summary.num_bytes:
+                raise ValueError(f"the state of rank {rank} has {num_bytes} bytes")
+            if num_bytes:
+                own = io.BytesIO(file.read(num_bytes))
+                found[rank] = read_summary(own, name=f"the state of rank {rank} in {name}")
+    except (ValueError, struct.error) as error:
+        raise DamagedCheckpointError(f"{name} is damaged: {error}. Take another checkpoint.") from error
+    return found

@@ -260,7 +260,9 @@ def load_open_file(
     return checkpoint
 
 
-def _load(file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool, mapped: bool) -> Any:
+def _load(
+    file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool, mapped: bool
+) -> object:
     # The verified file, even if another process puts a new one at its path. torch maps only what it opens by a path.
     source = f"/proc/self/fd/{file.fileno()}" if mapped else ""
     is_mapped = os.path.exists(source) and not is_legacy(file)
@@ -308,7 +310,7 @@ def _walk(value: object, *, place: str, seen: set[int]) -> Iterator[str]:
         yield from _walk(child, place=f"{place}/{name}" if place else name, seen=seen)
 
 
-def _children(container: Any) -> Iterator[tuple[str, Any]]:
+def _children(container: Any) -> Iterator[tuple[str, object]]:
     if isinstance(container, dict):
         for key, child in container.items():
             if not isinstance(key, str):

@@ -7,10 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
-from typing import Any
 
-from lightning_faulttolerant.cli.errors import reason_of
-from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.cli.text import reason_of, safe
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import FaultToleranceError
 
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _ShowVersion(argparse.Action):
     """An option that looks up the version only when requested: the lookup takes longer than everything else here."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(metadata.version(_PROGRAM))
         parser.exit()
 

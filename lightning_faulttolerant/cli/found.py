@@ -23,7 +23,7 @@ from lightning_faulttolerant.checkpoint.autosave_directory import (
 )
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
-from lightning_faulttolerant.cli.errors import remote_errors
+from lightning_faulttolerant.cli.text import remote_errors
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
 from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
@@ -248,7 +248,7 @@ def _remote(url: str) -> Iterator[FoundFile]:
     with remote_errors(url):
         fs, root = file_system(url)
         fs.invalidate_cache()
-        found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
+        found: dict[str, dict[str, object]] = fs.find(root, detail=True)
     if root in found:
         raise NotADirectoryError(f"{url} is a file, not a directory")
     infos = {path.removeprefix(root.rstrip("/")).lstrip("/"): info for path, info in found.items()}

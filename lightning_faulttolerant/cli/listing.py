@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.checkpoint.summary import read_summary
-from lightning_faulttolerant.cli import found, part, verdict
-from lightning_faulttolerant.cli.errors import reason_of, remote_errors
+from lightning_faulttolerant.cli import found, part, verification
 from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs
-from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
-from lightning_faulttolerant.cli.verdict import CheckpointVerdict
+from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
+from lightning_faulttolerant.cli.verification import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 
 DESCRIPTION = """\
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     for folder, files in what.by_folder().items():
         of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
         # A run that continues in the meantime deletes its old autosaves.
-        folders[folder] = [row for row in of_folder if row.verdict.word != verdict.MISSING]
+        folders[folder] = [row for row in of_folder if row.verdict.word != verification.MISSING]
     rows = [row for of_folder in folders.values() for row in of_folder]
     if arguments.json:
         print(json.dumps({"checkpoints": [row.as_json() for row in rows], "problems": what.problems}, indent=2))
@@ -123,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_tables(folders)
     for problem in what.problems:
         print(safe(problem), file=sys.stderr)
-    if what.problems or any(row.verdict.word == verdict.UNREADABLE for row in rows):
+    if what.problems or any(row.verdict.word == verification.UNREADABLE for row in rows):
         return 2
     if not rows:
         print(f"No checkpoints were found below {safe(arguments.directory)}.", file=sys.stderr)
@@ -175,13 +174,13 @@ def _print_tables(folders: dict[str, list[_Row]]) -> None:
 def _row(file: FoundFile, *, verify: bool) -> _Row:
     content, problem = (None, None) if file.kind == found.DIRECTORY else _content(file)
     if file.kind == found.SET_ASIDE:
-        checked = CheckpointVerdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
-    elif problem is not None and problem.word in (verdict.UNREADABLE, verdict.MISSING):
+        checked = CheckpointVerdict(word=verification.DAMAGED, reason="it was set aside when a run was resumed")
+    elif problem is not None and problem.word in (verification.UNREADABLE, verification.MISSING):
         checked = problem
     elif verify:
-        checked = verdict.verdict_of(file.path)
+        checked = verification.verdict_of(file.path)
     else:
-        checked = problem or CheckpointVerdict(word=verdict.NOT_VERIFIED)
+        checked = problem or CheckpointVerdict(word=verification.NOT_VERIFIED)
     epoch, batch = part.epoch_of(content), part.batch_of(content)
     if file.place is not None and epoch is None:
         epoch, batch = file.place
@@ -204,13 +203,13 @@ def _content(file: FoundFile) -> tuple[object, CheckpointVerdict | None]:
         with remote_errors(path), opened:
             return read_summary(opened, name=file.name).content, None
     except FileNotFoundError:
-        return None, CheckpointVerdict(word=verdict.MISSING)
+        return None, CheckpointVerdict(word=verification.MISSING)
     except DamagedCheckpointError as error:
-        return None, CheckpointVerdict(word=verdict.DAMAGED, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verification.DAMAGED, reason=reason_of(error))
     except FaultToleranceError as error:
-        return None, CheckpointVerdict(word=verdict.NOT_VERIFIED, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verification.NOT_VERIFIED, reason=reason_of(error))
     except OSError as error:
-        return None, CheckpointVerdict(word=verdict.UNREADABLE, reason=reason_of(error))
+        return None, CheckpointVerdict(word=verification.UNREADABLE, reason=reason_of(error))
 
 
 def _cell(number: int | None) -> str:

@@ -44,7 +44,7 @@ def whole_number(value: object) -> int | None:
     return value if type(value) is int and abs(value) < 1 << 63 else None
 
 
-def part_of(content: object) -> Mapping[Any, Any] | None:
+def part_of(content: object) -> Mapping[object, object] | None:
     """Return our part of a checkpoint, or None if it has none.
 
     Args:

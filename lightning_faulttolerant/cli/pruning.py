@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from lightning_faulttolerant.checkpoint import object_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
-from lightning_faulttolerant.cli import found, verdict
-from lightning_faulttolerant.cli.errors import reason_of
+from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli.found import FoundFile
-from lightning_faulttolerant.cli.text import safe, size_text
-from lightning_faulttolerant.cli.verdict import verdict_of
+from lightning_faulttolerant.cli.text import reason_of, safe, size_text
+from lightning_faulttolerant.cli.verification import verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
@@ -135,9 +134,9 @@ def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
             plan.deleted += [] if is_kept(file.name) else [file]
             continue
         word = verdict_of(file.path).word
-        if word == verdict.NOT_COMMITTED:  # the next save of the run removes it
+        if word == verification.NOT_COMMITTED:  # the next save of the run removes it
             continue
-        place = {verdict.VERIFIED: plan.kept, verdict.DAMAGED: plan.damaged}.get(word, plan.unreadable)
+        place = {verification.VERIFIED: plan.kept, verification.DAMAGED: plan.damaged}.get(word, plan.unreadable)
         place.append(file)
     plan.damaged += [file for file in files if file.kind == found.SET_ASIDE and not found.is_superseded(file.folder)]
     if arguments.damaged and plan.kept:

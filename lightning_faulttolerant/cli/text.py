@@ -1,11 +1,21 @@
-"""Plain text for a terminal or a pipe: aligned tables, readable sizes and times, no terminal control characters."""
+"""Plain text for a terminal or a pipe: tables, readable sizes and times, commands, and errors without a traceback.
+
+It has no terminal control characters.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
+import errno
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.storage.store import is_url
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _GAP = "  "
@@ -96,3 +106,82 @@ def _shortened(text: str, width: int) -> str:
         return text
     front = (width - 3) // 2
     return f"{text[:front]}...{text[len(text) - (width - 3 - front) :]}"
+
+
+@contextlib.contextmanager
+def remote_errors(path: str) -> Iterator[None]:
+    """Turn any error of the package that opens a URL into an ``OSError``. Local files raise no others.
+
+    Args:
+        path: Path or URL that the block reads.
+    """
+    if not is_url(path):
+        yield
+        return
+    from lightning_faulttolerant.storage import file_systems
+
+    with file_systems.remote_errors(path):
+        yield
+
+
+def reason_of(error: OSError | FaultToleranceError) -> str:
+    """Return the reason for an error, on one line and without the error number.
+
+    Args:
+        error: The error.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+def is_damage(error: OSError) -> bool:
+    """Return whether the disk failed to return the bytes, for a reason other than a missing permission.
+
+    Args:
+        error: An error raised by a read.
+    """
+    return error.errno == errno.EIO
+
+
+def add_command_words(parser: argparse.ArgumentParser) -> None:
+    """Declare the command that starts the user's script.
+
+    Args:
+        parser: The parser of our command.
+    """
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs=argparse.PARSER,  # all words after the first belong to the script's command, even without --
+        help="the command that starts your script, with its arguments; after --",
+    )
+
+
+def command_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the command. Before 3.12.5, Python leaves the ``--`` in front of it."""
+    return tuple(words[1:] if words[0] == "--" else words)
+
+
+def fault_of_command(program: str) -> str | None:
+    """Return why a program can't be started, or ``None`` if it can."""
+    if shutil.which(program) is not None:
+        return None
+    if not os.path.isfile(program):
+        return f"{program}: no such command"
+    may_be = f"python {program} may be meant" if program.endswith(".py") else f"chmod +x {program} makes it one"
+    return f"{program}: a file, but no command; {may_be}"
+
+
+def at_least_1(text: str) -> int:
+    """Return a number of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not a whole number from 1.
+    """
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return number

@@ -1,18 +1,153 @@
-"""``verify``: check whether checkpoints are as they were written, with an exit status for scripts."""
+"""``verify``: check whether checkpoints are as they were written, with an exit status for scripts.
+
+A checkpoint is verified by its bytes, with the progress on a terminal. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, cast
 
-from lightning_faulttolerant.cli import found, verdict
-from lightning_faulttolerant.cli.errors import reason_of
-from lightning_faulttolerant.cli.found import FoundFile
-from lightning_faulttolerant.cli.text import safe
-from lightning_faulttolerant.cli.verdict import CheckpointVerdict, verdict_of
-from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from lightning_faulttolerant.cli import found
+from lightning_faulttolerant.cli.found import FoundFile, open_checkpoint
+from lightning_faulttolerant.cli.text import is_damage, reason_of, remote_errors, safe, size_text
+from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 from lightning_faulttolerant.storage.store import is_url, local_path
+
+VERIFIED = "verified"
+DAMAGED = "damaged"
+MISSING = "missing"
+NOT_COMMITTED = "not committed"
+NO_CHECKSUMS = "no checksums"
+UNREADABLE = "unreadable"
+NOT_VERIFIED = "not verified"
+
+_SHOWN_FROM_BYTES = 64 * 1024 * 1024
+_SHOWN_EVERY_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointVerdict:
+    """The result of verifying a checkpoint.
+
+    Args:
+        word: One of this module's words.
+        reason: Why it is not verified.
+    """
+
+    word: str
+    reason: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every byte was compared with a checksum."""
+        return self.word == VERIFIED
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the checkpoint is known to be bad."""
+        return self.word in (DAMAGED, MISSING, NOT_COMMITTED)
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}" if self.reason else self.word
+
+
+def verdict_of(path: str) -> CheckpointVerdict:
+    """Read a whole checkpoint once, and return whether it is as it was written.
+
+    Args:
+        path: Path or URL of a file, or of a directory with a manifest.
+    """
+    try:
+        with remote_errors(path):
+            return _verdict_of_path(path)
+    except DamagedCheckpointError as error:
+        return CheckpointVerdict(word=DAMAGED, reason=reason_of(error))
+    except OSError as error:
+        return CheckpointVerdict(word=DAMAGED if is_damage(error) else UNREADABLE, reason=reason_of(error))
+    except FaultToleranceError as error:
+        return CheckpointVerdict(word=UNREADABLE, reason=reason_of(error))
+
+
+def _verdict_of_path(path: str) -> CheckpointVerdict:
+    try:
+        with open_checkpoint(path, whole=True) as file:
+            return _verdict_of_file(cast("IO[bytes]", _ProgressFile(file, path)))
+    except (FileNotFoundError, IsADirectoryError):
+        return _verdict_of_directory(path)
+
+
+def _verdict_of_directory(path: str) -> CheckpointVerdict:
+    try:
+        manifest = read_manifest(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if not is_url(path) and os.path.isdir(local_path(path)):
+            return CheckpointVerdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
+        return CheckpointVerdict(word=MISSING, reason="the file does not exist")
+    if not manifest.is_committed:
+        return CheckpointVerdict(
+            word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} began it, and died or is still writing"
+        )
+    verification = verify_directory(path)
+    extra = len(verification.extra_files)
+    reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
+    return CheckpointVerdict(word=VERIFIED, reason=reason)
+
+
+def _verdict_of_file(file: IO[bytes]) -> CheckpointVerdict:
+    if is_legacy(file):
+        return CheckpointVerdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
+    damage = find_damage(file)
+    if damage is not None:
+        return CheckpointVerdict(word=DAMAGED, reason=damage)
+    if not has_checksums(file):
+        return CheckpointVerdict(word=NO_CHECKSUMS, reason="written after torch.serialization.set_crc32_options(False)")
+    return CheckpointVerdict(word=VERIFIED)
+
+
+class _ProgressFile:
+    """A file that passes reads on and, if it is large, shows the progress on a line of the terminal."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file = file
+        self._label = safe(path.rstrip("/").rpartition("/")[2])
+        self._num_bytes = file.seek(0, os.SEEK_END)
+        self._num_read = 0
+        self._is_shown = self._num_bytes >= _SHOWN_FROM_BYTES and sys.stderr.isatty()
+        self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._num_read += len(data)
+        if self._is_shown and (time.monotonic() >= self._next_at or self._num_read >= self._num_bytes):
+            self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
+            self._show()
+        return data
+
+    def _show(self) -> None:
+        is_done = self._num_read >= self._num_bytes
+        part = min(100, 100 * self._num_read // self._num_bytes)
+        line = "" if is_done else f"{part:3d}% of {size_text(self._num_bytes)} read: {self._label}"
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
 
 DESCRIPTION = """\
 Verify checkpoints by their checksums. PATH is a file, a directory with a manifest, any other directory, or the URL of
@@ -50,8 +185,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     is_bad = is_unreadable = False
     for path, checked in _verdicts(arguments.paths):
-        is_bad |= checked.is_bad or (arguments.strict and checked.word == verdict.NO_CHECKSUMS)
-        is_unreadable |= checked.word == verdict.UNREADABLE
+        is_bad |= checked.is_bad or (arguments.strict and checked.word == NO_CHECKSUMS)
+        is_unreadable |= checked.word == UNREADABLE
         if not (arguments.quiet and checked.is_good):
             print(f"{safe(path)}: {safe(checked)}", flush=True)
     if is_bad:
@@ -67,20 +202,20 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, CheckpointVerdict]]:
             yield path, verdict_of(path)
             continue
         except (OSError, FaultToleranceError) as error:
-            yield path, CheckpointVerdict(word=verdict.UNREADABLE, reason=reason_of(error))
+            yield path, CheckpointVerdict(word=UNREADABLE, reason=reason_of(error))
             continue
         for problem in what.problems:
-            yield path, CheckpointVerdict(word=verdict.UNREADABLE, reason=problem)
+            yield path, CheckpointVerdict(word=UNREADABLE, reason=problem)
         if len(what.files) == 1 and _is_at(what.files[0], path):
             yield path, verdict_of(path)
             continue
         files = [file for file in what.files if file.kind != found.SET_ASIDE]
         if not files and not what.problems:
-            yield path, CheckpointVerdict(word=verdict.MISSING, reason="it contains no checkpoints")
+            yield path, CheckpointVerdict(word=MISSING, reason="it contains no checkpoints")
         for file in files:
             checked = verdict_of(file.path)
             # A run that continues in the meantime deletes its old autosaves and begins new directories.
-            if checked.word not in (verdict.MISSING, verdict.NOT_COMMITTED):
+            if checked.word not in (MISSING, NOT_COMMITTED):
                 yield file.path, checked
 
 

@@ -7,10 +7,12 @@ compare, such as a lambda, are reported by name. The digest of a sample or batch
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import sys
 import types
@@ -161,15 +163,37 @@ def sample_digest(sample: object, digest: int = 0) -> int:
         sample: The value that a loader or a data set yielded.
         digest: The checksum of the previous values.
     """
-    for part in _parts(sample, {}):
+    for part in _plain(sample) or _parts(sample, {}):
         digest = zlib.crc32(part, digest)
     return digest
+
+
+def _plain(value: object) -> tuple[bytes, bytes] | None:
+    """Return what `_of_tensor` yields, for a small tensor of whose bytes nothing has to be converted; else ``None``."""
+    if not (
+        type(value) is torch.Tensor
+        and value.is_cpu
+        and value.dtype in _PLAIN_DTYPES
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.is_contiguous()
+        and 0 < value.nbytes <= _SMALL_BYTES
+        and not value.is_conj()
+        and not value.is_neg()
+    ):
+        return None
+    return _shown(value.shape, value.dtype), ctypes.string_at(value.data_ptr(), value.nbytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _shown(shape: torch.Size, dtype: torch.dtype) -> bytes:
+    return f"{tuple(shape)} {dtype}".encode()
 
 
 def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
-        yield from _of_tensor(value)
+        yield from _plain(value) or _of_tensor(value)
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         yield from _of_array(value, seen)
     elif isinstance(value, (str, bytes, bytearray)):
@@ -225,7 +249,10 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
     elif tensor.dtype not in _PLAIN_DTYPES:
         yield repr(tensor.cpu().reshape(-1).tolist()).encode()
     else:
-        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if content.stride(-1) != 1:  # a view of one element, which counts as contiguous
+            content = content.as_strided(content.shape, (1,))
+        content = content.view(torch.uint8)
         if content.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
             content = content.clone()
         yield from _of_numbers(content, torch.int64, lambda part: tensor_to_blob(part.cpu()))

@@ -20,6 +20,8 @@ from torch import Tensor
 from lightning_faulttolerant.loader.digests import START, Digest
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.samplers import DrawLog
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import look
 
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
@@ -136,6 +138,12 @@ class RandomStates:
         """Return the moment as plain dicts."""
         more = {"objects": dict(self.objects)} if self.objects else {}
         return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs), **more}
+
+
+def states_now(held: HeldGenerators) -> Mapping[str, bytes]:
+    """Return the current states of the global generators and of `held` by name, as `RandomStates.states` does."""
+    states = look()
+    return {**states, **{f"{_HELD}{name}": state for name, state in held.state_dict().items()}} if len(held) else states
 
 
 @dataclass(kw_only=True, slots=True)

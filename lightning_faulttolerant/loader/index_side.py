@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -386,29 +386,43 @@ class IndexSide:
 
     def draw(self, indices: Iterator[object]) -> Any:
         """Draw the next batch, and record the states in which the sampler drew random numbers for it."""
-        parked, states = self._parked, self.states
-        if self._begun.is_first_due and parked is None:
+        states = self.states
+        if self._parked is not None:
+            return self._draw_parked(indices, self._parked)
+        if self._begun.is_first_due:
             self._begun.is_first_due = False
             self.record.first = states.at_start()
             self.record.order = self.record.order or self._order()
-        if parked is None and not states.may_draw:
+        if not states.may_draw:
             return next(indices)
-        if parked is not None:
-            aside = states.now()
-            states.restore(parked.moment)
-        before = states.now().states()
+        before = states.states()
         try:
             return next(indices)
         finally:
-            moment = states.now()
-            after = moment.states()
-            if parked is not None:
-                parked.moment = moment
-                states.restore(aside)
+            after = states.states()
+            if after is not before:
+                self._note_draws(before, after)
+
+    def _draw_parked(self, indices: Iterator[object], parked: _Parked) -> Any:
+        states = self.states
+        aside = states.now()
+        states.restore(parked.moment)
+        before = states.states()
+        try:
+            return next(indices)
+        finally:
+            parked.moment = states.now()
+            states.restore(aside)
             if states.may_draw:
-                self.record.log.note(self.record.handed_out, before, after)
-                if self.record.has_other_workers and self.record.handed_out and after != before:
-                    self._depends_on_workers()
+                self._note_draws(before, parked.moment.states())
+
+    def _note_draws(self, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+        if after == before:
+            return
+        record = self.record
+        record.log.note(record.handed_out, before, after)
+        if record.has_other_workers and record.handed_out:
+            self._depends_on_workers()
 
     def _depends_on_workers(self) -> None:
         message = (

@@ -9,8 +9,6 @@ two iterations of a worker, and before the first sample), and an attribute has a
 than it had in the iteration before. The second check sees only integers and short strings, those of the data set and
 of the data sets and samplers that it holds, and only from the second iteration of a process on.
 
-Plain attributes that an iterable data set keeps from one iteration to the next: an epoch count, a position.
-
 The samples of an iterable data set that are drawn again and dropped, with a digest of all of them.
 """
 
@@ -21,16 +19,17 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import library_of, refills_its_buffer
-from lightning_faulttolerant.loader.index_record import RandomStates, moments_state
+from lightning_faulttolerant.loader.foreign import refills_its_buffer
+from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
 from lightning_faulttolerant.loader.objects import DatasetObjects
+from lightning_faulttolerant.loader.plain_values import Values, ValuesOfDataset
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -39,10 +38,40 @@ _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
-_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_drawing",
+_OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
                   "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
 
 Position = dict[str, Any]
+
+
+class _Mark(NamedTuple):
+    """What a position consists of. There is one for each batch, so it only refers to values that don't change later."""
+
+    way: str
+    start: RandomStates | None
+    first: RandomStates | None
+    log: DrawLog
+    num_noted: int
+    num_samples: int
+    digest: int
+    has_ended: bool
+    objects: Mapping[str, Any] | None
+    remembered: Values | None
+    state: bytes | None
+
+    def position(self) -> Position:
+        """Return the position."""
+        return {
+            **moments_state(start=self.start, first=self.first),
+            "way": self.way,
+            "log": self.log.pack(self.num_noted),
+            "samples": self.num_samples,
+            "digest": self.digest,
+            "ended": self.has_ended,
+            "objects": self.objects,
+            "remembered": None if self.remembered is None else dict(self.remembered),
+            "state": None if self.state is None else pickle.loads(self.state),
+        }
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,21 +97,30 @@ class IterableRecord:
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
     objects: Mapping[str, Any] | None = None
-    positions: deque[tuple[int, Position]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
+    positions: deque[tuple[int, _Mark]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
 
     def position(self) -> Position:
         """Return the position of the iteration."""
-        return {
-            **moments_state(start=self.start, first=self.first),
-            "way": self.way,
-            "log": self.log.pack(),
-            "samples": self.num_samples,
-            "digest": self.digest,
-            "ended": self.has_ended,
-            "objects": self.objects if self.has_ended or not self.num_samples else None,
-            "remembered": None if self.remembered is None else dict(self.remembered),
-            "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
-        }
+        return self._mark().position()
+
+    def note_position(self) -> None:
+        """Keep the position of the iteration for `position_after`."""
+        self.positions.append((self.num_batches, self._mark()))
+
+    def _mark(self) -> _Mark:
+        return _Mark(
+            self.way,
+            self.start,
+            self.first,
+            self.log,
+            len(self.log),
+            self.num_samples,
+            self.digest,
+            self.has_ended,
+            self.objects if self.has_ended or not self.num_samples else None,
+            self.remembered,
+            None if self.source is None else pickle.dumps(self.source.state_dict()),
+        )
 
     def position_after(self, num_batches: int) -> Position:
         """Return the position of the iteration after `num_batches`.
@@ -90,8 +128,9 @@ class IterableRecord:
         Raises:
             NotExactError: If the position is no longer known.
         """
-        for count, position in reversed(self.positions):
+        for count, mark in reversed(self.positions):
             if count == num_batches:
+                position: Position = mark.position()
                 return position
         raise NotExactError(
             f"The position of the iterable data set after {num_batches} batches is no longer known, because "
@@ -107,6 +146,13 @@ class FollowsIterations(Protocol):
 
     def end_iteration(self, record: IterableRecord) -> None:
         """Note that the last sample of an iteration was drawn."""
+
+
+@dataclass(slots=True)
+class _Current:
+    """The iteration that the samples of the batch in progress come from. To set it here costs no ``__setattr__``."""
+
+    record: IterableRecord | None = None
 
 
 class IterableSide(IterableDataset[Any]):
@@ -125,9 +171,9 @@ class IterableSide(IterableDataset[Any]):
         self._plan: Position | None = None
         self._is_begun = False
         self._worker_states: FollowsIterations | None = None
-        self._drawing: IterableRecord | None = None
+        self._current = _Current()
         self._way: str | None = None
-        self._plain_values = _ValuesOfDataset(dataset)
+        self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, Any]] = []
         self.record = IterableRecord()
 
@@ -190,7 +236,7 @@ class IterableSide(IterableDataset[Any]):
                 self.user_dataset.load_state_dict(plan["state"])
             plan = None  # this worker's current random states are those of its beginning
         samples = self._started_over() if plan is None else self._resumed(plan)
-        self.record.positions.append((self.record.num_batches, self.record.position()))
+        self.record.note_position()
         return samples
 
     def _started_over(self) -> Iterator[object]:
@@ -269,32 +315,22 @@ class IterableSide(IterableDataset[Any]):
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
-    def draw(self, samples: Iterator[object], record: IterableRecord | None) -> Any:
-        """Draw the next sample of an iteration, and count it."""
-        self._drawing = record
-        if record is None:
-            return next(samples)
-        if record.batch_begun is None and record.way == _REPLAY:
-            now = self._moment()
-            record.first = record.first or self._moment_of_start()
-            record.batch_begun = record.num_samples, now.states()
-        try:
-            sample = next(samples)
-        except StopIteration:
-            if not record.has_ended:
-                record.has_ended, record.objects = True, self._objects.between()
-                self._note_draws(record)
-                if self._worker_states is not None:
-                    self._worker_states.end_iteration(record)
-            raise
+    def _begin_batch(self, record: IterableRecord) -> None:
+        record.batch_begun = record.num_samples, self._states()
+        record.first = record.first or self._moment_of_start()
+
+    def _end(self, record: IterableRecord) -> None:
+        if record.has_ended:
+            return
+        record.has_ended, record.objects = True, self._objects.between()
+        self._note_draws(record)
+        if self._worker_states is not None:
+            self._worker_states.end_iteration(record)
+
+    def _note_sample(self, record: IterableRecord) -> None:
         self._put_back()
-        record.num_samples += 1
         if record.num_samples == 1:
             self._remember(record)
-        record.num_left += 1
-        if record.way == _REPLAY:  # digest it now: training may change a sample that it receives
-            record.digest = sample_digest(sample, record.digest)
-        return sample
 
     def _put_back(self) -> None:
         """Restore the trained module as it is now, after drawing the samples that depended on its earlier state."""
@@ -322,23 +358,23 @@ class IterableSide(IterableDataset[Any]):
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Note that all samples of a batch are drawn, then collate it with the user's function."""
-        record, self._drawing = self._drawing, None
+        record = self._current.record
         if record is not None:
-            self._note_batch(record)
+            self._current.record = None
+            self._note_draws(record)
+            record.num_left = 0
+            record.num_batches += 1
+            if self._worker_states is None:
+                record.note_position()
         return collate_fn(samples)
-
-    def _note_batch(self, record: IterableRecord) -> None:
-        self._note_draws(record)
-        record.num_left = 0
-        record.num_batches += 1
-        if self._worker_states is None:
-            record.positions.append((record.num_batches, record.position()))
 
     def _note_draws(self, record: IterableRecord) -> None:
         if record.batch_begun is not None:
             at, before = record.batch_begun
-            record.log.note(at, before, self._moment().states())
             record.batch_begun = None
+            after = self._states()
+            if after is not before:
+                record.log.note(at, before, after)
 
     def between(self) -> Position | None:
         """Return what the next iteration must know about the previous ones."""
@@ -350,6 +386,10 @@ class IterableSide(IterableDataset[Any]):
         """The epoch that was passed to the data set's ``set_epoch``."""
         epoch = getattr(self.user_dataset, "epoch", None)
         return epoch if isinstance(epoch, int) and callable(getattr(self.user_dataset, "set_epoch", None)) else None
+
+    def _states(self) -> Mapping[str, bytes]:
+        self._held.refresh()
+        return states_now(self._held)
 
     def _moment(self) -> RandomStates:
         self._held.refresh()
@@ -383,7 +423,25 @@ class _Samples(Iterator[object]):
         self._record = record
 
     def __next__(self) -> Any:
-        return self._side.draw(self._samples, self._record)
+        side, record = self._side, self._record
+        side._current.record = record
+        if record is None:
+            return next(self._samples)
+        is_replayed = record.way == _REPLAY
+        if is_replayed and record.batch_begun is None:
+            side._begin_batch(record)
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            side._end(record)
+            raise
+        record.num_samples += 1
+        if record.num_samples == 1 or side._owed:
+            side._note_sample(record)
+        record.num_left += 1
+        if is_replayed:  # digest it now: training may change a sample that it receives
+            record.digest = sample_digest(sample, record.digest)
+        return sample
 
 
 def between(position: Position | None) -> Position | None:
@@ -392,78 +450,6 @@ def between(position: Position | None) -> Position | None:
         return None
     state = position["state"] if position["way"] == _DATASET else None
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
-
-
-Values = Mapping[str, int | str]
-
-_MAX_VALUES = 256
-_MAX_CHARACTERS = 200
-_DEPTH = 3
-
-
-def plain_values(dataset: object) -> dict[str, int | str]:
-    """Return the integers and short strings among the attributes of a data set, and of those that it holds, by path.
-
-    Floats are left out: they are more often a clock than a position. Values set by ``set_epoch`` are left out, too.
-    """
-    values: dict[str, int | str] = {}
-    if library_of(dataset) is not None:  # its epochs are saved
-        return values
-    for name, value in _walk(dataset, "", _DEPTH):
-        if len(values) == _MAX_VALUES:
-            break
-        values[name] = value
-    return values
-
-
-def changed(before: Values, now: Values) -> dict[str, int | str]:
-    """Return the values in `now` that `before` lacks or holds differently."""
-    return {name: value for name, value in now.items() if name not in before or before[name] != value}
-
-
-def differences(expected: Values, found: Values) -> list[str]:
-    """Return a text for each value that differs, with both values."""
-    names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
-    return [f"{name} ({_said(expected, name)} then, {_said(found, name)} now)" for name in names]
-
-
-def _said(values: Values, name: str) -> str:
-    return repr(values[name]) if name in values else "as at first"
-
-
-def _walk(owner: object, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
-    has_setter = callable(getattr(owner, "set_epoch", None))
-    for name, value in list(getattr(owner, "__dict__", {}).items()):
-        if has_setter and name == "epoch":
-            continue
-        if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, (Dataset, Sampler)) and depth:
-            yield from _walk(value, f"{prefix}{name}.", depth - 1)
-        elif isinstance(value, (list, tuple)) and depth:
-            for i, item in enumerate(value[:_MAX_VALUES]):
-                if isinstance(item, (Dataset, Sampler)):
-                    yield from _walk(item, f"{prefix}{name}[{i}].", depth - 1)
-
-
-class _ValuesOfDataset:
-    """The plain values of a data set, compared with those of its beginning, and with those of an earlier process.
-
-    Args:
-        dataset: The user's data set.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self._dataset = dataset
-        self._fresh: Values = plain_values(dataset)
-        self.expected: Values | None = None
-        """What has changed in the earlier process, to be compared once."""
-
-    def now(self) -> tuple[Values, list[str]]:
-        """Return what has changed since the beginning, and a text for each value that is not as expected."""
-        found = changed(self._fresh, plain_values(self._dataset))
-        expected, self.expected = self.expected, None
-        return found, [] if expected is None else differences(expected, found)
 
 
 class DrawnAgain:

@@ -17,14 +17,14 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import reseed
+from lightning_faulttolerant.state.rng import reseed, restore_globals, saved_globals
 
 _PLACE = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QQQQ")
@@ -43,8 +43,7 @@ def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class SeededIndices:
+class SeededIndices(NamedTuple):
     """Replaces an index batch, and adds the values that seed its samples.
 
     ``place`` is the first sample's place in the epoch. ``step`` is the distance to the next sample's place. It equals
@@ -80,8 +79,7 @@ class SampleSeeds:
 
     def of(self, batch: object, *, epoch: int, place: int, step: int = 1) -> SeededIndices:
         """Return `batch` with the values that seed its samples."""
-        own = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
-        return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch, step)
+        return SeededIndices(_own_seed(self.seed, self.name), epoch, place, batch, step)
 
     def seed_workers(self, generator: torch.Generator | None) -> None:
         """Let torch draw the same seed for new workers, no matter when they are created."""
@@ -97,6 +95,11 @@ class SampleSeeds:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue from the seed and the count that `state_dict` returned."""
         self.seed, self.num_begun = state_dict["seed"], state_dict["num_begun"]
+
+
+@functools.lru_cache
+def _own_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 class LoaderSeeds:
@@ -188,7 +191,8 @@ class PerSampleDataset:
             held = self._held = HeldGenerators({"dataset": self._dataset, "collate_fn": self._collate_fn})
         held.refresh()
         if get_worker_info() is None:
-            self._before = (_global_states(), held.state_dict())
+            _numpy_random()
+            self._before = (saved_globals(), held.state_dict())
         self._current = batch
         try:
             return self._take(batch, held)
@@ -233,7 +237,7 @@ class PerSampleDataset:
         if self._before is None:
             return
         (states, held), self._before = self._before, None
-        _set_global_states(states)
+        restore_globals(states)
         if held and self._held is not None:
             self._held.load_state_dict(held)
 
@@ -280,21 +284,6 @@ def _seed_random_state(random_state: Any, seed: int) -> None:
         state = random_state.get_state(legacy=False)
         fresh = getattr(_numpy_random(), state["bit_generator"])(seed).state
         random_state.set_state({**state, **fresh, "has_gauss": 0, "gauss": 0.0})
-
-
-def _global_states() -> tuple[Any, ...]:
-    numpy_random = _numpy_random()
-    numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
-    return random.getstate(), numpy_state, torch.default_generator.get_state()
-
-
-def _set_global_states(states: tuple[Any, ...]) -> None:
-    python_state, numpy_state, torch_state = states
-    random.setstate(python_state)
-    numpy_random = _numpy_random()
-    if numpy_random is not None and numpy_state is not None:
-        numpy_random.set_state(numpy_state)
-    torch.default_generator.set_state(torch_state)
 
 
 @functools.cache

@@ -120,6 +120,8 @@ class DrawLog:
 
     def note(self, batch: int, before: States, after: States) -> None:
         """Note the states before and after the sampler yielded `batch`."""
+        if before == after:
+            return
         for name, state in before.items():
             if after.get(name) == state:
                 continue
@@ -164,9 +166,16 @@ class DrawLog:
             offset += _ENTRY.size + name_bytes + difference_bytes
         return DrawLog(data[:offset])
 
-    def pack(self) -> bytes:
-        """Return the log as bytes, for `DrawLog`."""
-        return b"".join(self._entries)
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def pack(self, num_entries: int | None = None) -> bytes:
+        """Return the log as bytes, for `DrawLog`.
+
+        Args:
+            num_entries: Its length at an earlier moment, for the log as it was then. Default: as it is now.
+        """
+        return b"".join(self._entries[:num_entries])
 
 
 _LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"

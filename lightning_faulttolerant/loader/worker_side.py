@@ -25,7 +25,7 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state import rng
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.modules import users_variables
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import look, rng_state, set_rng_state
 
 WorkerState = dict[str, Any]
 
@@ -177,7 +177,7 @@ class _WorkerStates:
         self._iterable = iterable
         self._leaves_rest = leaves_rest
         self._has_state = has_state
-        self._held = _held_generators(_dataset(), collate_fn)
+        self._generators = _Generators(_held_generators(_dataset(), collate_fn))
         self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
         self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
@@ -224,7 +224,7 @@ class _WorkerStates:
             self._num_said = len(reasons)
 
     def _resume(self, state: WorkerState) -> None:
-        missing = _load_worker_state(state, self._held)
+        missing = _load_worker_state(state, self._generators.held)
         if missing:
             self._exactness.refuse(f"A worker continues: {lacks_generators(missing)}")
         self._owed = state.get("objects", {})
@@ -232,9 +232,8 @@ class _WorkerStates:
             self._exactness.refuse(f"A worker continues without {line}")
 
     def _leave(self) -> None:
-        self._held.refresh()  # objects often create their generator on first use
-        dataset = _dataset() if self._has_state else None
-        packed = _pack(self._held, self._iterable, dataset, objects=self._objects.state_dict())
+        dataset, objects = _dataset() if self._has_state else None, self._objects.state_dict()
+        packed = self._generators.packed(self._iterable, dataset, objects)
         self._ring.put(self._worker, self._num_batches, packed)
 
 
@@ -308,6 +307,29 @@ def _pack(
     if objects:
         state["objects"] = objects
     return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+class _Generators:
+    """The generators of a worker, packed again only if something has changed since the last batch.
+
+    Args:
+        held: Those that its objects hold.
+    """
+
+    def __init__(self, held: HeldGenerators) -> None:
+        self.held = held
+        self._states: Mapping[str, bytes] | None = None
+        self._packed = b""
+
+    def packed(self, iterable: IterableSide | None, dataset: Any, objects: Mapping[str, object]) -> bytes:
+        """Return the state of the worker, with the parts that are passed, if any."""
+        self.held.refresh()  # objects often create their generator on first use
+        if objects or iterable is not None or dataset is not None or len(self.held):
+            return _pack(self.held, iterable, dataset, objects=objects)
+        states = look()
+        if states is not self._states:
+            self._states, self._packed = states, _pack(self.held)
+        return self._packed
 
 
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_faulttolerant.records.branches import parent_from
 from lightning_faulttolerant.records.history import (
     ALIVE,
     AUTOSAVE,
@@ -36,6 +35,7 @@ from lightning_faulttolerant.records.history import (
     SkippedBatch,
     Unsaved,
     Validations,
+    parent_from,
 )
 from lightning_faulttolerant.records.lines import Line
 from lightning_faulttolerant.records.slow_ranks import SECTIONS, SlowRank

@@ -90,6 +90,7 @@ class ReplayRequest:
         dumps: Where to write what belongs to each of these steps; ``None`` for nowhere.
         sums_after: After how many backward passes of the last step its sums are written; ``None`` if they are not.
         without: The batches that the replay leaves out, though the run may not have: epoch and batch.
+        values: What to set before the first of these steps: keys and values, as the user wrote them.
     """
 
     directory: str
@@ -101,6 +102,7 @@ class ReplayRequest:
     dumps: str | None = None
     sums_after: int | None = None
     without: tuple[tuple[int, int], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_of_exception(self) -> bool:
@@ -133,7 +135,8 @@ def replay_requested(environment: Mapping[str, str] = os.environ) -> ReplayReque
     found = json.loads(text)
     places = {name: None if found[name] is None else StepPlace(**found[name]) for name in ("since", "until")}
     without = tuple((epoch, batch) for epoch, batch in found["without"])
-    return ReplayRequest(**{**found, **places, "without": without})
+    values = tuple((key, value) for key, value in found["values"])
+    return ReplayRequest(**{**found, **places, "without": without, "values": values})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +169,13 @@ class ReplayOutcome:
             the fit ended before it. ``raised``: an exception. ``left``: the user has quit the debugger.
         place: The last step that began.
         text: The exception.
+        changed: The step before which values were set; ``None`` if none were.
     """
 
     word: str
     place: StepPlace
     text: str = ""
+    changed: StepPlace | None = None
 
 
 def write_start(request: ReplayRequest, start: ReplayStart) -> None:
@@ -207,7 +212,8 @@ def read_outcomes(request: ReplayRequest) -> dict[int, ReplayOutcome]:
         match = re.fullmatch(r"outcome\.rank-(\d+)\.json", name)
         found = None if match is None else _read(request.path(name))
         if match is not None and found is not None:
-            outcomes[int(match[1])] = ReplayOutcome(**{**found, "place": _place(found["place"])})
+            places = {name: _place(found[name]) for name in ("place", "changed")}
+            outcomes[int(match[1])] = ReplayOutcome(**{**found, **places})
     return outcomes
 
 
@@ -215,7 +221,7 @@ def _place(found: dict[str, Any] | None) -> Any:
     return None if found is None else StepPlace(**found)
 
 
-def _write(path: str, content: Mapping[str, Any]) -> None:
+def _write(path: str, content: Mapping[str, object]) -> None:
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -225,7 +231,7 @@ def _write(path: str, content: Mapping[str, Any]) -> None:
 def _read(path: str) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8") as file:
-            content: dict[str, Any] = json.load(file)
+            content: dict[str, object] = json.load(file)
     except FileNotFoundError:
         return None
     return content

@@ -5,6 +5,11 @@ It is kept in ``<dirpath>/<run_id>/run.json``, here or in an object store, as lo
 The registry names the directory of each unfinished run. Each run has its own small file there, so processes never wait
 for each other. The place is the directory in which the process was started, or the one that
 ``PL_FAULT_TOLERANT_REGISTRY`` names.
+
+What the command ``batch`` requests of the script's processes: the directory of their run, and nothing else.
+
+The request is a path in the environment. The first process writes the directory there, and all processes end before
+they read, train, or save anything.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE
+from lightning_faulttolerant.records.history import RESUME_FROM_VARIABLE
 
 FILE_NAME = "run.json"
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
@@ -228,3 +233,33 @@ def registry_at(directory: str) -> Registry:
     """
     named = os.environ.get(VARIABLE)
     return Registry(os.path.abspath(os.path.expanduser(named)) if named else os.path.join(directory, FOLDER))
+
+
+LOOKUP_VARIABLE = "PL_FAULT_TOLERANT_LOOKUP"
+"""For the command ``batch``: the file that receives the directory of the run."""
+
+
+def lookup_requested(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file that the directory of the run goes to, if this process belongs to such a request.
+
+    Args:
+        environment: The environment of the process.
+    """
+    return environment.get(LOOKUP_VARIABLE) or None
+
+
+def write_lookup(path: str, directory: str | None) -> None:
+    """Write where the run is; ``None`` if there is none."""
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(directory or "")
+    os.replace(temporary, path)
+
+
+def read_lookup(path: str) -> str | None:
+    """Return what `write_lookup` has written: ``""`` if there is no run; ``None`` if it was never called."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None

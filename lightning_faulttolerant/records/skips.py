@@ -69,7 +69,7 @@ def text_of_skips(skips: Iterable[Skip]) -> str:
     return ",".join(f"{epoch}:{batch}" for epoch, batch in sorted(skips))
 
 
-def checked_skips(skips: Any) -> tuple[Skip, ...]:
+def checked_skips(skips: object) -> tuple[Skip, ...]:
     """Return the batches of an argument, in order.
 
     Args:

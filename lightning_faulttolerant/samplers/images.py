@@ -218,7 +218,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         if device_id is not None:
             self._move(torch.device(device_id))
 
-    def _load_sample(self, path: str) -> Any:
+    def _load_sample(self, path: str) -> object:
         return _applied(self.sample_load_transform, self.loader(path))
 
     def _move(self, device: torch.device) -> None:
@@ -283,7 +283,7 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         return len(self.files)
 
 
-def _applied(transform: Callable[[Any], Any] | None, value: object) -> Any:
+def _applied(transform: Callable[[Any], Any] | None, value: object) -> object:
     return value if transform is None else transform(value)
 
 

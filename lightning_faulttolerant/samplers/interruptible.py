@@ -51,7 +51,7 @@ class InterruptibleSamples(Interruptible):
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset
         self.shuffle, self.seed = shuffle, checked_seed(seed, order=order)
         self.order_name = order
-        self._order: tuple[tuple[Any, ...], SampleOrder] | None = None
+        self._order: tuple[tuple[object, ...], SampleOrder] | None = None
         super().__init__(unit="samples", **more)
 
     def _length(self) -> int:

@@ -51,13 +51,13 @@ class HeldGenerators:
         roots: The objects to search, by a name that begins their paths in the state.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
         self._watched: list[_Watched] = []
         self._known: set[int] = set()
         self._far_seconds, self._far_at = 0.0, 0.0
-        self._made: dict[str, tuple[Any, bytes]] = {}
+        self._made: dict[str, tuple[object, bytes]] = {}
         self.search()
 
     def __len__(self) -> int:
@@ -77,9 +77,10 @@ class HeldGenerators:
         """
         watched = self._watched
         num_near = _MAX_NEAR if len(watched) > _MAX_NEAR else len(watched)
-        for entry in watched[:num_near]:
-            if entry.has_changed():
-                self._look_at(entry)
+        # A call for each entry would cost more than the rest.
+        changed = [e for e in watched[:num_near] if len(e.container) != e.size or (e.empty and e.has_filled())]
+        for entry in changed:
+            self._look_at(entry)
         if num_near < len(watched):
             began = perf_counter()
             if whole or (began - self._far_at) * _FAR_SHARE >= self._far_seconds:
@@ -96,7 +97,7 @@ class HeldGenerators:
         found = deque(((*entry.path, step), child) for step, child in entry.update())
         self._note(walk(found, known=self._known))
 
-    def _note(self, found: Iterator[tuple[Path, Any]]) -> None:
+    def _note(self, found: Iterator[tuple[Path, object]]) -> None:
         for path, value in found:
             if is_generator(value):
                 self._paths[path_name(path)] = path
@@ -141,8 +142,10 @@ class HeldGenerators:
             found = {name: generator for name, generator in found.items() if any(generator is one for one in of)}
         return {name: pack_generator(generator) for name, generator in found.items()}
 
-    def generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, object]:
         """Return each generator by its path."""
+        if not self._paths:
+            return {}
         found = ((name, self._resolve(path)) for name, path in self._paths.items())
         return {name: generator for name, generator in found if is_generator(generator)}
 
@@ -165,7 +168,7 @@ class HeldGenerators:
                 missing.append(name)
         return missing
 
-    def _resolve(self, path: Path) -> Any:
+    def _resolve(self, path: Path) -> object:
         value: Any = self._roots
         try:
             for kind, key in path:
@@ -207,9 +210,13 @@ class _Watched:
 
     def has_changed(self) -> bool:
         """Return whether there are more or fewer items, or a value has replaced a ``None``."""
-        return len(self.container) != self.size or any(_holds(self.container, key) for key in self.empty)
+        return len(self.container) != self.size or self.has_filled()
 
-    def update(self) -> list[tuple[tuple[str, Any], Any]]:
+    def has_filled(self) -> bool:
+        """Return whether a value has replaced a ``None``."""
+        return any(_holds(self.container, key) for key in self.empty)
+
+    def update(self) -> list[tuple[tuple[str, object], object]]:
         """Record the current content, and return the new items with their places."""
         container, size = self.container, len(self.container)
         if size > MAX_ITEMS:
@@ -290,7 +297,7 @@ def _has_bits(generator: object) -> bool:
     return hasattr(generator, "bit_generator")
 
 
-def _load_bits(bits: Any, spawning: str, state: Mapping[str, Any]) -> None:
+def _load_bits(bits: Any, spawning: str, state: Mapping[str, object]) -> None:
     if type(bits).__name__ != state["bit_generator"]:
         kind = state["bit_generator"]
         raise ValueError(f"A generator on {type(bits).__name__} can't take the saved state of one on {kind}.")
@@ -310,7 +317,7 @@ def _parts(blob: bytes) -> tuple[str, str, bytes]:
 def make_generator(blob: bytes) -> Any:
     """Return a new generator with the kind and the state in `blob`."""
     kind, spawning, state = _parts(blob)
-    generator: Any
+    generator: object
     if kind.startswith("torch:"):
         generator = packing.empty_generator(kind)
     elif kind == "python":
@@ -337,7 +344,7 @@ def _tagged(kind: str, state: bytes) -> bytes:
     return kind.encode() + b"\n" + state
 
 
-def _holds(container: Any, key: Any) -> bool:
+def _holds(container: Mapping[object, object], key: object) -> bool:
     try:
         return container[key] is not None
     except (KeyError, IndexError):  # another object took its place

@@ -147,7 +147,7 @@ def _load_groups(collection: MetricCollection, state: Mapping[str, Any]) -> None
     collection._state_is_copy = state["copied"]
 
 
-def _attributes(metric: Metric) -> dict[str, Any]:
+def _attributes(metric: Metric) -> dict[str, object]:
     # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states. Some
     # metrics keep an image or a map there.
     is_wrapper = any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__)
@@ -160,7 +160,7 @@ def _attributes(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _copy(value: object, device: Any = None) -> Any:
+def _copy(value: object, device: Any = None) -> object:
     if isinstance(value, Tensor):
         copy = value.detach().clone()
         return copy if device is None else copy.to(device)
@@ -186,7 +186,9 @@ def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
     return sum(gradients[1:], first) / num_ranks if isinstance(first, Tensor) else first
 
 
-def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
+def merged_metrics(
+    states: States, module: nn.Module, *, rank: int, num_ranks: int
+) -> tuple[dict[str, object], list[str]]:
     """Return the state of one rank's metrics, as `metrics_state` does, and a line for each that can't be merged.
 
     Args:
@@ -215,7 +217,7 @@ def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: i
     return {**first, "metrics": metrics}, lost
 
 
-def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[str, Any], list[str]]:
+def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[str, object], list[str]]:
     first = states[0]
     values, lost = {}, []
     # A state's reduction, even a missing one, says how its values are gathered; this is torchmetrics' own list of them.
@@ -259,7 +261,7 @@ def _merge_cat(values: Sequence[Any], default: object, rank: int) -> tuple[objec
     return (joined if rank == 0 else joined[:0]), ""
 
 
-def _merge_unknown(values: Sequence[object], default: object, rank: int) -> tuple[Any, str]:
+def _merge_unknown(values: Sequence[object], default: object, rank: int) -> tuple[object, str]:
     if all(_equal(values[0], value) for value in values) and _equal(values[0], default):
         return values[0], ""
     return values[min(rank, len(values) - 1)], "has its own reduction, which can't be applied to some ranks only"

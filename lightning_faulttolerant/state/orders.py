@@ -309,7 +309,7 @@ def kept_order(value: object) -> dict[str, object] | None:
     return {name: _kept(elements, keys[name]) for name, elements in lists.items()}
 
 
-def in_order(value: object, kept: Mapping[str, Any]) -> Any:
+def in_order(value: object, kept: Mapping[str, Any]) -> object:
     """Return the elements of `value` in an order that was kept: a list, or the pairs of a mapping.
 
     Returns:

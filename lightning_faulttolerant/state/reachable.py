@@ -90,7 +90,7 @@ def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> I
             queue.extend(((*path, step), child) for step, child in _children(value))
 
 
-def _children(value: object) -> Iterator[tuple[tuple[str, Any], Any]]:
+def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
     if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > MAX_ITEMS:
         return
     if isinstance(value, (dict, types.MappingProxyType)):
@@ -148,7 +148,7 @@ def has_dict(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=4_096)
-def _has_dict(kind: Any) -> bool:
+def _has_dict(kind: type) -> bool:
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 
@@ -160,7 +160,7 @@ def own_dict(value: object) -> dict[str, object] | None:
     return found
 
 
-def attributes(value: object) -> Iterator[tuple[str, Any]]:
+def attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield an object's own attributes, slots included, without running code of its class."""
     yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:
@@ -169,7 +169,7 @@ def attributes(value: object) -> Iterator[tuple[str, Any]]:
             yield from ((name, slot.__get__(value)) for name, slot in slots if _is_filled(slot, value))
 
 
-def _is_filled(slot: Any, value: Any) -> bool:
+def _is_filled(slot: Any, value: object) -> bool:
     try:
         slot.__get__(value)
     except AttributeError:
@@ -177,7 +177,7 @@ def _is_filled(slot: Any, value: Any) -> bool:
     return True
 
 
-def _cell(cell: types.CellType) -> Any:
+def _cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the variable is not bound yet

@@ -16,13 +16,22 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from lightning_faulttolerant.state import packing
+from lightning_faulttolerant.state.memory import (
+    NumpyMemory,
+    PythonMemory,
+    StateMemory,
+    TorchMemory,
+    memory_of_numpy,
+    memory_of_python,
+    memory_of_torch,
+)
 
 _KINDS = ("cuda", "xpu")
 
@@ -33,6 +42,11 @@ def initialised() -> list[tuple[str, Any]]:
     # It is checked first: `is_available` may call the driver.
     modules = [(kind, getattr(torch, kind, None)) for kind in _KINDS]
     return [(kind, m) for kind, m in modules if m is not None and m.is_initialized() and m.is_available()]
+
+
+def _is_initialised(kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_initialized())
 
 
 def is_device(name: str) -> bool:
@@ -113,22 +127,19 @@ def rng_state() -> dict[str, bytes]:
 
     Returns:
         ``python``, ``numpy`` (if imported), ``torch``, and one for every device of an initialized accelerator, by its
-        name in `devices`: about 10 kB.
+        name in `devices`: about 10 kB. States that have not changed are the same objects as those of the last call.
     """
-    state = {"python": packing.random_state(_generator_of(random.getstate) or random)}
-    numpy_random = _numpy_random()
-    if numpy_random is not None:
-        state["numpy"] = packing.numpy_state(_generator_of(numpy_random.get_state) or numpy_random)
-    state |= torch_rng_state()
-    for kind, module in initialised():
-        for index in range(module.device_count()):
-            state[name_of(kind, index)] = packing.pack_torch(module.get_rng_state(index))
-    return state
+    return dict(_GLOBALS.look())
+
+
+def look() -> Mapping[str, bytes]:
+    """Return what `rng_state` returns: the same object, if nothing has changed since the last call."""
+    return _GLOBALS.look()
 
 
 def torch_rng_state() -> dict[str, bytes]:
     """Return the state of torch's global generator alone."""
-    return {"torch": packing.pack_torch(torch.default_generator.get_state())}
+    return {"torch": _GLOBALS.look()["torch"]}
 
 
 def set_rng_state(state: Mapping[str, bytes]) -> None:
@@ -148,9 +159,114 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
             _set_device(name, blob)
 
 
-def _generator_of(function: object) -> Any:
-    """Return the global generator that a module's function is a method of, if it is one."""
-    return getattr(function, "__self__", None)
+SavedGlobals = Sequence[tuple[str, StateMemory | None, Any]]
+
+
+class _GlobalGenerators:
+    """The memory of the global generators, found again if they are replaced."""
+
+    def __init__(self) -> None:
+        self._python: PythonMemory | None = None
+        self._numpy: NumpyMemory | None = None
+        self._torch: TorchMemory | None = None
+        self._last: Mapping[str, bytes] = {}
+        self._saved: SavedGlobals | None = None
+
+    def look(self) -> Mapping[str, bytes]:
+        """Return the states of all of them: the same object, if none has changed since the last call.
+
+        Loaders look before and after each batch. A training step has emptied the processor's caches by then, so the
+        code of each further function would cost more than all comparisons.
+        """
+        python, numpy, of_torch = self._python, self._numpy, self._torch
+        if (
+            python is None
+            or numpy is None
+            or of_torch is None
+            or python.marked.tobytes() != python.mark
+            or python.generator.gauss_next is not python.gauss
+            or python.generator is not getattr(random.getstate, "__self__", None)
+            or numpy.marked.tobytes() != numpy.mark
+            or numpy.marked_gauss.tobytes() != numpy.mark_of_gauss
+            or numpy.generator._bit_generator is not numpy.bits
+            or numpy.generator is not getattr(sys.modules["numpy.random"].get_state, "__self__", None)
+            or torch.default_generator is not of_torch.generator
+            or of_torch.pointer.tobytes() != of_torch.address
+            or of_torch.marked.tobytes() != of_torch.mark
+            or of_torch.marked_gauss.tobytes() != of_torch.mark_of_gauss
+            or _is_initialised("cuda")
+            or _is_initialised("xpu")
+        ):
+            states = self._read()
+            self._last = self._last if self._last == states else states
+            return {**self._last, **of_devices} if (of_devices := _states_of_devices()) else self._last
+        return self._last
+
+    def save(self) -> SavedGlobals:
+        """Return the states, for `restore_globals`."""
+        self.look()
+        if self._saved is None:
+            found = self.memories().items()
+            self._saved = [(name, one, _by_getter(name) if one is None else one.save()) for name, one in found]
+        return self._saved
+
+    def _read(self) -> dict[str, bytes]:
+        self._saved, states = None, {}
+        for name, memory in self.memories().items():
+            states[name] = _by_getter(name) if memory is None else memory.state()
+        return states
+
+    def memories(self) -> dict[str, StateMemory | None]:
+        """Return the memory of each of them by name, without devices; ``None`` for those that can't be read there."""
+        generator = getattr(random.getstate, "__self__", None)
+        if self._python is None or self._python.generator is not generator:
+            self._python = memory_of_python(generator)
+        found: dict[str, StateMemory | None] = {"python": self._python}
+        numpy_random = _numpy_random()
+        if numpy_random is not None:
+            generator = getattr(numpy_random.get_state, "__self__", None)
+            if self._numpy is None or self._numpy.generator is not generator or not self._numpy.is_current():
+                self._numpy = memory_of_numpy(generator)
+            found["numpy"] = self._numpy
+        generator = torch.default_generator
+        if self._torch is None or self._torch.generator is not generator or not self._torch.is_current():
+            self._torch = memory_of_torch(generator)
+        return {**found, "torch": self._torch}
+
+
+def _states_of_devices() -> dict[str, bytes]:
+    return {
+        name_of(kind, index): packing.pack_torch(module.get_rng_state(index))
+        for kind, module in initialised()
+        for index in range(module.device_count())
+    }
+
+
+def _by_getter(name: str) -> bytes:
+    """Return the state of a global generator that can't be read in memory."""
+    if name == "python":
+        return packing.random_state(getattr(random.getstate, "__self__", random))
+    if name == "numpy":
+        numpy_random = sys.modules["numpy.random"]
+        return packing.numpy_state(getattr(numpy_random.get_state, "__self__", numpy_random))
+    return packing.pack_torch(torch.default_generator.get_state())
+
+
+_GLOBALS = _GlobalGenerators()
+
+
+def saved_globals() -> SavedGlobals:
+    """Return the states of the global generators of Python, NumPy (if imported), and torch, for `restore_globals`."""
+    return _GLOBALS.save()
+
+
+def restore_globals(saved: SavedGlobals) -> None:
+    """Restore the states that `saved_globals` returned. It takes a tenth of the time of `set_rng_state`."""
+    for name, memory, state in saved:
+        if memory is None:
+            set_rng_state({name: state})
+        else:
+            memory.restore(state)
 
 
 def _numpy_random() -> ModuleType | None:

@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import fsspec
 from fsspec.asyn import sync
@@ -34,7 +33,7 @@ _ERRNOS = {
 }
 
 
-def file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a URL, and the path in it.
 
     Call it each time: an fsspec instance belongs to one process and one thread, and fsspec keeps them.
@@ -85,7 +84,7 @@ def has_folders(fs: object) -> bool:
     return not (is_s3(fs) or is_gcs(fs) or is_azure(fs))
 
 
-def move(fs: Any, path: str, new_path: str) -> None:
+def move(fs: AbstractFileSystem, path: str, new_path: str) -> None:
     """Move a file in its file system's own way; an object store copies it and then deletes the original.
 
     Args:
@@ -101,7 +100,7 @@ def move(fs: Any, path: str, new_path: str) -> None:
         fs.mv(path, new_path)
 
 
-def copy(fs: Any, path: str, new_path: str) -> None:
+def copy(fs: AbstractFileSystem, path: str, new_path: str) -> None:
     """Copy a file in its file system's own way.
 
     Args:
@@ -114,7 +113,7 @@ def copy(fs: Any, path: str, new_path: str) -> None:
         _wait_for_copy(fs, new_path)
 
 
-def _wait_for_copy(fs: Any, path: str) -> None:
+def _wait_for_copy(fs: AbstractFileSystem, path: str) -> None:
     """Wait until Azure has copied a file: it answers first, and the copy of a deleted file fails."""
     container, blob, _ = fs.split_path(path)
 
@@ -165,7 +164,7 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     return OSError(_REMOTE_ERRNO, f"{type(error).__name__}: {text}", url)
 
 
-def _protocols(fs: Any) -> set[str]:
+def _protocols(fs: AbstractFileSystem) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 

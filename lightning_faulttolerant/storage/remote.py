@@ -12,8 +12,9 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, cast, final
+from typing import IO, cast, final
 
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
@@ -202,7 +203,7 @@ class RemoteStore:
             fs.pipe_file(path, content)
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[Any, str]]:
+    def _opened(self, name: str) -> Iterator[tuple[AbstractFileSystem, str]]:
         url = self.path(name) if name else self._url
         with remote_errors(url):
             yield file_system(url)
@@ -245,7 +246,7 @@ def copy_file(url: str) -> IO[bytes]:
             return open(copy.name, "rb")
 
 
-def _s3_listing(fs: Any, path: str, *, delimiter: str = "/") -> Listing:
+def _s3_listing(fs: AbstractFileSystem, path: str, *, delimiter: str = "/") -> Listing:
     bucket, key, _ = fs.split_path(path)
     prefix = f"{key.rstrip('/')}/" if key else ""
     files: set[str] = set()
@@ -260,7 +261,7 @@ def _s3_listing(fs: Any, path: str, *, delimiter: str = "/") -> Listing:
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-def _abort_uploads(fs: Any, path: str) -> None:
+def _abort_uploads(fs: AbstractFileSystem, path: str) -> None:
     bucket, key, _ = fs.split_path(path)
     more: dict[str, str] = {}
     while True:

@@ -11,11 +11,15 @@ import hashlib
 import io
 import logging
 import re
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.atomic_file import temporary_name
 from lightning_faulttolerant.storage.file_systems import is_azure, is_gcs, is_s3, move, remote_errors
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
 
 _logger = logging.getLogger(__name__)
 
@@ -127,7 +131,7 @@ class _PartDigests:
 class _S3Upload:
     """Parts that are committed at the end; a small file is one request."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
         # The file sends a part as soon as it has this many bytes. With pieces of this size, we can hash each part.
@@ -135,7 +139,7 @@ class _S3Upload:
         self._answered_etag: str | None = None
         call = self._file._call_s3
 
-        def note_etag(method: str, *args: Any, **arguments: Any) -> object:
+        def note_etag(method: str, *args: object, **arguments: object) -> object:
             answer = call(method, *args, **arguments)
             if method in ("put_object", "complete_multipart_upload"):
                 self._answered_etag = answer.get("ETag", "").strip('"')
@@ -192,7 +196,7 @@ class _S3Upload:
 class _GCSUpload:
     """A resumable upload that is finished at the end."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs, self._path = fs, path
         self._file = fs.open(path, "wb", autocommit=False)
         self._md5, self._num_bytes = _md5(), 0
@@ -224,7 +228,7 @@ class _GCSUpload:
 class _SizedUpload:
     """A file that is being written to a store that reports its size, but no checksum."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         self._fs = fs
         self._file = fs.open(path, "wb")
         self._num_bytes = 0
@@ -242,7 +246,7 @@ class _SizedUpload:
 class _AzureUpload(_SizedUpload):
     """Blocks that are committed at the end. Azure drops those of a killed writer after a week."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: object, path: str) -> None:
         super().__init__(fs, path)
         self._path = path
 
@@ -259,7 +263,7 @@ class _AzureUpload(_SizedUpload):
 class _MovedUpload(_SizedUpload):
     """A file under a temporary name that is moved at the end: as safe as the move of its file system."""
 
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         parent, _, name = path.rpartition("/")
         self._path, self._temporary = path, f"{parent}/{temporary_name(name)}"
         if parent.strip("/"):
@@ -304,7 +308,7 @@ def check_arrived(upload: Upload, url: str, *, aside: str) -> None:
         )
 
 
-def _read_back(fs: Any, path: str, part_bytes: int) -> list[bytes]:
+def _read_back(fs: AbstractFileSystem, path: str, part_bytes: int) -> list[bytes]:
     parts = _PartDigests(part_bytes)
     with fs.open(path, "rb", block_size=part_bytes, cache_type="none") as file:
         while piece := file.read(min(part_bytes, _PIECE_BYTES)):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 _PREFIX = "failure-"
 _MAX_TEXT = 2000
@@ -40,7 +39,7 @@ class TrainingFailure:
     epoch: int
     batch: int | None
     evaluated: int | None = None
-    samples: Mapping[str, list[Any]] = field(default_factory=dict)
+    samples: Mapping[str, list[object]] = field(default_factory=dict)
     rank: int = 0
     time: float
     is_lost: bool = False
@@ -70,7 +69,7 @@ class TrainingFailure:
         return "; ".join(f"{loader}: {_listed(indices)}" for loader, indices in self.samples.items())
 
 
-def _listed(indices: list[Any]) -> str:
+def _listed(indices: list[object]) -> str:
     more = len(indices) - _MAX_SAMPLES
     return ", ".join(map(str, indices[:_MAX_SAMPLES])) + (f", and {more} more" if more > 0 else "")
 

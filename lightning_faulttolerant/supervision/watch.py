@@ -1,7 +1,10 @@
-"""The watcher of a run that is not started by ``lightning-faulttolerant run``: a process next to it, one per machine.
+"""The watcher of a run: it finds training processes whose section takes too long, and reports or ends them.
 
-``python -m lightning_faulttolerant.supervision.watch DIRECTORY`` looks at the marks in that directory until no process
-with marks is left, and then removes the directory.
+A run that is not started by ``lightning-faulttolerant run`` has one next to it on each machine. ``python -m
+lightning_faulttolerant.supervision.watch DIRECTORY`` looks at the marks in that directory until no process with marks
+is left, and then removes the directory.
+
+The report of a hang says what each rank was doing, which one keeps the others waiting, and where all of them were.
 """
 
 from __future__ import annotations
@@ -10,12 +13,263 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import final
 
+from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.processes import is_running, parents_and_states, with_children
+from lightning_faulttolerant.storage.store import open_writer
 from lightning_faulttolerant.supervision.companion import start_companion
-from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, end_hung
-from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
-from lightning_faulttolerant.supervision.watcher import HangWatcher
+from lightning_faulttolerant.supervision.marks import OFF, OUTSIDE, REPORT, STOP, ProcessMarks, SectionTimes, read_marks
+from lightning_faulttolerant.supervision.stacks import (
+    HANG_EXIT_CODE,
+    end_hung,
+    stacks_of,
+    stacks_path,
+    waits_for_others,
+)
+
+STORAGE_ANSWERS_WITHIN_SECONDS = 5.0
+
+
+def begin(work: Callable[[], None]) -> threading.Thread:
+    """Begin work in a thread, which does not keep the process from its end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def done_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Do work in a thread; return whether it was done in time. If not, it continues there.
+
+    Args:
+        seconds: How long to wait for it.
+        work: The work.
+    """
+    thread = begin(work)
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped", "t": "traced", "Z": "ended"}
+
+
+def write_hang_report(text: str, directory: str) -> str:
+    """Write a report next to the autosaves, or else for temporary files; return its path.
+
+    Args:
+        text: The report.
+        directory: The directory of the run, or its URL; empty if it is not known. It may be what hangs.
+    """
+    name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.uname().nodename}.txt"
+    for folder in filter(None, (directory, tempfile.gettempdir())):
+        path = f"{folder.rstrip('/')}/{name}"
+        written: list[str] = []
+        if done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(_write, path, text, written)) and written:
+            return path
+    return ""
+
+
+def _write(path: str, text: str, written: list[str]) -> None:
+    with contextlib.suppress(OSError, FaultToleranceError):
+        with open_writer(path) as file:
+            file.write(text.encode())
+        written.append(path)
+
+
+def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
+    """Return the report, with the stacks of all processes that can still write them."""
+    parents, states = parents_and_states()
+    stacks: dict[int, str] = {}
+    workers: list[str] = []
+    no_workers = {os.getpid(), *(marks.process_id for marks, _ in hang.ranks)}  # a watcher may be a child, too
+    for marks, _ in hang.ranks:
+        path = stacks_path(directory, marks.process_id)
+        stacks[marks.rank] = stacks_of(marks.process_id, path, states.get(marks.process_id, "Z"))
+        for process_id in sorted(with_children({marks.process_id}, parents) - no_workers):
+            found = stacks_of(process_id, path, states.get(process_id, "Z"))
+            workers.append(f"Process {process_id}, started by rank {marks.rank}\n{found}\n")
+    rows = [
+        f"{marks.rank:>4}  {marks.process_id:>8}  {_STATES.get(states.get(marks.process_id, 'Z'), 'unknown'):<8}"
+        f"  {seconds:>6.0f} s  {marks}"
+        for marks, seconds in hang.ranks
+    ]
+    lines = [
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {hang.text}.",
+        "",
+        f"RANK   PROCESS  STATE      SAME FOR  SECTION, of {hang.marks.num_ranks} ranks in all",
+        *rows,
+        "",
+        behind(hang, states, stacks),
+        "",
+        *(f"Rank {rank}\n{text}\n" for rank, text in stacks.items()),
+        *workers,
+    ]
+    return "\n".join(lines)
+
+
+def behind(hang: Hang, states: dict[int, str], stacks: dict[int, str]) -> str:
+    """Return which rank keeps the others waiting, in words."""
+    ranks = [marks for marks, _ in hang.ranks]
+    stopped = [marks.rank for marks in ranks if states.get(marks.process_id, "Z") in "Tt"]
+    if stopped:
+        return f"Behind: {_listed(stopped)}, stopped by a signal."
+    if len(ranks) == 1:
+        return "There is no other rank on this machine."
+    first = min(map(_place, ranks))
+    late = [marks.rank for marks in ranks if _place(marks) == first]
+    if len(late) < len(ranks):
+        return f"Behind: {_listed(late)}, at the earliest place."
+    absent = [marks.rank for marks in ranks if not waits_for_others(stacks.get(marks.rank, ""))]
+    if 0 < len(absent) < len(ranks):
+        return f"Behind: {_listed(absent)}. The others wait in a collective."
+    return "No rank is behind: all are at the same place."
+
+
+def _place(marks: ProcessMarks) -> tuple[int, int, int]:
+    return marks.epoch, marks.batch, marks.evaluated
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_LONGEST_LOOK_SECONDS = 1.0
+_LONGEST_LOOK_FACTOR = 3.0
+_WRITE_EVERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """A section that takes too long.
+
+    Args:
+        marks: The marks of the process that is over its limit.
+        seconds: For how long they have been the same.
+        limit_seconds: How long the section may take.
+        why: The reason for that limit, in words.
+        ranks: The marks of all processes, each with the seconds for which they have been the same.
+    """
+
+    marks: ProcessMarks
+    seconds: float
+    limit_seconds: float
+    why: str
+    ranks: tuple[tuple[ProcessMarks, float], ...]
+
+    @property
+    def directory(self) -> str:
+        """The directory of the run, or its URL; empty if it is not known yet."""
+        return next((marks.directory for marks, _ in self.ranks if marks.directory), "")
+
+    @property
+    def is_only_reported(self) -> bool:
+        """Whether the run asks for nothing but a report."""
+        return self.marks.hang == REPORT
+
+    @property
+    def text(self) -> str:
+        """What hangs, in words."""
+        return (
+            f"a hang: rank {self.marks.rank} has been in the section {self.marks} for {self.seconds:.0f} s, and"
+            f" {self.limit_seconds:.0f} s is the limit ({self.why})"
+        )
+
+
+@final
+class HangWatcher:
+    """Looks at the marks again and again.
+
+    Args:
+        directory: The directory of the marks.
+        default: What to do for processes that say nothing about it: `OFF`, `REPORT`, or `STOP`.
+        look_every_seconds: How often `look` is called.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        default: int = STOP,
+        look_every_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.times = SectionTimes()
+        self._directory = directory
+        self._default = default
+        self._longest_look_seconds = max(_LONGEST_LOOK_SECONDS, _LONGEST_LOOK_FACTOR * look_every_seconds)
+        self._clock = clock
+        self._last = clock()
+        self._since_write = 0.0
+        self._writing: threading.Thread | None = None
+        self._seen: dict[int, tuple[ProcessMarks, float]] = {}
+        self._told: set[tuple[int, int]] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process that is alive had marks when last looked at."""
+        return not self._seen
+
+    def look(self) -> Hang | None:
+        """Return the section that is over its limit, if there is one; each is returned once."""
+        now = self._clock()
+        # A longer time between two looks is time in which the machine, or this process, stood still.
+        step, self._last = min(now - self._last, self._longest_look_seconds), now
+        seen: dict[int, tuple[ProcessMarks, float]] = {}
+        for marks in read_marks(self._directory):
+            if is_running(marks.process_id, marks.started):
+                seen[marks.process_id] = (marks, self._seconds(marks, step))
+                self._follow(marks.directory)
+        self._seen = seen
+        self._since_write += step
+        if self._since_write > _WRITE_EVERY_SECONDS:
+            self._since_write = 0.0
+            if self._writing is None or not self._writing.is_alive():
+                self._writing = begin(self.times.writing())
+        return next(filter(None, (self._judge(marks, seconds) for marks, seconds in seen.values())), None)
+
+    def write_learned(self) -> None:
+        """Write what was learned, after the write in progress."""
+        if self._writing is not None:
+            self._writing.join(STORAGE_ANSWERS_WITHIN_SECONDS)
+            if self._writing.is_alive():
+                return
+        done_within(STORAGE_ANSWERS_WITHIN_SECONDS, self.times.writing())
+
+    def _follow(self, directory: str) -> None:
+        if directory and directory != self.times.directory:
+            done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(self.times.follow, directory))
+
+    def _seconds(self, marks: ProcessMarks, step: float) -> float:
+        """Return for how long the marks have been the same, and learn from those that have changed."""
+        before = self._seen.get(marks.process_id)
+        if before is None:
+            return 0.0
+        if before[0].count == marks.count:
+            return before[1] + step
+        if before[0].section != OUTSIDE and (marks.process_id, before[0].count) not in self._told:
+            self.times.learn(before[0].section, before[1])
+        return 0.0
+
+    def _judge(self, marks: ProcessMarks, seconds: float) -> Hang | None:
+        if marks.section == OUTSIDE or (marks.hang or self._default) == OFF:
+            return None
+        limit, why = self.times.limit(marks)
+        if marks.hang_timeout_seconds:
+            limit, why = marks.hang_timeout_seconds, "hang_timeout"
+        if seconds <= limit or (marks.process_id, marks.count) in self._told:
+            return None
+        self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
+        self.times.note_hang(marks, seconds)
+        self.write_learned()  # the next start needs to know it
+        return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))
+
 
 _LOOK_EVERY_SECONDS = 0.2
 _BEGINS_WITHIN_SECONDS = 60.0

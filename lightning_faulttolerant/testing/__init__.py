@@ -18,8 +18,7 @@ from lightning_faulttolerant.testing.faults import (
     lose,
     write_short,
 )
-from lightning_faulttolerant.testing.faulty_files import FaultyFiles
-from lightning_faulttolerant.testing.power_loss import PowerLoss, PowerLost
+from lightning_faulttolerant.testing.faulty_files import FaultyFiles, PowerLoss, PowerLost
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.testing.exactness import Interruption, KillAt, NotTheSame, assert_resumes_exactly

@@ -248,7 +248,7 @@ class Runs:
     """
 
     def __init__(
-        self, fit: Fit, root: Path, options: dict[str, Any], timeout_seconds: float, *, num_ranks: int = 1
+        self, fit: Fit, root: Path, options: dict[str, object], timeout_seconds: float, *, num_ranks: int = 1
     ) -> None:
         self.fit = fit
         self.options = options
@@ -293,7 +293,7 @@ class Runs:
     def _run(self, path: Path, directory: Path, faults: Sequence[object], options: dict[str, Any] | None) -> None:
         recorder = Recorder(path)
         leave_out(faults)
-        callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
+        callbacks: list[object] = [] if options is None else [FaultTolerance(**options)]
         trainer = self.fit([*callbacks, recorder, *faults], directory)
         if self.num_ranks > 1 and trainer.world_size != self.num_ranks:
             raise ValueError(
@@ -349,9 +349,9 @@ class _Interrupted:
         compare(self._reference, self._events, "the interrupted run")
         return self._costs
 
-    def _start(self, faults: list[Any]) -> RunOutcome:
+    def _start(self, faults: list[object]) -> RunOutcome:
         is_first = self._last is None
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if self._without is not None and not is_first:
             options["strict"] = False
             for path in self._runs.autosaves("interrupted"):

@@ -92,12 +92,12 @@ def lose(step: Step, carry_out: Callable[..., object]) -> object:
     return step.num_bytes if step.kind == "write" else None
 
 
-def kill_before(step: Step, carry_out: Callable[..., Any]) -> Any:
+def kill_before(step: Step, carry_out: Callable[..., object]) -> Any:
     """Kill the process (SIGKILL) instead of doing the step: use it in a process started for that."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_after(step: Step, carry_out: Callable[..., Any]) -> Any:
+def kill_after(step: Step, carry_out: Callable[..., object]) -> Any:
     """Do the step, then kill the process (SIGKILL), even if the step failed: use it in a process started for that."""
     try:
         carry_out()
@@ -221,7 +221,7 @@ class FaultyURLs:
         _blocks.remove(self._faulty)
 
 
-def _take(kind: str, path: str, perform: Any, *, num_bytes: int = 0) -> Any:
+def _take(kind: str, path: str, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
     place = Path(path.removeprefix(f"{_PROTOCOL}:/"))
     return _blocks[-1].take(kind, place, perform, num_bytes=num_bytes) if _blocks else perform()
 
@@ -252,7 +252,7 @@ class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
 class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
     """The file system of ``faulty://``."""
 
-    store: ClassVar[dict[str, Any]] = {}
+    store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     protocol = _PROTOCOL
 
@@ -260,7 +260,7 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
     def _strip_protocol(cls, path: object) -> object:
         return super()._strip_protocol(path.removeprefix(f"{_PROTOCOL}://") if isinstance(path, str) else path)
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> object:
+    def _open(self, path: str, mode: str = "rb", **options: object) -> object:
         perform = functools.partial(super()._open, path, mode, **options)
         if "w" not in mode and "x" not in mode:
             return perform()
@@ -272,16 +272,16 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
 
         return _take("open", path, begin)
 
-    def ls(self, path: str, *args: Any, **options: Any) -> Any:
+    def ls(self, path: str, *args: object, **options: object) -> Any:
         return _take("list", path, functools.partial(super().ls, path, *args, **options))
 
-    def mv(self, path1: str, path2: str, **options: Any) -> None:
+    def mv(self, path1: str, path2: str, **options: object) -> None:
         _take("rename", path2, functools.partial(super().mv, path1, path2, **options))
 
     def rm_file(self, path: str) -> None:
         _take("unlink", path, functools.partial(super().rm_file, path))
 
-    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+    def pipe_file(self, path: str, value: bytes, **options: object) -> None:
         perform = functools.partial(super().pipe_file, path, value, **options)
         _take("write", path, perform, num_bytes=len(value))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from lightning.pytorch import Callback, Trainer
 
@@ -17,16 +18,27 @@ from lightning_faulttolerant.trainer.hangs.supervision import Supervision
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.ranks.process_group import apart_from_earlier_ranks
 from lightning_faulttolerant.trainer.replay.protection import without_saves
 from lightning_faulttolerant.trainer.replay.replayed_steps import replay_of
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.settings.environment import is_manual
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listeners:
+    """The functions that a session calls.
+
+    Args:
+        saved: Called with the position and the path of each autosave that is written and verified.
+        skipped: Called with epoch and batch of each training batch that is left out, once it is loaded.
+    """
+
+    saved: list[Callable[[TrainerPosition, str], None]]
+    skipped: list[Callable[[int, int], None]] = field(default_factory=list)
 
 
 class AnySession(ABC):
@@ -35,15 +47,11 @@ class AnySession(ABC):
     Args:
         trainer: The trainer that runs it.
         options: The callback's options.
-        registered: The functions that were passed to `FaultTolerance.register`, by name.
         strict: Whether a loader that can't be resumed exactly is an error; ``None`` if it is only noted.
     """
 
-    def __init__(
-        self, trainer: Trainer, options: Options, registered: Mapping[str, Registered], *, strict: bool | None
-    ) -> None:
-        self._registered = registered
-        self.trainer = self._trainer = trainer
+    def __init__(self, trainer: Trainer, options: Options, *, strict: bool | None) -> None:
+        self.trainer = trainer
         self._replay = replay_of(trainer, options.script)
         given = options  # by these, a replay finds the run
         if self._replay is not None:
@@ -51,21 +59,16 @@ class AnySession(ABC):
         self._options = options
         seeds = options.worker_rng == "per_sample"
         exactness = Exactness(strict=strict)
-        self.loaders = self._loaders = Loaders(trainer, exactness, manual=is_manual(), is_per_sample=seeds)
-        self._supervision = Supervision(trainer, options, self._loaders)
-        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
-        self.stopping = self._stopping = Stopping(trainer, options)
+        self.loaders = Loaders(trainer, exactness, manual=is_manual(), is_per_sample=seeds)
+        self._supervision = Supervision(trainer, options, self.loaders)
+        self.stopping = Stopping(trainer, options)
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._beginning = Beginning(trainer, given, self._files, function=function_of(trainer))
         self._notes_fetches = False
         """Whether the fetches of the evaluation in progress are noted."""
         self.is_open = False
-        self.on_saved: list[Callable[[TrainerPosition, str], None]] = []
-        """Called with the position and the path of each autosave that is written and verified."""
-        self.on_saved.append(self._supervision.saved)
-        self.on_skipped: list[Callable[[int, int], None]] = []
-        """Called with epoch and batch of each training batch that is left out, once it is loaded."""
+        self.listeners = Listeners(saved=[self._supervision.saved])
 
     @property
     @abstractmethod
@@ -84,8 +87,8 @@ class AnySession(ABC):
         if self._beginning.is_connected:
             self._supervise()
         else:
-            self._patches.around(self._trainer.strategy, "setup_environment", apart_from_earlier_ranks)
-            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self.connect))
+            self._patches.around(self.trainer.strategy, "setup_environment", apart_from_earlier_ranks)
+            self._patches.wrap(self.trainer.strategy, "setup_environment", then(self.connect))
 
     def choose(self) -> None:
         """Open the run on rank 0, and choose there."""
@@ -93,11 +96,12 @@ class AnySession(ABC):
 
     def connect(self) -> None:
         """Connect the ranks, and send the choice to all of them; a collective."""
-        self._stopping.connect(self._beginning.connect())
+        self.stopping.connect(self._beginning.connect())
         self._supervise()
 
     def _supervise(self) -> None:
-        self._supervision.connect(self._beginning.number, self._beginning.directory, self._beginning.token)
+        place = self._beginning.place
+        self._supervision.connect(place.number, place.directory, place.token)
 
     @abstractmethod
     def open(self, callback: Callback) -> None:
@@ -115,13 +119,13 @@ class AnySession(ABC):
     def interrupt(self, exception: BaseException) -> None:
         """End a run that raised an exception. Save what can be saved, and never hide the exception."""
         self._supervision.fail(exception)
-        self._stopping.interrupt(exception)
+        self.stopping.interrupt(exception)
         try:
             self._save_interrupted(exception)
-            self._stopping.requeue(exception)
+            self.stopping.requeue(exception)
         finally:
-            self._loaders.close_workers()
-            compat.end_fetching(self._trainer)
+            self.loaders.close_workers()
+            compat.end_fetching(self.trainer)
             self._tell_end(exception)
 
     def save_before_batch(self) -> None:  # noqa: B027 - not every session can
@@ -145,9 +149,9 @@ class AnySession(ABC):
         """Give everything back. A second call does nothing more."""
         try:
             self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
-            self._stopping.close()
-            self._loaders.release_workers()
-            self._loaders.put_back()
+            self.stopping.close()
+            self.loaders.release_workers()
+            self.loaders.put_back()
             self._files.put_back()
             self._close_own()
             self._beginning.close()
@@ -156,14 +160,14 @@ class AnySession(ABC):
 
     def _begin_fetch(self) -> None:
         """Note that the evaluation in progress fetches a batch."""
-        self._stopping.signals.fetch_began = time.monotonic()
-        self._loaders.begin_fetch()
+        self.stopping.signals.fetch_began = time.monotonic()
+        self.loaders.begin_fetch()
 
     def _wrap_after_evaluation_fetch(self, original: Method) -> Method:
         def after_fetch() -> None:
             if self._notes_fetches:
-                self._loaders.end_fetch()
-                self._stopping.signals.fetch_began = None
+                self.loaders.end_fetch()
+                self.stopping.signals.fetch_began = None
             original()
 
         return after_fetch
@@ -175,7 +179,7 @@ class AnySession(ABC):
     @property
     def _around_evaluation(self) -> int:
         """The section before the first and after the last batch of an evaluation."""
-        return SETUP if self._trainer.sanity_checking else END_OF_EPOCH
+        return SETUP if self.trainer.sanity_checking else END_OF_EPOCH
 
     @abstractmethod
     def _close_own(self) -> None:

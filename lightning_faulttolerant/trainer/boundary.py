@@ -19,11 +19,64 @@ from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import BOUNDARY, IN_VALIDATION, VALIDATION, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
-from lightning_faulttolerant.trainer.save.hook_saves import overrides_save_hook
+from lightning_faulttolerant.trainer.save.autosave import Checkpointer
+from lightning_faulttolerant.trainer.save.contents import overrides_save_hook
 from lightning_faulttolerant.trainer.save.run_state import Capture, take_capture
 from lightning_faulttolerant.trainer.stop.signals import stopped_by
 from lightning_faulttolerant.trainer.stop.stopping import Stopping
+
+
+class Captures:
+    """The captures of a fit: copies of the state at a boundary, for saves that come later.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        checkpointer: Reads the state.
+    """
+
+    def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
+        self._trainer = trainer
+        self._run_state = checkpointer.run_state
+        self._hook_saves = checkpointer.hook_saves
+        self._budget = checkpointer.autosaver.pace.budget
+        self.last: Capture | None = None
+        self.takes_each = False
+        """Whether the state before each batch must be captured, whatever that costs."""
+
+    def is_due(self, now: float) -> bool:
+        """Return whether the budget allows a capture, or a save needs it."""
+        return now >= self._budget.capture_at or self._hook_saves.wants_captures
+
+    def take(self, where: str) -> Capture:
+        """Capture the current state."""
+        began = self._budget.now()
+        self.last = taken = take_capture(self._run_state, position_of(self._trainer, where))
+        self._budget.spend_on_capture(began)
+        return taken
+
+
+class FetchesFromWorkers:
+    """The fetches of training batches that come from other processes. Each is noted in `StopSignals.fetch_began`.
+
+    Args:
+        loaders: The trainer's loaders.
+    """
+
+    def __init__(self, loaders: Loaders) -> None:
+        self._loaders = loaders
+        self._num_handed_out = -1
+
+    def note_boundary(self) -> None:
+        """Note how many index batches are drawn at this boundary."""
+        self._num_handed_out = self._loaders.num_handed_out()
+
+    def leave_boundary(self) -> None:
+        """Note that something else than a fetch comes next."""
+        self._num_handed_out = -1
+
+    def have_not_begun(self) -> bool:
+        """Return whether no index was drawn since the boundary."""
+        return self._num_handed_out == self._loaders.num_handed_out()
 
 
 class Boundary:
@@ -49,23 +102,17 @@ class Boundary:
         history: HistoryWriter,
     ) -> None:
         self._trainer = trainer
-        self._loaders = loaders
         self._run_state = checkpointer.run_state
         self._autosaver = checkpointer.autosaver
-        self._hook_saves = checkpointer.hook_saves
         self._stopping = stopping
-        self._stop = stopping.signals
         self._agreement = stopping.agreement
         self._ranks = ranks
         self._pace = self._autosaver.pace
         self._budget = self._pace.budget
         self._history = history
-        self.fetches_from_workers = loaders.has_workers()
-        """Whether batches come from other processes. If so, each fetch must be noted in `StopSignals.fetch_began`."""
-        self._handed_out = -1
-        self.capture: Capture | None = None
-        self.captures_each = False
-        """Whether the state before each batch must be captured, whatever that costs."""
+        self.workers = FetchesFromWorkers(loaders) if loaders.has_workers() else None
+        """The fetches from other processes; ``None`` if this process loads its batches itself."""
+        self.captures = Captures(trainer, checkpointer)
         self._common: CommonPace | None = None
 
     def before_batch(self) -> None:
@@ -77,18 +124,12 @@ class Boundary:
         kept_steps = self._pace.kept_steps
         if (now >= self._pace.due_at or kept_steps.is_due() or kept_steps.is_retry_due()) and self._autosaver.is_due():
             self._save_due()
-        if now >= self._budget.capture_at or self._hook_saves.wants_captures or self.captures_each:
-            self._take_capture(BOUNDARY)
+        if self.captures.takes_each or self.captures.is_due(now):
+            self.captures.take(BOUNDARY)
         if now >= self._history.due_at:
             self._history.alive()
-        if self.fetches_from_workers:
-            self._handed_out = self._loaders.num_handed_out()
-
-    def _take_capture(self, where: str) -> Capture:
-        began = self._budget.now()
-        self.capture = taken = take_capture(self._run_state, position_of(self._trainer, where))
-        self._budget.spend_on_capture(began)
-        return taken
+        if self.workers is not None:
+            self.workers.note_boundary()
 
     def _save_due(self) -> None:
         """Save if every rank knows by itself that a save is due. Otherwise rank 0 requests a common boundary."""
@@ -105,7 +146,7 @@ class Boundary:
         position = position_of(self._trainer, BOUNDARY)
         if wish == STOP:
             self._stop_here(position)
-        with self._stop.saving():
+        with self._stopping.signals.saving():
             self._autosaver.save_due(position)
         self._stopping.stop_if_wanted(
             str(position), self._pace.unsaved_at(position)
@@ -116,11 +157,12 @@ class Boundary:
         place = str(position)
         self._pace.is_ending = True
         if self._stopping.save_fits():
-            with self._stop.saving():
+            with self._stopping.signals.saving():
                 self._autosaver.save_unless_saved(position)
         else:
+            seconds_left = max(self._stopping.signals.grace.seconds_left(), 0)
             place += (
-                f". There was no time left to save it: {max(self._stop.grace.seconds_left(), 0):.1f} seconds of the"
+                f". There was no time left to save it: {seconds_left:.1f} seconds of the"
                 f" grace period are left, and a save takes {self._autosaver.save_seconds:.1f}"
             )
         self._stopping.end_together()
@@ -131,9 +173,10 @@ class Boundary:
         run, self._common = self._run_state.validation, None
         if not run.is_continuing:
             run.begin()
-            capture = self._take_capture(VALIDATION)
+            capture = self.captures.take(VALIDATION)
             run.lost_before = self._run_state.not_carried(capture.state)
-        self._handed_out = -1
+        if self.workers is not None:
+            self.workers.leave_boundary()
 
     def before_validation_batch(self) -> None:
         """Pass a boundary inside a validation run. If the run can't be resumed here, its start is saved instead."""
@@ -145,7 +188,7 @@ class Boundary:
         else:
             if now >= self._pace.due_at:
                 self._save_due_in_validation()
-            if now >= self._budget.capture_at or self._hook_saves.wants_captures:
+            if self.captures.is_due(now):
                 self._capture_in_validation()
         if now >= self._history.due_at:
             self._history.alive()
@@ -160,11 +203,11 @@ class Boundary:
 
     def _stop_before_validation_batch(self) -> None:
         if self._stopping.all_can(self._can_continue_here()):
-            self.capture = None  # the start of the run is older than what is saved now
+            self.captures.last = None  # the start of the run is older than what is saved now
             with swap_of_validation_undone(self._trainer):
                 self._stop_here(position_of(self._trainer, IN_VALIDATION))
-        if self.capture is not None:
-            self._stop_in_validation(self.capture)
+        if self.captures.last is not None:
+            self._stop_in_validation(self.captures.last)
 
     def _is_too_early(self) -> bool:
         """Return whether nothing is saved yet: a fit that begins writes its first autosave between training batches."""
@@ -182,7 +225,7 @@ class Boundary:
     def _save_in_validation(self, save: Callable[[TrainerPosition], None] | None = None) -> None:
         with swap_of_validation_undone(self._trainer):
             (save or self._autosaver.save_due)(position_of(self._trainer, IN_VALIDATION))
-        self.capture = None  # it is older than the autosave
+        self.captures.last = None  # it is older than the autosave
 
     def _save_together_in_validation(self) -> None:
         """Save before a batch that all ranks reach, if an autosave is due by rank 0's clock; a collective."""
@@ -216,19 +259,19 @@ class Boundary:
 
     def _capture_in_validation(self) -> None:
         if self._run_state.validation.can_be_resumed:
-            before = self.capture
+            before = self.captures.last
             try:
                 with swap_of_validation_undone(self._trainer):
-                    taken = self._take_capture(IN_VALIDATION)
+                    taken = self.captures.take(IN_VALIDATION)
             except NotExactError as error:  # a loader can't report its place
                 self._run_state.validation.repeat(str(error))
                 return
             if not self._can_continue_here(taken):
-                self.capture = before
+                self.captures.last = before
 
     def _stop_in_validation(self, capture: Capture) -> None:
         self._pace.is_ending = True
-        with self._stop.saving():
+        with self._stopping.signals.saving():
             is_over = self._save_capture(capture)
         if is_over:
             self._stopping.end_together()
@@ -250,32 +293,39 @@ class Boundary:
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
-        if self.capture is None or self.capture.position == self._pace.saved:
+        capture = self.captures.last
+        if capture is None or capture.position == self._pace.saved:
             return False
-        return self._save_capture(self.capture)
+        return self._save_capture(capture)
 
-    def write_incident(self, name: str) -> str:
+    def write_incident(self, name: str, ranks: Ranks) -> str:
         """Write the last capture to a file of an incident, and return why that is not possible; else an empty text.
 
         Args:
             name: The name of the file.
+            ranks: Gather the states of all ranks, without a collective.
 
         Raises:
             Exception: If the file can't be written.
         """
-        if self._ranks.num_ranks > 1:
-            return "several ranks train together, and this one can't save for the others"
         if self._autosaver.is_sharded:
             return "the strategy saves in shards"
         if overrides_save_hook(self._trainer):
             return "on_save_checkpoint, or the data module's state_dict, would add values of a later moment"
-        if self.capture is None:
+        if self.captures.last is None:
             return "no state was captured after the last autosave"
-        if not self._save_capture(self.capture, partial(self._autosaver.write_incident, name=name)):
+        save = partial(self._autosaver.write_incident, name=name, ranks=ranks)
+        if not self._save_capture(self.captures.last, save, agree=bool):
             return "parameters or optimizer states have changed since"
         return ""
 
-    def _save_capture(self, capture: Capture, save: Callable[[Capture], None] | None = None) -> bool:
+    def _save_capture(
+        self,
+        capture: Capture,
+        save: Callable[[Capture], None] | None = None,
+        *,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> bool:
         """Save `capture` if parameters and optimizer states have not changed since. Return whether a save was tried.
 
         None is tried if user code overrides ``on_save_checkpoint``, or the data module's ``state_dict``: they would add
@@ -287,13 +337,13 @@ class Boundary:
         for weights in (as_they_are, *swapped_back):
             with weights:
                 can = not overrides_save_hook(self._trainer) and capture.is_current(self._trainer)
-                if self._stopping.all_can(can):
+                if (agree or self._stopping.all_can)(can):
                     (save or self._autosaver.save_capture)(capture)
                     return True
         return False
 
     def _is_waiting_for_workers(self) -> bool:
         # Until the batch arrives, nothing has happened since the boundary: not even an index was drawn.
-        if not compat.fetches_at_the_boundary(self._trainer):
+        if self.workers is None or not compat.fetches_at_the_boundary(self._trainer):
             return False
-        return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()
+        return self._stopping.signals.broke_fetch and self.workers.have_not_begun()

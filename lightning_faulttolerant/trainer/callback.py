@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.trainer.bases import AnyCallback, names_of_hooks
+from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
 from lightning_faulttolerant.trainer.process import Registered, without_collections
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
-from lightning_faulttolerant.trainer.serving import is_module, served
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
 from lightning_faulttolerant.trainer.settings.options import (
     DEFAULT_BUDGET,
@@ -25,8 +24,9 @@ from lightning_faulttolerant.trainer.settings.options import (
     checked_dirpath,
     checked_ledger,
     checked_resume_from,
+    option_names,
+    with_options_of_environment,
 )
-from lightning_faulttolerant.trainer.settings.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class FaultTolerance(AnyCallback):
         EARLY.begin(os.environ, fit_follows=True)
         self._number = self._options.script.count_callback()
         self.is_from_environment = False
-        self._log: Any = None
+        self._log: object = None
         self._session: AnySession | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
@@ -224,7 +224,7 @@ class FaultTolerance(AnyCallback):
             function: The function.
         """
         if self._session is not None:
-            self._session.on_skipped.append(function)
+            self._session.listeners.skipped.append(function)
 
     @property
     def resume_report(self) -> ResumeReport | None:
@@ -297,7 +297,7 @@ class FaultTolerance(AnyCallback):
             under_way.begin(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
-    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, object]) -> None:
         """Add the position and our state to a checkpoint that user code or another callback saves inside the fit."""
         if self._session is not None and not self._is_of_another(trainer):
             self._session.put_part(checkpoint)

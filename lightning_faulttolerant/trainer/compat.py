@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, Mod
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
@@ -102,6 +103,12 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, object]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
+def import_for_dump() -> None:
+    """Import what `dump_checkpoint` imports in its first call."""
+    if _OMEGACONF_AVAILABLE:
+        import omegaconf  # noqa: F401, PLC0415, RUF100 - optional, and only wanted here
+
+
 def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, object]) -> None:
     """Let Lightning restore from `checkpoint` as if it had read it from `path`."""
     trainer._checkpoint_connector._ckpt_path = path
@@ -133,7 +140,7 @@ def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
     return "", None
 
 
-def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any, module: bool) -> None:
+def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: object, module: bool) -> None:
     """Call a hook of `callbacks`, and of the module if `module`, as Lightning does."""
     with only(trainer, hook, callbacks, module=module):
         call._call_callback_hooks(trainer, hook, *args)

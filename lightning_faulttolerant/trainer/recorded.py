@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor, Timer
@@ -27,7 +26,7 @@ from lightning_faulttolerant.trainer.recorder import Recorder
 from lightning_faulttolerant.trainer.save.run_state import named_callbacks
 
 
-def batch_event(trainer: Trainer, batch: object, batch_idx: int) -> dict[str, Any]:
+def batch_event(trainer: Trainer, batch: object, batch_idx: int) -> dict[str, object]:
     """Return the contents of a batch, and the metrics that the trainer shows before it."""
     fetches = compat.step_fetches(trainer)  # then Lightning passes the batch of the previous step
     place = compat.num_completed(trainer) if fetches else batch_idx
@@ -37,7 +36,7 @@ def batch_event(trainer: Trainer, batch: object, batch_idx: int) -> dict[str, An
     return {"epoch": trainer.current_epoch, "batch": place, "content": content, "shown": shown}
 
 
-def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int) -> dict[str, Any]:
+def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int) -> dict[str, object]:
     """Return the loss of a step, and the learning rates after it."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     rates = learning_rates(trainer)
@@ -46,7 +45,7 @@ def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int)
     return {**place, "loss": exact(loss), "learning_rates": rates, **fetched}
 
 
-def shown_metrics(trainer: Trainer) -> dict[str, Any]:
+def shown_metrics(trainer: Trainer) -> dict[str, object]:
     """Return the metrics that callbacks see."""
     return {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
 
@@ -78,11 +77,11 @@ class RecordingLogger(Logger):
         """Record values with their step."""
         self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: hyperparameters are logged once per process."""
 
 
-def end_event(trainer: Trainer) -> dict[str, Any]:
+def end_event(trainer: Trainer) -> dict[str, object]:
     """Return the final state of a fit: weights, optimizers, metrics, callbacks."""
     module = trainer.lightning_module
     states = {

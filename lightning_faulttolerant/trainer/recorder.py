@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.trainer.bases import AnyCallback
+from lightning_faulttolerant.trainer.bases import AnyCallback, served
 from lightning_faulttolerant.trainer.callback import FaultTolerance
-from lightning_faulttolerant.trainer.serving import served
 
 
 class Recorder(AnyCallback):
@@ -29,7 +28,7 @@ class Recorder(AnyCallback):
         self._path = path
         self._told_resume = False
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, **values: object) -> None:
         """Add one event."""
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps({"event": event, **values}, sort_keys=True).encode() + b"\n")
@@ -119,16 +118,16 @@ class KillAt(AnyCallback):
         self._rank = rank
         self._seen = -1
 
-    def on_train_batch_start(self, trainer: object, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: object, *_: object) -> None:
         """Count, and strike if it is time."""
         self._seen += 1
         self._strike("start", trainer)
 
-    def on_train_batch_end(self, trainer: object, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: object, *_: object) -> None:
         """Strike if it is time."""
         self._strike("end", trainer)
 
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: Any, *_: object) -> None:
         """Strike if it is time."""
         if not trainer.sanity_checking:
             self._strike("validation", trainer)

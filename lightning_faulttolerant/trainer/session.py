@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
@@ -18,7 +17,6 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.ddp_buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.incidents.flight_recorder import FlightRecorder
 from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
 from lightning_faulttolerant.trainer.incidents.rules import Rule
@@ -26,18 +24,18 @@ from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
-from lightning_faulttolerant.trainer.patches import Method, then
+from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
 from lightning_faulttolerant.trainer.run.own_times import follow_buffers, follow_steps
-from lightning_faulttolerant.trainer.save.autosave import Autosaver
-from lightning_faulttolerant.trainer.save.checkpointer import Checkpointer
+from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
+from lightning_faulttolerant.trainer.save.contents import HookSaves
 from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
-from lightning_faulttolerant.trainer.save.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.warm_up import warm_up
 from lightning_faulttolerant.trainer.settings.options import Options
 from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
@@ -53,9 +51,11 @@ class Session(AnySession):
     """
 
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
-        super().__init__(trainer, options, registered, strict=options.strict)
-        self._stop = self._stopping.signals
-        self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
+        super().__init__(trainer, options, strict=options.strict)
+        self._registered = registered
+        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
+        self._stop = self.stopping.signals
+        self._restoring = Restoring(trainer, options, self._beginning, self.loaders, self._fingerprint, self._files)
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
         self._recorder: FlightRecorder | None = None
@@ -82,10 +82,10 @@ class Session(AnySession):
             self.connect()
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
-        self._stopping.open()
+        self.stopping.open()
         self._files.follow()
-        write_atomically(self._trainer, self._patches)
-        trainer, around, wrap = self._trainer, self._patches.around, self._patches.wrap
+        write_atomically(self.trainer, self._patches)
+        trainer, around, wrap = self.trainer, self._patches.around, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
         around(connector, "resume_start", self._restoring.around_resume_start)
@@ -120,7 +120,7 @@ class Session(AnySession):
             if self._training.boundary is not None:
                 self._training.note_order()
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
-            end_interrupted(self._trainer, boundary if saves else None, autosaver, exception, source)
+            end_interrupted(self.trainer, boundary if saves else None, autosaver, exception, source)
         elif isinstance(exception, TrainingStopped):
             tell_stopped(exception, None, source)
 
@@ -158,71 +158,72 @@ class Session(AnySession):
     @without_collections()
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
-        self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        run_state = RunState(self._trainer, self._loaders, self._files, self._registered, self._options)
-        if self._resume is None and self._trainer.num_sanity_val_steps:
+        warm_up()
+        self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
+        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options)
+        if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
         self._reloads = run_state.objects.reloads
-        hook_saves = HookSaves(self._trainer, run_state)
+        hook_saves = HookSaves(self.trainer, run_state)
         self._fingerprint.settings()
-        buckets = Buckets(self._trainer)
+        buckets = Buckets(self.trainer)
         if self._resume is not None:
             self._resume.begin()
             self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
         skipped = SkippedBatches(
-            self._trainer,
-            self._loaders,
+            self.trainer,
+            self.loaders,
             self._beginning.ranks,
             self._options.skip_batches,
             self._beginning.history,
         )
-        skipped.on_skipped = self.on_skipped
+        skipped.on_skipped = self.listeners.skipped
         if self._resume is None:
             skipped.begin(self._patches, None, None)
         else:
             notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
             self._resume.notes += notes
-        follow_buffers(self._trainer, self._patches, self._beginning.history.times)
+        follow_buffers(self.trainer, self._patches, self._beginning.history.times)
         autosaver = self._make_autosaver(run_state, buckets, skipped)
         self._training = Training(
-            self._trainer,
-            self._loaders,
+            self.trainer,
+            self.loaders,
             Checkpointer(run_state=run_state, autosaver=autosaver, hook_saves=hook_saves),
             self._resume,
-            stopping=self._stopping,
+            stopping=self.stopping,
             beginning=self._beginning,
             supervision=self._supervision,
         )
         self._training.skipped = skipped
         if self._beginning.choice is None or not self._beginning.choice.continues:
-            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
+            self.listeners.saved.append(self._fingerprint.hyperparameters.tell_passing)
         self._recorder = (
             None if self._options.record is None else self._make_recorder(self._training, self._options.record)
         )
         if self._replay is not None:
-            self._replay.begin(self._loaders, self._beginning.ranks)
+            self._replay.begin(self.loaders, self._beginning.ranks)
 
     def _make_recorder(self, training: Training, rule: str | Rule) -> FlightRecorder:
         stop = self._stop
         writer = IncidentWriter(
-            self._trainer,
+            self.trainer,
             self._beginning,
             training.checkpointer.autosaver.pace,
             boundary=lambda: training.boundary,
             is_stopping=(lambda: stop.requested is not None) if self._options.attribute else None,
         )
-        recorder = FlightRecorder(self._trainer, rule, writer, stops=self._options.stop_on_incident)
+        recorder = FlightRecorder(self.trainer, rule, writer, stops=self._options.stop_on_incident)
         recorder.take_seams(self._patches)
         training.captures_each = True
         return recorder
 
     def _make_autosaver(self, run_state: RunState, buckets: Buckets, skipped: SkippedBatches) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
-        mark, here = self._files.mark, surroundings(self._trainer)
+        mark, here = self._files.mark, surroundings(self.trainer)
         autosaver = Autosaver(
-            self._trainer,
+            self.trainer,
             self._beginning.series,
             run_state,
             self._options,
@@ -236,27 +237,27 @@ class Session(AnySession):
                 **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
                 **skipped.header(),
                 **self._restoring.changes(),
-                "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
+                "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
         )
-        autosaver.on_saved = self.on_saved
-        autosaver.before_save = partial(self._supervision.in_section, SAVE)
-        autosaver.is_saved_before = self._restoring.is_saved
-        if self._replay is not None:
-            autosaver.is_saved_before = lambda position: True
+        autosaver.around = AroundSaves(
+            is_saved_before=self._restoring.is_saved if self._replay is None else lambda position: True,
+            before_save=partial(self._supervision.in_section, SAVE),
+            on_saved=self.listeners.saved,
+        )
         return autosaver
 
-    def _parent(self) -> dict[str, Any]:
+    def _parent(self) -> dict[str, object]:
         """Return what each checkpoint says of the parent, if this run is a branch."""
         parent = None if self._resume is None else self._resume.parent
         return {} if parent is None else {PARENT: parent.state_dict()}
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
-        return self._loaders.process(self._reloads.follow(original(loader)))
+        return self.loaders.process(self._reloads.follow(original(loader)))
 
     def _around_setup_data(self, stage: str, original: Method) -> None:
-        self._loaders.begin(stage)
-        loaders = self._loaders.iterated_by_trainer(stage=stage)
+        self.loaders.begin(stage)
+        loaders = self.loaders.iterated_by_trainer(stage=stage)
         with loaders, self._reloads.begun(is_training=stage == TRAIN):
             original()
         if self._training is not None:
@@ -280,11 +281,11 @@ class Session(AnySession):
             raise
 
     def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
-        self._loaders.note_prefetching()
+        self.loaders.note_prefetching()
         if self._training is not None:
             self._training.start_epoch(original, data_fetcher)
             return
-        with self._loaders.iterated_by_trainer():
+        with self.loaders.iterated_by_trainer():
             original(data_fetcher)
 
     def _wrap_advance(self, original: Method) -> Method:
@@ -306,13 +307,13 @@ class Session(AnySession):
         return advance
 
     def _wrap_before_fetch(self, original: Method) -> Method:
-        loaders, times = self._loaders, self._beginning.history.times
+        loaders, times = self.loaders, self._beginning.history.times
 
         def before_fetch() -> None:
             if loaders.prefetches.is_on:
                 loaders.mark()
             boundary = None if self._training is None else self._training.boundary
-            if boundary is not None and boundary.fetches_from_workers:
+            if boundary is not None and boundary.workers is not None:
                 self._stop.fetch_began = time.monotonic()
             original()
             loaders.begin_fetch()
@@ -327,7 +328,7 @@ class Session(AnySession):
             if times.fetch_began:
                 times.data += perf_counter() - times.fetch_began
                 times.fetch_began = 0.0
-            self._loaders.end_fetch()
+            self.loaders.end_fetch()
             original()
             self._stop.fetch_began = None
 
@@ -335,7 +336,7 @@ class Session(AnySession):
 
     def _around_validation(self, original: Method) -> object:
         self._supervision.in_section(self._around_evaluation)
-        if self._trainer.sanity_checking:
+        if self.trainer.sanity_checking:
             with self._ended_here():
                 return original()
         return self._once_begun(Training.validate)(original)
@@ -347,9 +348,9 @@ class Session(AnySession):
     def _around_validation_reset(self, original: Method) -> None:
         if self._training is not None:
             self._training.checkpointer.run_state.validation.watch_first_fetch()
-        with self._loaders.iterated_by_trainer():
+        with self.loaders.iterated_by_trainer():
             original()
-        self._notes_fetches = must_note_fetches(self._loaders.trackers, VALIDATION)
+        self._notes_fetches = must_note_fetches(self.loaders.trackers, VALIDATION)
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
         supervision = self._supervision
@@ -358,8 +359,8 @@ class Session(AnySession):
             boundary = None if self._training is None else self._training.boundary
             if boundary is not None:
                 boundary.before_validation_batch()
-            elif self._trainer.sanity_checking:
-                self._stopping.before_sanity_batch()
+            elif self.trainer.sanity_checking:
+                self.stopping.before_sanity_batch()
             if supervision.marks is not None:
                 supervision.in_evaluation_batch()
             original()

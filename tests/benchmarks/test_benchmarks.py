@@ -83,7 +83,7 @@ def test_goodput_of_a_killed_run_is_measured(tmp_path: Path) -> None:
     """Both sides end although they are killed, and only ours ends with the right result."""
     figures = figures_of(goodput.main, [], tmp_path)
     [found] = figures["cases"].values()
-    assert found["ours"]["is_right"]
+    assert found["ours"]["right"] == 1
     assert 0 < found["ours"]["goodput"] < 1
     assert found["ratio"] == pytest.approx(found["ours"]["goodput"] / found["others"][found["best"]]["goodput"])
 

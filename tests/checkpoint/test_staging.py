@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_faulttolerant.checkpoint import staging as staging_module
-from lightning_faulttolerant.checkpoint.staging import Staging
+from lightning_faulttolerant.checkpoint import background as staging_module
+from lightning_faulttolerant.checkpoint.background import Staging
 from lightning_faulttolerant.state.rng import rng_state
 
 

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined
 from lightning_faulttolerant.checkpoint.schema import KEY
-from lightning_faulttolerant.cli import contents, part
-from lightning_faulttolerant.cli.contents import plain
+from lightning_faulttolerant.cli import inspection, part
+from lightning_faulttolerant.cli.inspection import plain
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
 from tests.runs import Net, RaiseAt, fit_net
@@ -242,7 +242,7 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
     from lightning_faulttolerant.state import packing
 
     assert part.KEY == KEY
-    assert contents.BLOBS == packing.POOL
+    assert inspection.BLOBS == packing.POOL
 
 
 def test_a_directory_is_refused_by_naming_what_shows_it(tmp_path: Path, capsys: Capture) -> None:

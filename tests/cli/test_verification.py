@@ -141,16 +141,16 @@ def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
     """An unreadable file gives status 2, but 1 if there is also a damaged file, since that is certain."""
     sound, refused, damaged = save_series(tmp_path, 3)
     flip(damaged)
-    from lightning_faulttolerant.cli import verdict
+    from lightning_faulttolerant.cli import verification
 
-    opened = verdict.open_checkpoint
+    opened = verification.open_checkpoint
 
     def refuse(path: str, **options: bool) -> object:
         if str(path) == refused:
             raise PermissionError(13, "Permission denied", path)
         return opened(path, **options)
 
-    monkeypatch.setattr(verdict, "open_checkpoint", refuse)
+    monkeypatch.setattr(verification, "open_checkpoint", refuse)
     found = call(capsys, "verify", sound, refused)
     assert found.status == 2
     assert found.lines[1] == f"{refused}: unreadable: {refused}: Permission denied"
@@ -162,10 +162,10 @@ def test_progress_is_shown_on_a_terminal_only_and_wiped(
 ) -> None:
     """On a terminal a line shows the progress of a large file and is wiped at the end; elsewhere stderr stays empty."""
     path = save(tmp_path / "a.ckpt", {"weights": torch.zeros(3_000_000)})
-    monkeypatch.setattr("lightning_faulttolerant.cli.verdict._SHOWN_FROM_BYTES", 1000)
-    monkeypatch.setattr("lightning_faulttolerant.cli.verdict._SHOWN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_FROM_BYTES", 1000)
+    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_EVERY_SECONDS", 0.0)
     assert call(capsys, "verify", path).err == ""
-    monkeypatch.setattr("lightning_faulttolerant.cli.verdict.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("lightning_faulttolerant.cli.verification.sys.stderr.isatty", lambda: True)
     found = call(capsys, "verify", path)
     assert "% of 12 MB read: a.ckpt" in found.err
     assert found.err.endswith("\r\x1b[K")

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.records.accounting import chapter_report
-from lightning_faulttolerant.supervision.marks import TRAINING_BATCH, ProcessMarks
-from lightning_faulttolerant.supervision.section_times import SectionTimes
+from lightning_faulttolerant.supervision.marks import TRAINING_BATCH, ProcessMarks, SectionTimes
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset

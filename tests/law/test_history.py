@@ -121,7 +121,7 @@ def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path
     class Waits(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
             [protection] = [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
-            protection._session.autosaver._writer.wait()
+            protection._session.autosaver._background.wait()
 
     assert run(fit_one(tmp_path, Waits(), KillAt(4), async_save=True)).exit_code == -signal.SIGKILL
     assert run(fit_one(tmp_path, async_save=True)).exit_code == 0

@@ -16,6 +16,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.records.incidents import Incident, read_incident
 from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.incidents import incident_writer, states_on_disk
 from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.groups import run_group
@@ -330,30 +331,81 @@ def test_a_recorded_run_resumes_exactly() -> None:
 class SpoiltOnOne(Net):
     """Only the second rank has a NaN, in one step."""
 
+    def __init__(self, *, is_spoilt: bool = True) -> None:
+        super().__init__()
+        self.is_spoilt = is_spoilt
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layers(batch).square().mean()
-        return loss * torch.nan if (self.trainer.global_rank, batch_idx) == (1, 3) else loss
+        is_here = self.is_spoilt and (self.trainer.global_rank, batch_idx) == (1, 3)
+        return loss * torch.nan if is_here else loss
 
 
-def test_two_ranks_write_their_own_reports(tmp_path: Path) -> None:
-    """A NaN on one rank: its report names the loss, the other's the gradient that came from it. Nobody waits."""
+def trained_on_two(
+    directory: Path, *, is_spoilt: bool = True, ckpt: Path | None = None, seed: int = 1, **arguments: Any
+) -> str:
+    """Train one epoch of 5 steps on two ranks with a recorder, and record the final weights; return what is printed."""
+    directory.mkdir(exist_ok=True)
 
-    def main(_: int) -> None:
-        fit_net(
-            [FaultTolerance(record="nan", every_n_train_steps=2)], tmp_path, train=shuffled(num_batches=5),
-            module=SpoiltOnOne(), max_epochs=1, devices=2, strategy="ddp", limit_val_batches=0,
+    def main(rank: int) -> None:
+        torch.manual_seed(seed + rank)
+        trainer = fit_net(
+            [FaultTolerance(record="nan", every_n_train_steps=2)], directory, train=shuffled(num_batches=5),
+            module=SpoiltOnOne(is_spoilt=is_spoilt), max_epochs=1, devices=2, strategy="ddp", limit_val_batches=0,
+            ckpt_path=ckpt, **arguments,
         )  # fmt: skip
+        if rank == 0:
+            tell(directory, "weights", weights(trainer))
 
-    codes, output = run_group(main, num_ranks=2, directory=tmp_path)
+    codes, output = run_group(main, num_ranks=2, directory=directory)
     assert codes == [0, 0], output
-    found = incidents(tmp_path)
+    return output
+
+
+def test_two_ranks_write_the_state_of_both(tmp_path: Path) -> None:
+    """A NaN on one rank: its report names the loss, the other's the gradient that came from it. Both name the state.
+
+    A run that continues from it, without the NaN, equals one that never had it.
+    """
+    spoilt, plain, again = tmp_path / "spoilt", tmp_path / "plain", tmp_path / "again"
+    trained_on_two(spoilt)
+    found = incidents(spoilt)
     assert sorted(found) == ["incident-00000003-rank-1.json", "incident-00000003.json"]
     first, second = found["incident-00000003.json"], found["incident-00000003-rank-1.json"]
     assert "gradient" in first.what
     assert second.what == "the loss is nan"
     for one in (first, second):
-        assert (one.checkpoint, one.num_batches, one.autosave) == ("", 2, "before batch 2 of epoch 0")
-        assert one.without.startswith("several ranks")
+        assert one.checkpoint == "incident-00000003.ckpt", one.without
+    path = the_checkpoint(spoilt)
+    assert {each.name for each in path.parent.iterdir()} == {path.name, *found}
+    trained_on_two(plain, is_spoilt=False)
+    printed = trained_on_two(again, is_spoilt=False, ckpt=path, seed=99)
+    assert "Resumed exactly before batch 3 of epoch 0" in printed
+    assert told(again, "weights") == told(plain, "weights") != told(spoilt, "weights")
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_notice_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report of the others names the last autosave, training continues, and no file is left."""
+    monkeypatch.setattr(states_on_disk, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(incident_writer, "all_notice", lambda trainer: trainer.global_rank == 0)
+    trained_on_two(tmp_path)
+    first, second = (incidents(tmp_path)[f"incident-00000003{rank}.json"] for rank in ("", "-rank-1"))
+    assert "the state of rank 1 did not come within 0.5 seconds" in first.without
+    assert "the others may not have noticed it" in second.without
+    assert (first.num_batches, first.autosave) == (2, "before batch 2 of epoch 0")
+    assert sorted(path.name for path in tmp_path.rglob("incidents/*")) == sorted(incidents(tmp_path))
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_exchanged_are_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an accumulation window, only the rank with the NaN reports it. The other one does later."""
+    monkeypatch.setattr(states_on_disk, "WAIT_SECONDS", 0.5)
+    trained_on_two(tmp_path, accumulate_grad_batches=5)
+    found = incidents(tmp_path)
+    assert sorted(found) == ["incident-00000003-rank-1.json", "incident-00000004.json"]
+    assert "the others may not have noticed it" in found["incident-00000003-rank-1.json"].without
+    assert "did not come within" in found["incident-00000004.json"].without
 
 
 @pytest.mark.parametrize("options", [{"record": "inf"}, {"attribute": True}, {"stop_on_incident": True}], ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nested import nested_tensor
 
+from lightning_faulttolerant.loader import digests
 from lightning_faulttolerant.loader.digests import sample_digest
 
 
@@ -88,3 +89,20 @@ def test_which_object_comes_again() -> None:
     one, other = [1], [2]
     assert sample_digest([one, other, one]) != sample_digest([one, other, other])
     assert sample_digest([one, other, one]) == sample_digest([third := [1], [2], third])
+
+
+@pytest.mark.parametrize("dtype", sorted(digests._PLAIN_DTYPES, key=str))
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0), (70_000,)])
+def test_the_short_way_has_the_digest_of_the_long_one(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of earlier versions hold digests: those of small tensors stay the same, as do those of views."""
+    tensor = torch.arange(max(1, torch.Size(shape).numel()) + 1).to(dtype)
+    views = [tensor[1:][: torch.Size(shape).numel()].reshape(shape), tensor[:2], tensor[::2], tensor[:1].expand(3)]
+    if dtype.is_complex:
+        views += [tensor.conj(), tensor.conj().imag]
+    samples = [view for view in views for view in (view, (view, {"a": view}))]
+    found = [sample_digest(sample, 7) for sample in samples]
+    assert any(digests._plain(view) for view in views)
+    monkeypatch.setattr(digests, "_plain", lambda value: None)
+    assert [sample_digest(sample, 7) for sample in samples] == found

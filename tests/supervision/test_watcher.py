@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.processes import is_running, started_at
-from lightning_faulttolerant.supervision import exit_signal, section_times
-from lightning_faulttolerant.supervision import hang_report as hang_report_module
-from lightning_faulttolerant.supervision import watcher as watcher_module
-from lightning_faulttolerant.supervision.exit_signal import HANG_EXIT_CODE, ExitSignal, end_hung
-from lightning_faulttolerant.supervision.hang_report import behind, hang_report, write_hang_report
+from lightning_faulttolerant.supervision import marks as marks_module
+from lightning_faulttolerant.supervision import stacks as stacks_module
+from lightning_faulttolerant.supervision import watch as watcher_module
 from lightning_faulttolerant.supervision.marks import (
     END_OF_EPOCH,
     EVALUATION_BATCH,
+    FILE_NAME,
     FIRST_BATCH,
     OFF,
     OUTSIDE,
@@ -32,11 +31,21 @@ from lightning_faulttolerant.supervision.marks import (
     TRAINING_BATCH,
     Marks,
     ProcessMarks,
+    SectionTimes,
+    last_hang,
     read_marks,
 )
-from lightning_faulttolerant.supervision.section_times import FILE_NAME, SectionTimes, last_hang
-from lightning_faulttolerant.supervision.stacks import SIGNAL, StackHandler, stacks_of, stacks_path, waits_for_others
-from lightning_faulttolerant.supervision.watcher import Hang, HangWatcher
+from lightning_faulttolerant.supervision.stacks import (
+    HANG_EXIT_CODE,
+    SIGNAL,
+    ExitSignal,
+    StackHandler,
+    end_hung,
+    stacks_of,
+    stacks_path,
+    waits_for_others,
+)
+from lightning_faulttolerant.supervision.watch import Hang, HangWatcher, behind, hang_report, write_hang_report
 
 
 class Clock:
@@ -173,12 +182,11 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
         release.wait(60)
         raise OSError
 
-    monkeypatch.setattr(section_times, name, hang)
+    monkeypatch.setattr(marks_module, name, hang)
     monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
-    monkeypatch.setattr(hang_report_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
-    original = hang_report_module.open_writer
+    original = watcher_module.open_writer
     monkeypatch.setattr(
-        hang_report_module,
+        watcher_module,
         "open_writer",
         lambda path: hang() if path.startswith(f"{tmp_path}/run/") else original(path),
     )
@@ -352,7 +360,7 @@ def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> 
 def test_a_process_ends_without_proc_and_signals_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """On macOS there is only SIGKILL."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(exit_signal, "parents_and_states", lambda: ({}, {}))
+    monkeypatch.setattr(stacks_module, "parents_and_states", lambda: ({}, {}))
     process_id = os.fork()
     if not process_id:
         time.sleep(60)

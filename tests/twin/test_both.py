@@ -20,7 +20,7 @@ import tests.twin.translated  # noqa: F401 - it imports pytorch_lightning
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance, ResumeReport
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from lightning_faulttolerant.trainer import bases, serving
+from lightning_faulttolerant.trainer import bases
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests import runs
 from tests.harness.bare import Started, Starter, outer_variables, starter
@@ -235,18 +235,18 @@ def test_variable_adds_it_to_a_trainer_of_each(helpers: Any, monkeypatch: pytest
 @pytest.mark.parametrize(("helpers", "root"), [(runs, "trainer"), (twin_runs, "twin")], ids=PACKAGES)
 def test_trainer_is_served_by_its_own(helpers: Any, root: str, tmp_path: Path) -> None:
     """The parts that serve a Trainer are built with the classes of its package."""
-    served = serving.served(helpers.make_trainer([], tmp_path))
+    served = bases.served(helpers.make_trainer([], tmp_path))
     assert served.Session.__module__ == f"lightning_faulttolerant.{root}.session"
 
 
 def test_other_trainers_and_old_versions_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An object that is not a Trainer, and a package before 2.5.6, are refused by name."""
     with pytest.raises(UnsupportedTrainerError, match=r"and pytorch_lightning, but this is a builtins\.int"):
-        serving.served(1)
+        bases.served(1)
     monkeypatch.setattr(pytorch_lightning, "__version__", "2.5.5")
     with pytest.raises(UnsupportedTrainerError, match=r"needs pytorch_lightning 2\.5\.6 or newer"):
-        serving.served(twin_runs.make_trainer([], tmp_path))
-    assert serving.served(runs.make_trainer([], tmp_path))
+        bases.served(twin_runs.make_trainer([], tmp_path))
+    assert bases.served(runs.make_trainer([], tmp_path))
 
 
 def test_own_tests_of_a_module_of_the_other_package() -> None:

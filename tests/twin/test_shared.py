@@ -28,12 +28,12 @@ APART = {
     "ranks.connection._open_sockets": "each module closes its own in a forked process",
     "ranks.connection._PROBES": "never changes",
     "ranks.connection._LEAVES": "never changes",
-    "ranks.links._LENGTH": "never changes",
+    "ranks.nodes._LENGTH": "never changes",
     "ranks.watch._DIED": "never changes",
     "ranks.process_group.REFUSED": "never changes, and holds classes of its package",
     "save.run_state.TITLES": "never changes",
     "experiments.experiments._ADVICE": "never changes",
-    "save.hook_saves._PLACES": "never changes",
+    "save.contents._PLACES": "never changes",
     "adapters.compat._CONNECTOR": "never changes",
 }
 

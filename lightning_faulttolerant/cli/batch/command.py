@@ -11,10 +11,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from lightning_faulttolerant.cli.batch.orders import Deals, KnownOrders, in_autosaves, orders_of, places_of, samples_of
-from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
-from lightning_faulttolerant.cli.errors import remote_errors
-from lightning_faulttolerant.cli.text import safe
-from lightning_faulttolerant.records.lookup import LOOKUP_VARIABLE, read_lookup
+from lightning_faulttolerant.cli.text import (
+    add_command_words,
+    at_least_1,
+    command_words,
+    fault_of_command,
+    remote_errors,
+    safe,
+)
+from lightning_faulttolerant.records.runs import LOOKUP_VARIABLE, read_lookup
 from lightning_faulttolerant.records.skips import in_words
 
 DESCRIPTION = """\

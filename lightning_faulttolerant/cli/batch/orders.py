@@ -15,8 +15,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli.part import mapping
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches, deal_from_json
-from lightning_faulttolerant.records.branches import Parent, parent_from
-from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, name_of
+from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, Parent, name_of, parent_from
 from lightning_faulttolerant.records.lines import Line, parse_lines
 from lightning_faulttolerant.state.packing import unpack_blobs
 from lightning_faulttolerant.storage.store import open_file, open_store
@@ -143,14 +142,14 @@ def in_autosaves(directory: str, fit: int, epoch: int) -> tuple[Deals, int | Non
     return None
 
 
-def _of_line(state: Any) -> RemainingBatches | None:
+def _of_line(state: Mapping[str, object]) -> RemainingBatches | None:
     try:
         return deal_from_json(state)
     except (TypeError, KeyError, ValueError, zlib.error):
         return None
 
 
-def _of_record(record: Any) -> RemainingBatches | None:
+def _of_record(record: object) -> RemainingBatches | None:
     if not isinstance(record, Mapping):
         return None
     if record.get("deal") is not None:

@@ -19,15 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, TRAIN
 from lightning_faulttolerant.cli.drill.page import page
+from lightning_faulttolerant.cli.drill.process import KILL, KINDS, DrillSettings
 from lightning_faulttolerant.cli.drill.progress import duration, progress_on
 from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike, equal_before
-from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSettings
-from lightning_faulttolerant.cli.text import safe, table
+from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command, safe, table
 
 _WIDTH = 80
 _STYLES = {result.EXACT: "1;32", result.DIFFERS: "1;31", result.NOT_JUDGED: "1;33"}

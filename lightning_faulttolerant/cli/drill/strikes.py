@@ -21,9 +21,8 @@ from lightning_faulttolerant.cli.drill.ledgers import (
     place_of,
     resumption_of,
 )
-from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.process import EXCEPTION, TERM, DrillProcess, DrillSettings, StrikePlan
 from lightning_faulttolerant.cli.drill.result import Strike
-from lightning_faulttolerant.cli.drill.settings import EXCEPTION, TERM, DrillSettings, StrikePlan
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import HOOKS, FaultPlace
 from lightning_faulttolerant.records.lines import Line

@@ -1,6 +1,6 @@
-"""The command ``report``: find the run, and print its report in the requested form.
+"""The command ``report``: find the run, and print its report in the requested form, by default as text.
 
-The histories may be in a directory or below a URL.
+The histories may be in a directory or below a URL. The text fits 80 columns.
 """
 
 from __future__ import annotations
@@ -9,22 +9,219 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.report.page import page
-from lightning_faulttolerant.cli.report.text import report_lines
 from lightning_faulttolerant.cli.report.tree import FamilyRun, parent_of, tree_lines
-from lightning_faulttolerant.cli.report.words import end_text
-from lightning_faulttolerant.cli.text import moment_text, safe, table
+from lightning_faulttolerant.cli.report.words import (
+    KIND_NAMES,
+    again_text,
+    duration_text,
+    end_text,
+    from_text,
+    place_text,
+    skipped_texts,
+    slow_texts,
+    unsaved_text,
+    validation_text,
+    who_waited,
+)
+from lightning_faulttolerant.cli.text import moment_text, remote_errors, safe, size_text, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.goodput import ChapterReport, RunReport
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, RunHistory
+from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, Autosave, Chapter, FitHistory, RunHistory
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
+
+_WIDTH = 80
+_BAR_WIDTH = 24
+_MAX_END = 19
+_MIN_END = 8
+_MAX_CONTINUED = 10
+_MAX_SLOW = 5
+_MAX_ROWS = 40
+_NUM_FIRST_ROWS = 5
+_RIGHT = ("#", "FIT", "LASTED", "FROM", "TO", "SAVES")
+
+
+def report_lines(report: RunReport) -> Iterator[str]:
+    """Return a report, line by line.
+
+    Args:
+        report: Report of one run.
+    """
+    yield f"Run {safe(report.run_id)}"
+    yield safe(report.path)
+    if report.num_forgotten:
+        yield from _wrapped(
+            f"The history was shortened: nothing is known of the first {report.num_forgotten} processes."
+        )
+    if report.num_unread:
+        yield from _wrapped(
+            f"{_count(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged. Their "
+            "contents are missing below."
+        )
+    hidden = report.num_chapters - len(report.chapters)
+    for chapter in report.chapters:
+        yield ""
+        if report.num_chapters > 1:
+            more = f" (--all shows the {_count(hidden, 'chapter')} before it)" if hidden else ""
+            yield f"Chapter {chapter.number} of {report.num_chapters}{more}"
+        yield from _chapter_lines(chapter, report.made, is_last=chapter.number == report.num_chapters)
+
+
+def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iterator[str]:
+    chapter = report.chapter
+    yield from _processes(chapter, made, is_last=is_last)
+    yield ""
+    yield from _account(report)
+    yield ""
+    yield from _autosaves(chapter)
+    yield from _evaluation(report)
+    ranks = list(dict.fromkeys(fit.num_ranks for fit in chapter.fits if fit.num_ranks is not None))
+    if ranks and ranks != [1]:
+        yield f"Ranks: {', then '.join(map(str, ranks))}."
+    texts = slow_texts(chapter.fits)
+    for text in texts[:_MAX_SLOW]:
+        yield from _wrapped(text)
+    if len(texts) > _MAX_SLOW:
+        yield f"{_count(len(texts) - _MAX_SLOW, 'more line')} about slow ranks: --json tells all."
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            if fit.resumed is not None and fit.resumed.not_exact:
+                yield from _wrapped(f"Process {number} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")
+    for text in skipped_texts(chapter):
+        yield from _wrapped(text)
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            for unsaved in fit.unsaved:
+                yield from _wrapped(f"Process {number} {unsaved_text(unsaved, fit)}")
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            for text in fit.incidents:
+                yield from _wrapped(f"Process {number} {text}")
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            if fit.text and not (fit.reason or "").startswith("stopped by "):
+                yield from _wrapped(f"Process {number}: {fit.text}")
+
+
+def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]:
+    fits = [
+        (number, index, fit)
+        for number, process in enumerate(chapter.processes, start=1)
+        for index, fit in enumerate(process.fits)
+    ]
+    has_evaluations = any(fit.is_evaluation for _, _, fit in fits)
+    has_several = any(fit.number > 1 for _, _, fit in fits) or has_evaluations
+    column = "FUNCTION" if has_evaluations else "FIT"
+    header = ["#", *([column] if has_several else []), "STARTED", "LASTED", "FROM", "TO", "SAVES", "ENDED"]
+    rows = []
+    for number, index, fit in fits:
+        began = chapter.processes[number - 1].began if index == 0 else fit.began
+        last = is_last and fit is fits[-1][2] and chapter.done is None
+        end = safe(end_text(fit, is_last=last, made=made).removeprefix("stopped by "))
+        rows.append(
+            [
+                str(number),
+                *([fit.name if has_evaluations else str(fit.number)] if has_several else []),
+                moment_text(began),
+                duration_text(fit.last_seen - began),
+                from_text(fit),
+                _to_text(fit),
+                str(fit.num_autosaves),
+                end,
+            ]
+        )
+    rest = (max(len(row[column]) for row in (header, *rows)) + len("  ") for column in range(len(header) - 1))
+    room = min(max(_WIDTH - sum(rest), _MIN_END), _MAX_END)
+    rows = [[*row, end if len(end) <= room else f"{end[: room - 3]}..."] for *row, end in rows]
+    lines = table(header, rows, right=_RIGHT)
+    if len(rows) > _MAX_ROWS:
+        left_out = len(rows) - _MAX_ROWS
+        first = 1 + _NUM_FIRST_ROWS
+        lines[first : first + left_out] = [f"... {left_out} more, --json tells all ..."]
+    yield from lines
+    yield from _wrapped(f"FROM and TO are epoch:batch, both from 0.{_more_about_places([fit for _, _, fit in fits])}")
+
+
+def _more_about_places(fits: Sequence[FitHistory]) -> str:
+    shown = [place for fit in fits if not fit.is_evaluation for place in (fit.place, fit.last_place)]
+    is_inside = any(place is not None and place.num_validated is not None for place in shown)
+    more = " A third number is the batch of a validation run." if is_inside else ""
+    return f"{more} In evaluations, they are batches." if any(fit.is_evaluation for fit in fits) else more
+
+
+def _to_text(fit: FitHistory) -> str:
+    return "end" if fit.is_finished else place_text(fit.last_place, in_evaluation=fit.is_evaluation)
+
+
+def _evaluation(report: ChapterReport) -> Iterator[str]:
+    runs = [run for fit in report.chapter.fits for run in fit.validations]
+    if runs:
+        yield from _wrapped(validation_text(runs))
+    for each in report.continued[-_MAX_CONTINUED:]:
+        yield from _wrapped(f"Process {each.process + 1} {again_text(each, report.fit_of(each))}")
+    if len(report.continued) > _MAX_CONTINUED:
+        yield f"Evaluation was continued {_count(len(report.continued) - _MAX_CONTINUED, 'time')} before that."
+
+
+def _account(report: ChapterReport) -> Iterator[str]:
+    account = report.account
+    always = (SAVING,) if account.evaluation else (TRAINING, SAVING)
+    shown = [kind for kind in KINDS if kind in always or getattr(account, kind) > 0]
+    width = max(len(KIND_NAMES[kind]) for kind in shown)
+    yield f"Where {duration_text(account.total)} went"
+    for kind in shown:
+        seconds = getattr(account, kind)
+        share = seconds / account.total if account.total > 0 else 0.0
+        bar = "#" * round(share * _BAR_WIDTH)
+        yield f"  {KIND_NAMES[kind].ljust(width)}  {duration_text(seconds):>7}  {share:6.1%}  {bar}".rstrip()
+    up = f" ({account.goodput_while_up:.1%} while there was a process)" if account.down else ""
+    yield f"Goodput {account.goodput:.1%}{up}; lost to faults {duration_text(account.lost)}."
+
+
+def _autosaves(chapter: Chapter) -> Iterator[str]:
+    found = [(fit, autosave) for fit in chapter.fits for autosave in fit.autosaves]
+    autosaves = [autosave for _, autosave in found]
+    if not autosaves:
+        yield "No autosave was written."
+        return
+    slowest = max(found, key=lambda each: each[1].longest)
+    num_bytes = sum(autosave.num_bytes or 0 for autosave in autosaves)
+    number = sum(autosave.number for autosave in autosaves)
+    yield from _wrapped(
+        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. {who_waited(chapter.fits)} waited longest"
+        f" for {_which(*slowest)}: {duration_text(slowest[1].longest)}."
+    )
+
+
+def _which(fit: FitHistory, autosave: Autosave) -> str:
+    place = autosave.place
+    if place is None:
+        which = "one whose place is not known"
+    elif fit.is_evaluation:
+        which = f"the one of {fit.name}, batch {place.num_validated or 0}"
+    else:
+        inside = "" if place.num_validated is None else f", validation batch {place.num_validated}"
+        which = f"the one of epoch {place.epoch}, batch {place.batch}{inside}"
+    size = "" if autosave.num_bytes is None or autosave.number > 1 else f" ({size_text(autosave.num_bytes)})"
+    return f"{which}{size}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _wrapped(text: str) -> list[str]:
+    text = safe(" ".join(text.split()))
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
 
 DESCRIPTION = """\
 Report on a run: its processes, when each began, where it continued, and why it ended; its autosaves; and where the time

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from lightning_faulttolerant.records.branches import Parent
-from lightning_faulttolerant.records.history import RunHistory
+from lightning_faulttolerant.records.history import Parent, RunHistory
 
 
 @final

@@ -1,7 +1,7 @@
 """torch's elastic agent, which starts the processes of a run and restarts them, with our decision before each restart.
 
 `_monitor_workers` is one of the methods that torch documents for your own agents. All else is torch's: rendezvous,
-ranks, signals, outputs, error files.
+ranks, signals, outputs, error files. The processes get their own environment.
 """
 
 from __future__ import annotations
@@ -10,21 +10,96 @@ import contextlib
 import functools
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 from uuid import uuid4
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
-from lightning_faulttolerant.cli.supervise.environment import SupervisedLogs
-from lightning_faulttolerant.cli.supervise.policy import FINISHED, GAVE_UP, WRONG_USAGE, stop_code
-from lightning_faulttolerant.cli.supervise.supervisor import SupervisionEnded, Supervisor, say
+from lightning_faulttolerant.cli.supervise.supervisor import (
+    FINISHED,
+    GAVE_UP,
+    WRONG_USAGE,
+    SupervisionEnded,
+    Supervisor,
+    say,
+    stop_code,
+)
+from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE
+
+TRAINING_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
+_OF_RANKS = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "ROLE_NAME",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    }
+)
+
+
+def environment_of(torchs: Mapping[str, str], *, directory: str, is_alone: bool) -> dict[str, str]:
+    """Return the variables that a process gets in addition to this one's.
+
+    Args:
+        torchs: The variables that torch would set.
+        directory: The directory for marks and failures.
+        is_alone: Whether it is the only process. It is then started as by hand, so that Lightning may start ranks.
+    """
+    kept = {name: value for name, value in torchs.items() if not (is_alone and name in _OF_RANKS)}
+    # Unless it is set already: "manual" stays as it is.
+    switch = {TRAINING_VARIABLE: os.environ.get(TRAINING_VARIABLE, "1")}
+    return {**kept, **switch, DIRECTORY_VARIABLE: directory}
+
+
+@final
+class SupervisedLogs(LogsSpecs):
+    """Sets the environment where torch prepares the outputs of its processes: it has no other place for that.
+
+    Args:
+        outputs: The outputs that the command line asks for.
+        directory: The directory for marks and failures.
+        is_alone: See `environment_of`.
+    """
+
+    def __init__(self, outputs: LogsSpecs, *, directory: str, is_alone: bool) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._directory = directory
+        self._is_alone = is_alone
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the outputs, and put our variables into the environments."""
+        found = self._outputs.reify(envs)
+        for variables in envs.values():
+            changed = environment_of(variables, directory=self._directory, is_alone=self._is_alone)
+            variables.clear()
+            variables.update(changed)
+        return found
+
+    @property
+    def root_log_dir(self) -> str:
+        """The directory of the outputs."""
+        return self._outputs.root_log_dir
+
 
 _STATIC = "static"
 _AGENT = "LocalElasticAgent"
@@ -47,7 +122,7 @@ class SupervisedAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._supervisor = supervisor
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         # All earlier ones are stopped, after a failure and for a machine that joins.
         self._supervisor.begin_start()
         started: dict[int, Any] = super()._start_workers(worker_group)

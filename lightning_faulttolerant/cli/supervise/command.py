@@ -8,10 +8,9 @@ import sys
 
 from torch.distributed.run import get_args_parser
 
-from lightning_faulttolerant.cli.command_words import add_command_words, at_least_1, command_words, fault_of_command
 from lightning_faulttolerant.cli.supervise.agent import run_supervised
-from lightning_faulttolerant.cli.supervise.policy import WRONG_USAGE, RestartPolicy
-from lightning_faulttolerant.cli.supervise.supervisor import Supervisor, say
+from lightning_faulttolerant.cli.supervise.supervisor import WRONG_USAGE, RestartPolicy, Supervisor, say
+from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command
 
 DESCRIPTION = """\
 Run a training script that needs nobody. COMMAND is started again after each failure, and continues exactly where it

@@ -1,4 +1,10 @@
-"""Supervises the processes of a run on this machine: collects what they tell, and decides when a start has failed."""
+"""Supervises the processes of a run on this machine: collects what they tell, and decides when a start has failed.
+
+After a failed start comes another one after a while, or the end of the run.
+
+A data-loading worker ends when its parent is gone, but not if the parent was killed while it started the worker:
+torch's check compares the parent with the one that the worker found first.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,187 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.cli.supervise.policy import EndedStart, RestartPolicy
 from lightning_faulttolerant.cli.text import safe
-from lightning_faulttolerant.processes import parents_and_states, with_children
-from lightning_faulttolerant.supervision.failures import read_failures
+from lightning_faulttolerant.processes import in_sessions, parents_and_states, with_children
+from lightning_faulttolerant.records.skips import SKIP_VARIABLE, skips_requested, text_of_skips
+from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures
 from lightning_faulttolerant.supervision.guard import Guard
-from lightning_faulttolerant.supervision.hang_report import hang_report, write_hang_report
-from lightning_faulttolerant.supervision.left_processes import end_left
 from lightning_faulttolerant.supervision.marks import OUTSIDE, PREFIX, Saved, read_marks, shared_memory
-from lightning_faulttolerant.supervision.watcher import HangWatcher
+from lightning_faulttolerant.supervision.watch import HangWatcher, hang_report, write_hang_report
+
+FINISHED = 0
+WRONG_USAGE = 2
+SAME_FAILURE = 3
+GAVE_UP = 4
+STOP_CODES = {
+    74: "stopped, but its state could not be saved",
+    75: "stopped by its deadline",
+    76: "stopped, and its SLURM job is queued again",
+    129: "stopped by SIGHUP",
+    130: "stopped by SIGINT",
+    131: "stopped by SIGQUIT",
+    143: "stopped by SIGTERM",
+}
+"""The exit codes of processes that were asked to stop. The run ends with the same code."""
+_FIRST_STOP_CODES = (74, 76, 75)
+NUM_SAME = 3
+"""How many starts in a row may end by the same exception at the same batch, without a new autosave in between."""
+_WAITS_SECONDS = (1.0, 10.0, 60.0, 180.0, 300.0)
+"""The waits after the first start without a new autosave, the second, and so on; the last one stays."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedStart:
+    """How a start has ended.
+
+    Args:
+        exit_codes: The exit codes of the processes that ended by themselves; negative for a signal. 0 stands for
+            processes that ended in the middle of a fit or an evaluation.
+        failure: The exception that ended it, if a process could tell.
+        hang: What hung, if that has ended it.
+        saved: The place of the newest autosave that its processes have told of.
+    """
+
+    exit_codes: tuple[int, ...]
+    failure: TrainingFailure | None = None
+    hang: str = ""
+    saved: Saved | None = None
+
+    @property
+    def text(self) -> str:
+        """What has ended it, in words."""
+        if self.hang:
+            return self.hang
+        if self.failure is not None:
+            return f"{self.failure.kind}: {self.failure.text}, {self.failure.place} on rank {self.failure.rank}"
+        return ", ".join(map(_code_text, sorted(set(self.exit_codes))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What follows.
+
+    Args:
+        text: The reason, in words.
+        exit_code: The exit code of the run; ``None`` if it is started again.
+        wait_seconds: How long to wait before the next start.
+    """
+
+    text: str
+    exit_code: int | None = None
+    wait_seconds: float = 0.0
+
+
+@final
+class RestartPolicy:
+    """Decides after each start that has failed.
+
+    Args:
+        max_restarts: After how many starts in a row without a new autosave the run is given up.
+        command: The command as it was typed, for a line that leaves a batch out.
+    """
+
+    def __init__(self, max_restarts: int, *, command: str = "") -> None:
+        self._max_restarts = max_restarts
+        self._command = command
+        self._saved: Saved | None = None
+        self._num_without_progress = 0
+        self._num_same = 0
+        self._last: tuple[object, ...] | None = None
+
+    def judge(self, ended: EndedStart) -> Verdict:
+        """Return what follows a start that did not finish."""
+        stops = [code for code in ended.exit_codes if code in STOP_CODES]
+        if stops and len(stops) == len(ended.exit_codes) and not ended.hang:
+            return Verdict(text=f"The run is {STOP_CODES[stops[0]]}.", exit_code=stops[0])
+        self._count(ended)
+        if ended.failure is not None and self._num_same >= NUM_SAME:
+            return Verdict(text=_same_failure(ended.failure, self._command), exit_code=SAME_FAILURE)
+        if self._num_without_progress >= self._max_restarts:
+            starts = f"{self._num_without_progress} starts in a row" if self._num_without_progress > 1 else "A start"
+            text = f"{starts} ended without a new autosave; the last one by {ended.text}. The run is given up."
+            return Verdict(text=text, exit_code=GAVE_UP)
+        seconds = _WAITS_SECONDS[min(max(self._num_without_progress, 1), len(_WAITS_SECONDS)) - 1]
+        return Verdict(text=f"Ended by {ended.text}. Started again in {seconds:g} s.", wait_seconds=seconds)
+
+    def note_saved(self, saved: Saved | None) -> bool:
+        """Note the newest autosave that a start has told of. Return whether it is newer than those before it."""
+        has_progress = saved is not None and (self._saved is None or saved > self._saved)
+        if has_progress:
+            self._saved, self._last, self._num_without_progress = saved, None, 0
+        return has_progress
+
+    def _count(self, ended: EndedStart) -> None:
+        if not self.note_saved(ended.saved):
+            self._num_without_progress += 1
+        identity = None if ended.failure is None or ended.hang else ended.failure.identity
+        self._num_same = self._num_same + 1 if identity is not None and identity == self._last else 1
+        self._last = identity
+
+
+def stop_code(exit_codes: Iterable[int | None], *, signum: int) -> int:
+    """Return the exit code of a run that a signal has stopped: what its processes say of their state comes first.
+
+    Args:
+        exit_codes: The exit codes of the processes.
+        signum: The number of the signal.
+    """
+    found = set(exit_codes)
+    return next((code for code in _FIRST_STOP_CODES if code in found), 128 + signum)
+
+
+def _code_text(code: int) -> str:
+    if code < 0:
+        return f"signal {-code}"
+    return f"exit code {code}" if code else "exit code 0 in the middle of a fit or an evaluation"
+
+
+def _same_failure(failure: TrainingFailure, command: str) -> str:
+    samples = f" Its samples are {failure.samples_text}." if failure.samples else ""
+    return (
+        f"The same exception came {NUM_SAME} starts in a row, {failure.place}, on rank {failure.rank}:"
+        f" {failure.kind}: {failure.text}.{samples} The run is not started again: it would fail there again."
+        f"{_without_it(failure, command)}"
+    )
+
+
+def _without_it(failure: TrainingFailure, command: str) -> str:
+    """Return the line to type to continue without the batch, if it is one of training."""
+    if failure.batch is None or failure.evaluated is not None or failure.function != "fit":
+        return ""
+    skips = text_of_skips({*skips_requested(), (failure.epoch, failure.batch)})
+    return f" To continue without this batch, type: {SKIP_VARIABLE}={skips} {command}".rstrip()
+
+
+_ENDS_WITHIN_SECONDS = 2.0
+
+
+def end_left(leaders: Iterable[int]) -> None:
+    """End what is left in the sessions of processes that have ended: by SIGTERM, and by SIGKILL two seconds later.
+
+    Args:
+        leaders: The processes, each the leader of its session.
+    """
+    sessions = set(leaders)
+    left = in_sessions(sessions)
+    for process_id in left:
+        _send(process_id, signal.SIGTERM)
+        _send(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
+    deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = in_sessions(sessions)
+    for process_id in left:
+        _send(process_id, signal.SIGKILL)
+
+
+def _send(process_id: int, signum: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(process_id, signum)
 
 
 class SupervisionEnded(Exception):  # noqa: N818 - the end of a run need not be an error

@@ -38,7 +38,7 @@ class Weak(weakref.ref[Any]):
     """Stands for a large tensor or array: training may replace it, and then its memory is freed."""
 
 
-def hold(value: object) -> Any:
+def hold(value: object) -> object:
     """Return `value`, or a weak stand-in if it is large."""
     is_data = isinstance(value, Tensor) or kinds.is_numpy(value, "ndarray")
     return Weak(value) if is_data and is_large(value) else value
@@ -108,7 +108,7 @@ def sample_mark(value: Any) -> Mark:
     return lambda: (place is None or _place(value) == place) and bool(_sample(value) == sample)
 
 
-def _sample(value: Any) -> Any:
+def _sample(value: Any) -> object:
     if not isinstance(value, Tensor):
         first = value.reshape(-1) if value.flags.c_contiguous else value[:1]
         return value.shape, value.dtype, first[:: max(1, len(first) // _NUM_SAMPLED)].tobytes()
@@ -155,7 +155,7 @@ def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
-def items_mark(value: Any, before: Any) -> Mark:
+def items_mark(value: object, before: Any) -> Mark:
     """Return a mark of a list or dict that held the items of `before`."""
     if isinstance(value, dict):
         return _items_mark(value, _keys_and_values, _keys_and_values(before))
@@ -213,7 +213,7 @@ def _tensor_mark(tensor: Tensor) -> Mark:
     return is_same
 
 
-def _tensor_content(tensor: Tensor) -> Any:
+def _tensor_content(tensor: Tensor) -> object:
     """Return a value that differs if the bits of two tensors differ."""
     shard = shard_of(tensor).detach()
     if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
@@ -300,7 +300,7 @@ def _iterator_mark(iterator: object) -> Mark:
     return lambda: place is not None and _iterator_place(iterator) == place
 
 
-def _iterator_place(iterator: object) -> Any:
+def _iterator_place(iterator: object) -> object:
     """Return the position of an iterator, as numbers; ``None`` if it does not report one."""
     try:
         with warnings.catch_warnings():
@@ -311,7 +311,7 @@ def _iterator_place(iterator: object) -> Any:
         return None if " at 0x" in text else text
 
 
-def _numbers_in(value: object) -> Any:
+def _numbers_in(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_numbers_in, value))
     if kinds.is_iterator(value):

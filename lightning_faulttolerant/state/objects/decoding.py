@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.encoding import VALUES, alias_of
-from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.encoding import VALUES
+from lightning_faulttolerant.state.objects.graph import Graph, alias_of
 from lightning_faulttolerant.state.objects.leaves import MADE, PICKLED, decode_array, decode_leaf, set_state
 from lightning_faulttolerant.state.objects.names import (
     BUILTINS,
@@ -151,7 +151,7 @@ class Decoder:
             return self._enum(kind, *rest)
         return decode_leaf(kind, *rest)
 
-    def fill(self, value: Any, content: Sequence[Any]) -> None:
+    def fill(self, value: Any, content: Sequence[object]) -> None:
         """Restore content into an existing object.
 
         Raises:
@@ -198,7 +198,7 @@ class Decoder:
         if kind == "set":
             _check_order(value, self._items(items))
 
-    def _known(self, path: str) -> Any:
+    def _known(self, path: str) -> object:
         found = self._graph.thing_at(path)
         if found is None:
             raise NothingThereError(f"{path} no longer exists")
@@ -216,13 +216,13 @@ class Decoder:
             raise NothingThereError(f"{name} no longer exists")
         return found
 
-    def _method(self, owner: Any, name: str) -> Any:
+    def _method(self, owner: object, name: str) -> Any:
         found = found_method(owner, name)
         if found is None:
             raise NothingThereError(f"{type(owner).__name__}.{name} no longer exists")
         return found
 
-    def _enum(self, kind: str, name: str, encoded: Any) -> Any:
+    def _enum(self, kind: str, name: str, encoded: Sequence[object]) -> Any:
         found = self._class(name)
         try:
             return found[encoded] if kind == "enum" else found(self._decode(encoded))
@@ -231,11 +231,11 @@ class Decoder:
 
     def _items(self, items: Any, *, has_hashes: bool = False) -> list[Any]:
         if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
-            numbers: list[Any] = items[1].tolist()
+            numbers: list[object] = items[1].tolist()
             return numbers
         return [self._hashable(item) if has_hashes else self._decode(item) for item in items]
 
-    def _pairs(self, items: Any) -> list[tuple[Any, Any]]:
+    def _pairs(self, items: Any) -> list[tuple[object, object]]:
         return [(self._hashable(key), self._decode(child)) for key, child in items]
 
     def _hashable(self, encoded: Any) -> Any:
@@ -246,7 +246,7 @@ class Decoder:
         finally:
             self._is_at_once = before
 
-    def _new(self, number: int) -> Any:
+    def _new(self, number: int) -> object:
         if number not in self._made:
             self._made[number] = self._empty_one(*self._table[number])
             self._unfilled.append(number)
@@ -300,7 +300,7 @@ class Decoder:
             raise NothingThereError(f"a {rest[0]} can't be recreated from its bytes")
         raise NothingThereError(f"a {kind} comes from a newer version of the package")
 
-    def _empty_container(self, kind: str, items: Any, more: Any, *own: Any) -> Any:
+    def _empty_container(self, kind: str, items: Iterable[object], more: Any, *own: Any) -> Any:
         value: Any = _empty(self._class(own[0]) if own else BUILTINS[kind])
         if kind == "defaultdict":
             defaultdict.__init__(value, None if more == ["same factory"] else self._hashable(more))
@@ -330,7 +330,7 @@ class Decoder:
         for name, child in encoded:
             set_attribute(value, name, self._decode(child))
 
-    def _objects(self, content: Sequence[Any]) -> Any:
+    def _objects(self, content: Sequence[Any]) -> object:
         import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
         array = np.empty(len(content[2]), dtype=object)
@@ -361,7 +361,7 @@ class _Gone:
     """Stands for the dead object of a weak reference."""
 
 
-def _check_order(value: set[Any], wanted: list[Any]) -> None:
+def _check_order(value: set[Any], wanted: list[object]) -> None:
     """Refuse a set of numbers with another order; the order of texts differs in each process anyway."""
     if kinds.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
         raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")
@@ -415,7 +415,7 @@ def _new_buffer(kind: str, content: Any, position: int, kind_of_number: str | No
         return bytearray(content)
     if kind == "array":
         return array.array(kind_of_number or "b", content)
-    made: Any = io.StringIO() if kind == "StringIO" else io.BytesIO()
+    made: object = io.StringIO() if kind == "StringIO" else io.BytesIO()
     _fill_buffer(made, ["buffer", kind, content, position, None])
     return made
 

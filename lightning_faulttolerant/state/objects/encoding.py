@@ -3,8 +3,6 @@
 ``None``, booleans, whole numbers, fractions, and strings stand for themselves. Everything else is a list whose first
 item names its kind. An object that the fit began with is named by its path. Each other object that can change is in a
 table once, so that its holders share it again.
-
-Tensors that share their memory with another one: a view of a weight, two names of one buffer.
 """
 
 from __future__ import annotations
@@ -19,15 +17,14 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.baseline import held, is_readable
-from lightning_faulttolerant.state.objects.graph import Graph, name_of
+from lightning_faulttolerant.state.objects.graph import Aliases, Graph, name_of
 from lightning_faulttolerant.state.objects.leaves import Pickles, encode_array, encode_leaf, has_whole_state, plain_of
 from lightning_faulttolerant.state.objects.names import (
     CantCarryError,
@@ -44,76 +41,6 @@ from lightning_faulttolerant.state.objects.names import (
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of
-
-_MAX_RATIO = 4  # the base of a view is carried with it, if it is at most this many times as large
-
-
-class Aliases:
-    """Finds the tensors that new tensors share their memory with.
-
-    Args:
-        graph: The objects that the fit began with.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._known: dict[object, Tensor] | None = None
-        self._new: dict[Any, Tensor] = {}
-
-    def base_of(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return a tensor whose memory contains all of `tensor`, and the offset there, in elements.
-
-        Candidates are the tensors that the fit began with, and those of earlier calls.
-        """
-        if type(tensor) is not Tensor or not is_readable(tensor) or not tensor.numel():
-            return None
-        key = _key(tensor)
-        if self._known is None:
-            tensors = (one for one in map(held, self._graph.things.values()) if isinstance(one, Tensor))
-            self._known = {_key(one): one for one in tensors if is_readable(one) and one.numel()}
-        for other in (self._known.get(key), self._new.get(key), _whole_of(tensor)):
-            offset = None if other is None or other is tensor else _offset_in(other, tensor)
-            if other is not None and offset is not None:
-                return other, offset
-        self._new.setdefault(key, tensor)
-        return None
-
-    def forget(self, values: Iterable[object]) -> None:
-        """Forget tensors that are not carried after all."""
-        gone = {id(value) for value in values}
-        self._new = {key: tensor for key, tensor in self._new.items() if id(tensor) not in gone}
-
-
-def _key(tensor: Tensor) -> object:
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _whole_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that a view is a part of, unless that is much larger."""
-    whole = tensor._base
-    is_part = whole is not None and tensor.numel() < whole.numel() <= _MAX_RATIO * tensor.numel()
-    return whole if is_part else None
-
-
-def _offset_in(other: Tensor, tensor: Tensor) -> int | None:
-    """Return the offset of `tensor` in `other`, in elements; ``None`` if `other` does not contain all of it."""
-    if (
-        other.dtype != tensor.dtype
-        or not is_readable(other)
-        or not other.is_contiguous()
-        or _key(other) != _key(tensor)
-    ):
-        return None
-    offset = int(tensor.storage_offset() - other.storage_offset())
-    end = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return offset if offset >= 0 and end < other.numel() else None
-
-
-def alias_of(base: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
-    """Return the tensor at this place of `base`, sharing its memory."""
-    with torch.no_grad():
-        return base.detach().as_strided(shape, stride, base.storage_offset() + offset)
-
 
 _PLAIN = frozenset({type(None), bool, int, float})
 _MIN_NUMBERS = 64  # a list with this many numbers is kept as one tensor
@@ -132,6 +59,65 @@ VALUES: dict[Any, Callable[[Any], Any]] = {
 """Base classes of users' classes whose objects only change in their attributes, with a way to get the plain value."""
 
 
+_Place: TypeAlias = tuple[bool, str]
+"""Whether a live object that is met here is reported, and the place, for errors.
+
+It isn't reported inside a package's own handle, such as a writer or a client.
+"""
+_NOWHERE: _Place = False, ""
+
+
+class _ByteLimit:
+    """The approximate limit for the bytes of one save.
+
+    Args:
+        max_bytes: The limit.
+    """
+
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = self.num_left = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes.
+
+        Raises:
+            TooLargeError: If they are too many.
+        """
+        self.num_left -= num_bytes
+        if self.num_left < 0:
+            raise TooLargeError(f"more than {self._max_bytes / 1024:.0f} kB have changed")
+
+
+class _NewObjects:
+    """The objects that the fit did not begin with, by number. Each has a row in `table`, which is filled later."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        """By the id of the object."""
+        self.objects: list[object] = []  # keeps their ids valid
+        self.table: list[object] = []
+        self.owed: list[tuple[int, _Place]] = []
+        """The rows that are still empty."""
+
+    def number_of(self, value: object, place: _Place) -> int:
+        """Return the number of an object that was met at `place`."""
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = len(self.table)
+            self.objects.append(value)
+            self.table.append(None)
+            self.owed.append((number, place))
+        return number
+
+    def forget(self, num: int) -> list[object]:
+        """Forget the objects from number `num` on, and return them."""
+        forgotten = self.objects[num:]
+        self.numbers = {key: number for key, number in self.numbers.items() if number < num}
+        self.owed.clear()
+        del self.table[num:], self.objects[num:]
+        return forgotten
+
+
 class Encoder:
     """Encodes the values of one save.
 
@@ -147,11 +133,9 @@ class Encoder:
     ) -> None:
         self._graph = graph
         self._aliases = Aliases(graph)
-        self._max_bytes = self._bytes_left = max_bytes
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []
-        self._owed: list[tuple[int, bool, str]] = []
-        self._is_part, self._where = False, ""
+        self._limit = _ByteLimit(max_bytes)
+        self._new = _NewObjects()
+        self._place = _NOWHERE
         self._has_graphs = True
         self._has_plain = has_plain
         self._pickles = Pickles(self._is_shared) if keeps_bytes else None
@@ -161,10 +145,13 @@ class Encoder:
         """Whether a library's own object may be a handle that a data set has opened for reading."""
         self.is_torn = False
         """Whether an object refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
-        self.table: list[object] = []
-        """The objects that the fit did not begin with, each by its number."""
 
-    def encode(self, value: object) -> Any:
+    @property
+    def table(self) -> list[object]:
+        """The objects that the fit did not begin with, each by its number."""
+        return self._new.table
+
+    def encode(self, value: object) -> object:
         """Return the encoded form of `value`.
 
         Raises:
@@ -190,7 +177,7 @@ class Encoder:
         Raises:
             CantCarryError: As `encode`.
         """
-        encoded: list[Any] = self._or_nothing(self._content_or_bytes, value)
+        encoded: list[object] = self._or_nothing(self._content_or_bytes, value)
         return encoded
 
     def _content_or_bytes(self, value: object) -> list[Any]:
@@ -202,43 +189,33 @@ class Encoder:
             return self._pickled(value, error)
 
     def _or_nothing(self, encode: Callable[[object], object], value: object) -> Any:
-        num_before, bytes_before = len(self.table), self._bytes_left
+        num_before, bytes_before = len(self._new.table), self._limit.num_left
         try:
             encoded = encode(value)
             self._make_owed()
             return encoded
         except BaseException:
-            self._forget(num_before)
-            self._bytes_left = bytes_before
+            self._aliases.forget(self._new.forget(num_before))
+            self._limit.num_left = bytes_before
             raise
 
     def _make_owed(self) -> None:
         """Fill the rows of the table that are still empty, one after the other, at any depth."""
-        while self._owed:
-            number, self._is_part, self._where = self._owed.pop()
-            where = self._where
+        new = self._new
+        while new.owed:
+            number, self._place = new.owed.pop()
+            is_part, where = self._place
             try:
-                self.table[number] = self._made(self._kept[number])
+                new.table[number] = self._made(new.objects[number])
             except CantCarryError as error:
-                if not self._is_part or isinstance(error, SavedError):
+                if not is_part or isinstance(error, SavedError):
                     raise
                 raise CantCarryError(f"{error}{where}") from error
             finally:
-                self._is_part, self._where = False, ""
-
-    def _take(self, num_bytes: int) -> None:
-        self._bytes_left -= num_bytes
-        if self._bytes_left < 0:
-            raise TooLargeError(f"more than {self._max_bytes / 1024:.0f} kB have changed")
-
-    def _forget(self, num: int) -> None:
-        self._numbers = {key: number for key, number in self._numbers.items() if number < num}
-        self._owed.clear()
-        self._aliases.forget(self._kept[num:])
-        del self.table[num:], self._kept[num:]
+                self._place = _NOWHERE
 
     def _encode(self, value: Any) -> object:
-        self._take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
+        self._limit.take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, type) and "<locals>" in value.__qualname__ and not is_users(value):
@@ -268,7 +245,7 @@ class Encoder:
 
     def _is_shared(self, value: object) -> bool:
         is_alias = isinstance(value, Tensor) and self._aliases.base_of(value) is not None
-        return is_alias or id(value) in self._numbers or self._graph.path_of(value) is not None
+        return is_alias or id(value) in self._new.numbers or self._graph.path_of(value) is not None
 
     def _pickled(self, value: object, reason: CantCarryError) -> list[object]:
         """Return the bytes of an object that can't be carried in any other way."""
@@ -280,7 +257,7 @@ class Encoder:
         if not isinstance(value, torch.nn.Module) and (kinds.is_container(value) or kinds.is_walked(value)):
             raise reason
         row = self._pickles.row(value, reason)
-        self._take(len(row[-1]))
+        self._limit.take(len(row[-1]))
         return row
 
     def _number(self, value: object) -> int:
@@ -289,14 +266,9 @@ class Encoder:
                 f"a {type(value).__name__} that is also part of an object that only its library can read"
             )
         self.is_torn |= id(value) in self._in_plain
-        if id(value) not in self._numbers:
-            number = self._numbers[id(value)] = len(self.table)
-            self._kept.append(value)  # keeps its id valid
-            self.table.append(None)
-            self._owed.append((number, self._is_part, self._where))
-        return self._numbers[id(value)]
+        return self._new.number_of(value, self._place)
 
-    def _made(self, value: object) -> list[Any]:
+    def _made(self, value: object) -> list[object]:
         """Return the encoded form that recreates an object."""
         try:
             return self._readable(value)
@@ -347,26 +319,26 @@ class Encoder:
         name, plain = class_name(type(value), self._graph), self._encode(VALUES[base](value))
         return ["value", name, base.__name__, plain, self._attributes(value)]
 
-    def _rest(self, value: object) -> list[Any]:
+    def _rest(self, value: object) -> list[object]:
         """Return the class of a user's own container, and its attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
         return [class_name(type(value), self._graph), self._attributes(value)]
 
-    def _attributes(self, value: object) -> list[Any]:
+    def _attributes(self, value: object) -> list[object]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
     def _attribute(self, value: object, name: str, child: object) -> object:
-        is_part = self._is_part or is_users(type(value))
+        is_part = self._place[0] or is_users(type(value))
         return self._inside(child, is_part=is_part, where=f", in {type(value).__name__}.{name}")
 
     def _item(self, child: object) -> object:
         if type(child) in _PLAIN:
-            self._take(_ITEM_BYTES)
+            self._limit.take(_ITEM_BYTES)
             return child
-        return self._inside(child, is_part=True, where=self._where)
+        return self._inside(child, is_part=True, where=self._place[1])
 
-    def _inside(self, child: object, *, is_part: bool, where: str) -> Any:
+    def _inside(self, child: object, *, is_part: bool, where: str) -> object:
         """Encode an object that another one refers to.
 
         Args:
@@ -375,8 +347,7 @@ class Encoder:
                 client.
             where: The place, for errors.
         """
-        before = self._is_part, self._where
-        self._is_part, self._where = is_part, where
+        before, self._place = self._place, (is_part, where)
         try:
             return self._encode(child)
         except CantCarryError as error:
@@ -384,7 +355,7 @@ class Encoder:
                 raise
             raise CantCarryError(f"{error}{where}") from error
         finally:
-            self._is_part, self._where = before
+            self._place = before
 
     def _content(self, value: Any) -> list[Any]:
         if self._has_plain and type(value) in (list, dict):
@@ -412,7 +383,7 @@ class Encoder:
         if kinds.is_buffer(value):
             content, position = kinds.content_of_buffer(value)
             kind_of_number = value.typecode if isinstance(value, array.array) else None
-            self._take(len(content or ""))
+            self._limit.take(len(content or ""))
             return ["buffer", type(value).__name__, content, position, kind_of_number]
         if kinds.is_shared_value(value):
             return ["memory", bytes(kinds.memory_of(value))]
@@ -423,18 +394,18 @@ class Encoder:
     def _plain(self, value: object) -> list[Any] | None:
         """Return the encoded form of plain data; ``None`` for other values, and if other objects refer to its parts."""
         found = plain_of(value)
-        if found is None or self._graph.may_have_met(found.ids) or not self._numbers.keys().isdisjoint(found.ids):
+        if found is None or self._graph.may_have_met(found.ids) or not self._new.numbers.keys().isdisjoint(found.ids):
             return None
         if type(value) is list and len(value) >= _MIN_NUMBERS and not found.ids:
             return None  # they may be numbers of one kind
-        self._take(found.num_bytes)
+        self._limit.take(found.num_bytes)
         self.is_torn |= not self._in_plain.isdisjoint(found.ids)
         self._in_plain |= found.ids
         self._kept_plain.append(value)
         return ["plain", found.copy()]
 
     def _tensor(self, tensor: Tensor) -> list[Any]:
-        self._take(tensor.numel() * tensor.element_size())
+        self._limit.take(tensor.numel() * tensor.element_size())
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
             raise CantCarryError(f"a {type(tensor).__name__} that is not a plain tensor")
@@ -448,7 +419,7 @@ class Encoder:
         return [kind, shard_of(tensor).detach().clone(), str(tensor.device), needs_grad, *more]
 
     def _array(self, array: Any) -> list[object]:
-        self._take(array.nbytes)
+        self._limit.take(array.nbytes)
         if not kinds.is_plain_array(array):
             raise CantCarryError(f"a {type(array).__name__}, which is not a plain array")
         if array.nbytes > _MAX_BYTES:
@@ -462,7 +433,7 @@ class Encoder:
 
     def _items(self, items: Iterable[object]) -> Any:
         values = list(items)
-        self._take(8 * len(values))
+        self._limit.take(8 * len(values))
         if len(values) >= _MIN_NUMBERS:
             for kind, dtype in ((float, torch.float64), (int, torch.int64)):
                 if set(map(type, values)) == {kind}:

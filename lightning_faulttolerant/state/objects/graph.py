@@ -1,6 +1,8 @@
 """The objects that can be reached from some roots, each by one path, with a mark of each that can change.
 
 A node is the record of one object that can change. Its children are the objects that it refers to.
+
+Tensors may share their memory with another one: a view of a weight, two names of one buffer.
 """
 
 from __future__ import annotations
@@ -8,16 +10,19 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.baseline import Mark, Weak, held, items_mark
+from lightning_faulttolerant.state.objects.baseline import Mark, Weak, held, is_readable, items_mark
 from lightning_faulttolerant.state.objects.records import Layer, Records
+
+_MAX_RATIO = 4  # the base of a view is carried with it, if it is at most this many times as large
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +38,7 @@ class Node:
             for an object with slots. `attributes` holds the values that count, so their ``id`` stays valid.
     """
 
-    kept: Any
+    kept: object
     mark: Mark | None = None
     attributes: dict[str, Any] | None = None
     state: Any = None
@@ -142,7 +147,7 @@ class Graph:
             changes, or when its path is requested.
     """
 
-    things: dict[str, Any] = field(default_factory=dict)
+    things: dict[str, object] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
@@ -306,3 +311,70 @@ def is_at(path: str, owner: str) -> bool:
 def name_of(named: Any) -> str:
     """Return the name by which a class or a function can be found again."""
     return f"{named.__module__}:{named.__qualname__}"
+
+
+class Aliases:
+    """Finds the tensors that new tensors share their memory with.
+
+    Args:
+        graph: The objects that the fit began with.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._known: dict[object, Tensor] | None = None
+        self._new: dict[object, Tensor] = {}
+
+    def base_of(self, tensor: Tensor) -> tuple[Tensor, int] | None:
+        """Return a tensor whose memory contains all of `tensor`, and the offset there, in elements.
+
+        Candidates are the tensors that the fit began with, and those of earlier calls.
+        """
+        if type(tensor) is not Tensor or not is_readable(tensor) or not tensor.numel():
+            return None
+        key = _key(tensor)
+        if self._known is None:
+            tensors = (one for one in map(held, self._graph.things.values()) if isinstance(one, Tensor))
+            self._known = {_key(one): one for one in tensors if is_readable(one) and one.numel()}
+        for other in (self._known.get(key), self._new.get(key), _whole_of(tensor)):
+            offset = None if other is None or other is tensor else _offset_in(other, tensor)
+            if other is not None and offset is not None:
+                return other, offset
+        self._new.setdefault(key, tensor)
+        return None
+
+    def forget(self, values: Iterable[object]) -> None:
+        """Forget tensors that are not carried after all."""
+        gone = {id(value) for value in values}
+        self._new = {key: tensor for key, tensor in self._new.items() if id(tensor) not in gone}
+
+
+def _key(tensor: Tensor) -> object:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _whole_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a view is a part of, unless that is much larger."""
+    whole = tensor._base
+    is_part = whole is not None and tensor.numel() < whole.numel() <= _MAX_RATIO * tensor.numel()
+    return whole if is_part else None
+
+
+def _offset_in(other: Tensor, tensor: Tensor) -> int | None:
+    """Return the offset of `tensor` in `other`, in elements; ``None`` if `other` does not contain all of it."""
+    if (
+        other.dtype != tensor.dtype
+        or not is_readable(other)
+        or not other.is_contiguous()
+        or _key(other) != _key(tensor)
+    ):
+        return None
+    offset = int(tensor.storage_offset() - other.storage_offset())
+    end = offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return offset if offset >= 0 and end < other.numel() else None
+
+
+def alias_of(base: Tensor, shape: list[int], stride: list[int], offset: int) -> Tensor:
+    """Return the tensor at this place of `base`, sharing its memory."""
+    with torch.no_grad():
+        return base.detach().as_strided(shape, stride, base.storage_offset() + offset)

@@ -65,7 +65,7 @@ def encode_leaf(value: Any) -> list[object]:
     raise CantCarryError(f"a {kind.__name__}")
 
 
-def decode_leaf(kind: str, *rest: Any) -> object:
+def decode_leaf(kind: str, *rest: object) -> object:
     """Return the leaf that `encode_leaf` encoded."""
     return _LEAVES[kind](*rest)
 
@@ -282,7 +282,7 @@ def unpickled(state: Mapping[str, object]) -> dict[str, object]:
     return dict(state)
 
 
-def _made(row: list[Any]) -> list[Any]:
+def _made(row: list[Any]) -> list[object]:
     try:
         return [MADE, pickle.loads(row[2])]
     except Exception as error:  # noqa: BLE001 - any class may raise anything when it is unpickled

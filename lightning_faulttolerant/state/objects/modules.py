@@ -51,7 +51,7 @@ def users_variables(roots: Mapping[str, object]) -> dict[str, object]:
 
 def _with_detached(
     modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, object]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """Yield modules, and globals that do not belong to a module."""
     yield from modules
     names = {name for name, _ in modules}
@@ -64,7 +64,7 @@ def _with_detached(
         yield name, _Detached(variables)
 
 
-def _of_frames() -> list[dict[str, Any]]:
+def _of_frames() -> list[dict[str, object]]:
     """Return the globals of the running functions, the outermost first."""
     frame: types.FrameType | None = sys._getframe()
     found = []
@@ -74,7 +74,7 @@ def _of_frames() -> list[dict[str, Any]]:
     return found[::-1]
 
 
-def _of_classes(roots: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+def _of_classes(roots: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Yield the globals of the functions of some objects' classes."""
     for root in roots.values():
         parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else [root]
@@ -83,7 +83,7 @@ def _of_classes(roots: Mapping[str, object]) -> Iterator[dict[str, Any]]:
             yield from (each.__globals__ for each in functions if isinstance(each, types.FunctionType))
 
 
-_found: tuple[int, Any, list[tuple[str, types.ModuleType]]] = (0, None, [])
+_found: tuple[int, object, list[tuple[str, types.ModuleType]]] = (0, None, [])
 _whose: dict[str, tuple[Any, bool]] = {}
 """For each name in `sys.modules`, its module and whether that is the user's."""
 
@@ -98,7 +98,7 @@ def _users_modules() -> list[tuple[str, types.ModuleType]]:
     return _found[2]
 
 
-def _looked_at(name: str, module: object) -> tuple[Any, bool]:
+def _looked_at(name: str, module: object) -> tuple[object, bool]:
     known = _whose.get(name)
     if known is not None and known[0] is module:
         return known

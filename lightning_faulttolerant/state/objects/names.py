@@ -127,7 +127,7 @@ def found_part(name: str, graph: Graph) -> object:
     return found if is_known or _is_harmless(found, module_name) else None
 
 
-def _found(name: str) -> Any:
+def _found(name: str) -> object:
     module_name, _, qualname = name.partition(":")
     if name in _HARMLESS:
         return vars(sys.modules[module_name]).get(qualname) if module_name in sys.modules else None

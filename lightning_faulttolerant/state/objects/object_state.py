@@ -96,7 +96,7 @@ class ObjectState:
         elements may be a constant of the user that happens to equal the weights of a norm. It only counts as a copy if
         its holder has other, non-constant copies.
         """
-        originals: dict[Any, list[Tensor]] = {}
+        originals: dict[object, list[Tensor]] = {}
         for tensor in tensors:
             originals.setdefault(_form(tensor), []).append(tensor)
         self._graph.expand_tensors(lambda tensor: _form(tensor) in originals)
@@ -110,7 +110,7 @@ class ObjectState:
         """The paths of all objects that can change, the nearest first."""
         return list(self._graph.nodes)
 
-    def not_known(self, roots: Mapping[str, object]) -> list[Any]:
+    def not_known(self, roots: Mapping[str, object]) -> list[object]:
         """Return the containers and tensors that did not exist at the baseline, except large ones, which are data."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
         nodes = (node.value for node in now.nodes.values())
@@ -123,7 +123,7 @@ class ObjectState:
         for value in values:
             self._graph.forget_one(value)
 
-    def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, Any]:
+    def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, object]:
         """Return the objects that satisfy `is_one`, by path, including objects that are not searched."""
         found = ((path, held(value)) for path, value in self._graph.things.items())
         return {path: value for path, value in found if is_one(value)}
@@ -167,10 +167,10 @@ class ObjectState:
         without: Collection[str] = (),
         max_bytes: float = math.inf,
         has_plain: bool = True,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the changes of these objects, and the `always` parts of each."""
         encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain, keeps_bytes=self.keeps_bytes)
-        nodes: dict[str, Any] = {}
+        nodes: dict[str, object] = {}
         lost: dict[str, str] = {}
         for path, parts in always.items():
             node = self._graph.nodes[path]
@@ -199,7 +199,7 @@ class ObjectState:
             missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
         return missing
 
-    def values_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def values_of(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with the objects and attributes of `state`, and their current values."""
         always = {path: _parts_of(content) for path, content in state[NODES].items() if self._graph.node_at(path)}
         return self._state_of(always)
@@ -227,7 +227,7 @@ class ObjectState:
         *,
         always: Collection[str],
         without: Collection[str] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         changed = self._parts_changed(node) | set(always)
         if without:
             changed = {part for part in changed if _path_of(path, part) not in without}
@@ -267,7 +267,7 @@ class ObjectState:
             delete_attribute(node.value, name)
         return missing
 
-    def _mark_of_state(self, value: Any) -> Any:
+    def _mark_of_state(self, value: Any) -> object:
         """Return a digest of the ``state_dict`` of an object, or ``None`` if that can't be carried."""
         try:
             encoder = Encoder(Graph())
@@ -277,7 +277,7 @@ class ObjectState:
         return digests_of({"state": encoded, "table": encoder.table})
 
 
-def _form(tensor: Tensor) -> Any:
+def _form(tensor: Tensor) -> object:
     return None if tensor.is_nested else tuple(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -313,7 +313,7 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def contents_of(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to."""
     found: dict[str, Any] = {}
     for path, content in state[NODES].items():
@@ -323,9 +323,9 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {path: [encoded, *_rows_of(encoded, state[TABLE])] for path, encoded in found.items()}
 
 
-def _rows_of(encoded: object, table: Sequence[object]) -> list[Any]:
+def _rows_of(encoded: object, table: Sequence[object]) -> list[object]:
     """Return the rows of the table that a value refers to, directly or through other rows."""
-    rows: dict[int, Any] = {}
+    rows: dict[int, object] = {}
     queue = [encoded]
     while queue:
         value = queue.pop()
@@ -361,7 +361,7 @@ class _Noted:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
         is_handle &= self._drops_saved or not isinstance(error, SavedError)
         if is_handle:  # opened, or opened again: not state

@@ -108,7 +108,7 @@ class Records:
     def __init__(self, owner: Any, items: Sequence[object], layers: list[Layer]) -> None:
         self.owner, self.items, self.layers = owner, items, layers
 
-    def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[Any], bool]) -> bool:
+    def suits(self, left_out: Callable[[Any], Iterable[str]], is_live: Callable[[object], bool]) -> bool:
         """Return whether the walk checks all of these under some rules."""
         for layer in self.layers:
             if layer.has_attributes:
@@ -192,7 +192,7 @@ def _layers_of(value: Sequence[object]) -> list[Layer] | None:
     return None
 
 
-def _by_kind(members: list[Any], roots: list[int], seen: set[int]) -> Iterator[Layer]:
+def _by_kind(members: list[object], roots: list[int], seen: set[int]) -> Iterator[Layer]:
     """Yield the objects that are not leaves and were not met yet, by class."""
     types = list(map(type, members))
     for kind in dict.fromkeys(types):
@@ -202,7 +202,7 @@ def _by_kind(members: list[Any], roots: list[int], seen: set[int]) -> Iterator[L
         yield _once(kind, list(compress(members, is_one)), list(compress(roots, is_one)), seen)
 
 
-def _once(kind: type, members: list[Any], roots: list[int], seen: set[int]) -> Layer:
+def _once(kind: type, members: list[object], roots: list[int], seen: set[int]) -> Layer:
     places = dict(zip(map(id, members), range(len(members)), strict=True))
     if len(places) < len(members) or not seen.isdisjoint(places):
         first = {id(member): i for i, member in reversed([*enumerate(members)]) if id(member) not in seen}
@@ -232,7 +232,7 @@ def _is_small(value: Any) -> bool:
     return (isinstance(value, Tensor) or kinds.is_array(value)) and value.nbytes <= SMALL_BYTES
 
 
-def _children(layer: Layer) -> tuple[list[Any], list[int]]:
+def _children(layer: Layer) -> tuple[list[object], list[int]]:
     contents = list(map(dict.values, layer.before)) if type(layer.before[0]) is dict else layer.before
     children = list(chain.from_iterable(contents))
     if all(map(kinds.is_leaf_kind, set(map(type, children)))):

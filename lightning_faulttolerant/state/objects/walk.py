@@ -264,11 +264,11 @@ class Unchanged:
     def _note(self) -> None:
         """Record the current content of all of them."""
         self._one_by_one: list[str] = []
-        self._owners: list[Any] = []
-        self._namespaces: list[Any] = []
+        self._owners: list[object] = []
+        self._namespaces: list[object] = []
         self._sequences: list[Any] = []
         self._mappings: list[object] = []
-        self._slots: list[Callable[[], Any]] = []
+        self._slots: list[Callable[[], object]] = []
         for path, node in self._nodes.items():
             if not self._takes(node):
                 self._one_by_one.append(path)
@@ -324,7 +324,7 @@ def _ids_in(slots: list[Callable[[], object]]) -> list[int]:
         return [id(_held(slot)) for slot in slots]
 
 
-def _held(slot: Callable[[], object]) -> Any:
+def _held(slot: Callable[[], object]) -> object:
     try:
         return slot()
     except AttributeError:  # an empty slot

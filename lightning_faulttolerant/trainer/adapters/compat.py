@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,16 @@ def averaged_models(trainer: Trainer) -> list[nn.Module]:
     return [c._average_model for c in averaging if c._average_model is not None]
 
 
-def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+class AveragingState(TypedDict):
+    """What a StochasticWeightAveraging sets up at the start of an epoch."""
+
+    initialized: bool
+    updates_batch_norm: bool
+    accumulate_grad_batches: int | None
+    num_added_epochs: int
+
+
+def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> AveragingState:
     """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
     max_epochs = trainer.fit_loop.max_epochs
     return {
@@ -74,7 +83,7 @@ def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> di
     }
 
 
-def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: AveragingState) -> None:
     """Restore the parts of `averaging_state` that no hook of the callback sets up again."""
     if state["accumulate_grad_batches"] is not None:
         callback._accumulate_grad_batches = state["accumulate_grad_batches"]
@@ -106,14 +115,21 @@ def removes_masks(callback: ModelPruning) -> bool:
     return callback._make_pruning_permanent
 
 
-def timer_state(timer: Timer) -> dict[str, object]:
+class TimerState(TypedDict):
+    """The time of a Timer, in seconds by stage, and the stages that have ended."""
+
+    elapsed: dict[str, float]
+    ended: list[str]
+
+
+def timer_state(timer: Timer) -> TimerState:
     """Return the time that has passed in each stage that has begun, and which stages have ended."""
     stages = [stage.value for stage in RunningStage if timer.start_time(stage) is not None]
     elapsed = {stage: timer.time_elapsed(stage) for stage in stages}
     return {"elapsed": elapsed, "ended": [stage for stage in stages if timer.end_time(stage) is not None]}
 
 
-def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
+def load_timer(timer: Timer, state: TimerState) -> None:
     """Continue the time from a result of `timer_state`, without the time since this process began to train."""
     now = time.monotonic()
     for name, elapsed in state["elapsed"].items():
@@ -127,7 +143,14 @@ def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
             timer._end_time[stage] = now if name in state["ended"] else None
 
 
-def throughput_state(monitor: ThroughputMonitor) -> dict[str, object]:
+class StageThroughput(TypedDict):
+    """What a ThroughputMonitor keeps of a stage: the elapsed seconds, and the values in each window."""
+
+    elapsed: float
+    windows: dict[str, list[Any]]
+
+
+def throughput_state(monitor: ThroughputMonitor) -> dict[str, StageThroughput]:
     """Return what a ThroughputMonitor has counted in each stage of a fit that has begun, and the elapsed time.
 
     The last value of each window is the count so far.
@@ -143,7 +166,7 @@ def throughput_state(monitor: ThroughputMonitor) -> dict[str, object]:
     }
 
 
-def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
+def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, StageThroughput]) -> list[str]:
     """Let it continue from a result of `throughput_state`; return the stages that it does not watch.
 
     Its windows refuse a time or a count that is not above the previous one, so these and the counters continue
@@ -193,14 +216,22 @@ RESULT_SEAMS = {
 _CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "progress_bar": "_progress_bar_metrics"}
 
 
-def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
+class LoggerConnectorState(TypedDict):
+    """What the logger connector keeps between batches: its metrics by kind, and where it is in a batch."""
+
+    metrics: dict[str, Any]
+    first_loop_iter: bool | None
+    current_fx: str | None
+
+
+def logger_connector_state(trainer: Trainer) -> LoggerConnectorState:
     """Return what the logger connector keeps between batches."""
     connector = trainer._logger_connector
     metrics = {name: copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
     return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
 
 
-def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
+def load_logger_connector(trainer: Trainer, state: LoggerConnectorState) -> None:
     """Restore a result of `logger_connector_state`."""
     connector = trainer._logger_connector
     for name, attribute in _CONNECTOR.items():
@@ -209,7 +240,7 @@ def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
     connector._current_fx = state["current_fx"]
 
 
-def copied(values: object) -> Any:
+def copied(values: object) -> object:
     """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
     if isinstance(values, Mapping):
         return {name: copied(value) for name, value in values.items()}
@@ -279,7 +310,15 @@ def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
         item._defaults[name] = default.to(value.dtype)
 
 
-def result_cache(item: _ResultMetric) -> dict[str, Any]:
+class ResultCache(TypedDict):
+    """What a logged value keeps besides its sums: the last step's value, and how it was reset."""
+
+    forward: Tensor | None
+    has_reset: bool
+    update_count: int
+
+
+def result_cache(item: _ResultMetric) -> ResultCache:
     """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache
     return {
@@ -289,7 +328,7 @@ def result_cache(item: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
+def load_result_cache(item: _ResultMetric, state: ResultCache) -> None:
     """Restore a result of `result_cache`."""
     item._forward_cache = state["forward"]
     item.has_reset = state["has_reset"]

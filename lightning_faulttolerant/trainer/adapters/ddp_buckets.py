@@ -33,7 +33,7 @@ class Buckets:
         model: object = trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
         self._hooks = compat.hooks_with_state(model) if is_ddp else []
-        self._ddp: Any = model if is_ddp and trainer.world_size >= _MIN_RANKS else None
+        self._ddp: object = model if is_ddp and trainer.world_size >= _MIN_RANKS else None
         self._order: list[int] | None = None
         self._is_laid_out = False
 

@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.adapters import compat
 _SUMS = ("value", "cumulated_batch_size")
 
 
-def results_state(trainer: Trainer) -> dict[str, Any]:
+def results_state(trainer: Trainer) -> dict[str, object]:
     """Return a copy of all values that were logged and not yet passed to the loggers, and of those passed last."""
     collections = {
         name: {key: _item_state(item) for key, item in collection.items()}
@@ -73,7 +73,7 @@ def _make_item(trainer: Trainer, state: Mapping[str, Any]) -> object:
 States = Sequence[Mapping[str, Any]]
 
 
-def merged_results(states: States, *, rank: int, num_ranks: int) -> dict[str, Any]:
+def merged_results(states: States, *, rank: int, num_ranks: int) -> dict[str, object]:
     """Return the state of one rank's logged values, in the form of `results_state`.
 
     Args:
@@ -89,7 +89,7 @@ def merged_results(states: States, *, rank: int, num_ranks: int) -> dict[str, An
     return {"collections": collections, "connector": first["connector"]}
 
 
-def _merged_collection(collections: States, *, rank: int, num_ranks: int) -> dict[str, Any]:
+def _merged_collection(collections: States, *, rank: int, num_ranks: int) -> dict[str, object]:
     keys = dict.fromkeys(key for collection in collections for key in collection)
     items = {}
     for key in keys:
@@ -102,7 +102,7 @@ def _merged_collection(collections: States, *, rank: int, num_ranks: int) -> dic
     return items
 
 
-def _merged_item(items: States, *, rank: int, num_ranks: int) -> dict[str, Any]:
+def _merged_item(items: States, *, rank: int, num_ranks: int) -> dict[str, object]:
     first = items[0]
     meta = {**first["meta"], "sync": {**first["meta"]["sync"], "adopts": True}}
     count = max(item["cache"]["update_count"] for item in items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -29,6 +29,9 @@ from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import (
     WEIGHT_AVERAGING,
+    AveragingState,
+    StageThroughput,
+    TimerState,
     averaged_models,
     averaging_state,
     first_parameters,
@@ -46,7 +49,7 @@ from lightning_faulttolerant.trainer.compat import callbacks
 _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
 
 
-def restore_best_models(trainer: Trainer, states: Mapping[str, Any]) -> None:
+def restore_best_models(trainer: Trainer, states: Mapping[str, Mapping[str, object]]) -> None:
     """Let each ModelCheckpoint know its best and last files again, even in another directory.
 
     The default logger takes a new version directory at each start. ModelCheckpoint drops what it knew if its
@@ -87,13 +90,32 @@ def spikes_restored(trainer: Trainer) -> Iterator[None]:
 _MASK, _HIDDEN = "_mask", "_orig"  # torch's names for the tensors that replace a pruned parameter
 
 
+class PrunedWeight(TypedDict):
+    """A pruned weight: its mask, and the values under it."""
+
+    mask: Tensor
+    hidden: Tensor
+
+
+class PruningState(TypedDict):
+    """The state of a ModelPruning: its weights, and those from before the fit, by place among its parameters.
+
+    The places in `shared` are those of weights that are still the ones from before the fit.
+    """
+
+    pruned: dict[str, PrunedWeight]
+    first: dict[str, Tensor]
+    shared: list[int]
+
+
 class Pruning:
     """The adapter for ModelPruning."""
 
-    def state_dict(self, trainer: Trainer, callback: ModelPruning) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: ModelPruning) -> PruningState:
         """Return the masks, the weights under them, and the weights from before the fit."""
         first = first_parameters(callback)
-        pruned, shared = {}, []
+        pruned: dict[str, PrunedWeight] = {}
+        shared = []
         for number, (module, name) in enumerate(pruned_parameters(callback)):
             weight = getattr(module, name + _HIDDEN, getattr(module, name))
             if number in first and first[number].data_ptr() == weight.data_ptr():
@@ -103,11 +125,11 @@ class Pruning:
         kept = {str(number): _copy(weight) for number, weight in first.items() if number not in shared}
         return {"pruned": pruned, "first": kept, "shared": shared}
 
-    def load_state_dict(self, trainer: Trainer, callback: ModelPruning, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, trainer: Trainer, callback: ModelPruning, state: PruningState) -> None:
         """Prune the same weights with the same masks; the optimizers keep their parameters."""
         parameters, first = pruned_parameters(callback), first_parameters(callback)
-        for number, values in state["pruned"].items():
-            module, name = parameters[int(number)]
+        for place, values in state["pruned"].items():
+            module, name = parameters[int(place)]
             mask = values["mask"].to(getattr(module, name).device)
             prune.custom_from_mask(module, name, mask)  # type: ignore[no-untyped-call]
             getattr(module, name + _HIDDEN).data.copy_(values["hidden"])
@@ -195,24 +217,30 @@ def _copy(tensor: Tensor) -> Tensor:
 class Adapter(Protocol):
     """Reads and restores what one kind of callback keeps besides its ``state_dict``."""
 
-    def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: Any) -> Mapping[str, object]:
         """Return a copy of the state as plain values."""
 
-    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Any) -> list[str] | None:
         """Restore the state, in the middle of an epoch or after the end of the fit; return parts without a target."""
+
+
+class _Rates(TypedDict):
+    lrs: dict[str, object]
+    momentum: dict[str, list[float] | None]
+    weight_decay: dict[str, list[float] | None]
 
 
 class _LearningRates:
     """LearningRateMonitor's history, which each start creates."""
 
-    def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> _Rates:
         return {
             "lrs": {name: _packed(values) for name, values in callback.lrs.items()},
             "momentum": dict(callback.last_momentum_values),
             "weight_decay": dict(callback.last_weight_decay_values),
         }
 
-    def load_state_dict(self, trainer: Trainer, callback: LearningRateMonitor, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, trainer: Trainer, callback: LearningRateMonitor, state: _Rates) -> None:
         callback.lrs = {name: _unpacked(values) for name, values in state["lrs"].items()}
         callback.last_momentum_values = dict(state["momentum"])
         callback.last_weight_decay_values = dict(state["weight_decay"])
@@ -224,11 +252,16 @@ class _Times:
     Its own state has the time, but the time that a resume takes after ``on_train_start`` would count too.
     """
 
-    def state_dict(self, trainer: Trainer, callback: Timer) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: Timer) -> TimerState:
         return timer_state(callback)
 
-    def load_state_dict(self, trainer: Trainer, callback: Timer, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, trainer: Trainer, callback: Timer, state: TimerState) -> None:
         load_timer(callback, state)
+
+
+class _StagesThroughput(TypedDict, total=False):
+    stages: dict[str, StageThroughput]
+    counts_lengths: bool
 
 
 class _Throughputs:
@@ -237,11 +270,11 @@ class _Throughputs:
     They continue together, without the time between two processes, so its rates remain those of training.
     """
 
-    def state_dict(self, trainer: Trainer, callback: ThroughputMonitor) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: ThroughputMonitor) -> _StagesThroughput:
         stages = throughput_state(callback)  # empty on all ranks except rank 0: only rank 0 counts
         return {"stages": stages, "counts_lengths": callback.length_fn is not None} if stages else {}
 
-    def load_state_dict(self, trainer: Trainer, callback: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, trainer: Trainer, callback: ThroughputMonitor, state: _StagesThroughput) -> list[str]:
         if state["counts_lengths"] != (callback.length_fn is not None):
             return ["lengths"]  # it needs as many lengths as samples: none of its state can continue
         return load_throughput(callback, state["stages"])
@@ -254,10 +287,10 @@ class _Averaging:
     updates batch norm. The callback repeats both in its own hook; state that this changes is restored.
     """
 
-    def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> AveragingState:
         return averaging_state(trainer, callback)
 
-    def load_state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging, state: AveragingState) -> None:
         module, [optimizer] = trainer.lightning_module, trainer.optimizers
         buffers, groups = buffers_state(module), [dict(group) for group in optimizer.param_groups]
         if state["initialized"]:
@@ -273,7 +306,7 @@ class _Averaging:
 class _Metrics:
     """Metrics in attributes of any callback, or in lists and dicts there: they continue like those of the module."""
 
-    def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, object]:
         return {name: metrics_state(metric) for name, metric in metrics_of(callback).items()}
 
     def load_state_dict(self, trainer: Trainer, callback: Callback, state: Mapping[str, Any]) -> list[str]:
@@ -294,7 +327,7 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
 ]
 
 
-def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:
     """Return a copy of what `callbacks` keep and don't save, by their names and the kinds of callback they are."""
     found = {
         name: {kind.__name__: adapter.state_dict(trainer, callback) for kind, adapter in _adapters(callback)}
@@ -327,7 +360,7 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 
 def why_ended(trainer: Trainer) -> str | None:
     """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
-    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
+    kinds: tuple[type[object], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
     for callback in compat.callbacks(trainer):
         if isinstance(callback, kinds):
             return "ended with averaged weights in place of the trained ones"
@@ -365,7 +398,7 @@ def _swapping(trainer: Trainer) -> list[tuple[type[Any], Any]]:
     return [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
 
 
-def _packed(values: list[Any]) -> Any:
+def _packed(values: list[Any]) -> object:
     # A value for each step of a long run: a tensor takes an eighth of the size, and is read and written in no time.
     is_plain = all(type(value) is float for value in values)
     return torch.tensor(values, dtype=torch.float64) if is_plain else list(values)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 from lightning_faulttolerant.checkpoint.autosave_directory import (
     AUTOSAVE_NAME,
@@ -23,10 +23,9 @@ from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import BranchError
-from lightning_faulttolerant.records.branches import RESUME_FROM_VARIABLE, Parent
-from lightning_faulttolerant.records.history import FIT, name_of
+from lightning_faulttolerant.records.history import FIT, RESUME_FROM_VARIABLE, Parent, name_of
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.run_files import part_of
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
@@ -107,7 +106,7 @@ class Branch:
             found.series.set_aside("not-resumed")
         return found.number == self.fit and not found.series.paths()
 
-    def choose(self, given: Any) -> Choice:
+    def choose(self, given: object) -> Choice:
         """Return what the fit begins from.
 
         Args:

@@ -106,7 +106,7 @@ class ChangedSettings:
         """Set how many batches' gradients are accumulated."""
         self._trainer.accumulate_grad_batches = self._window
 
-    def _apply_to_optimizer(self, number: int, optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    def _apply_to_optimizer(self, number: int, optimizer: Any, saved: Sequence[Mapping[str, object]]) -> Iterator[str]:
         created = self._created["optimizers"][number]["groups"]
         if len(saved) != len(created):
             raise BranchError(
@@ -131,7 +131,7 @@ class ChangedSettings:
                     )
                 yield f"{place}.{name}: {before!r} when it was saved, {after!r} now"
 
-    def _set_rate(self, optimizer: Any, group: dict[str, Any], before: Any, after: Any) -> None:
+    def _set_rate(self, optimizer: Any, group: dict[str, object], before: Any, after: object) -> None:
         """Give a group another learning rate, at the same place of its schedule."""
         schedulers = [
             config.scheduler
@@ -157,7 +157,7 @@ class ChangedSettings:
             if hasattr(scheduler, _LAST):
                 vars(scheduler)[_LAST] = [one[_RATE] for one in groups]
 
-    def _apply_to_scheduler(self, number: int, scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    def _apply_to_scheduler(self, number: int, scheduler: object, saved: Mapping[str, Any]) -> Iterator[str]:
         created = self._created["schedulers"][number]
         if saved.get(_CHILDREN) != created.get(_CHILDREN):
             raise BranchError(
@@ -179,18 +179,18 @@ class ChangedSettings:
                 yield f"{text}, without effect: the scheduler is restored as it was saved"
 
 
-def _optimizer_of(scheduler: Any) -> Any:
+def _optimizer_of(scheduler: object) -> object:
     optimizer = getattr(scheduler, "optimizer", None)
     return None if optimizer is None else unwrapped(optimizer)
 
 
-def _of_group(group: Mapping[str, Any]) -> Settings:
+def _of_group(group: Mapping[str, object]) -> Settings:
     """Return the settings of a group. If a scheduler has set the rate already, the rate is the one before that."""
     found = {name: _plain(value) for name, value in group.items() if name not in (*_PARAMS, _BASE)}
     return {**found, _RATE: _plain(group.get(_BASE, group.get(_RATE)))}
 
 
-def _of_scheduler(scheduler: Any) -> Settings:
+def _of_scheduler(scheduler: object) -> Settings:
     held = {name: value for name, value in vars(scheduler).items() if name not in (*_PROGRESS, _CHILDREN)}
     arguments = {name: plain for name, value in held.items() if (plain := _plain(value)) is not None}
     children = {_CHILDREN: list(map(_of_scheduler, vars(scheduler).get(_CHILDREN, [])))}
@@ -201,7 +201,7 @@ def _name(value: object) -> str:
     return type(value).__qualname__
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a setting as numbers, strings, and lists of these, or ``None`` for anything else."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()

@@ -136,11 +136,11 @@ class OtherRanks:
             self.not_exact.append(f"all ranks have the values of rank 0 in {', '.join(changed)}")
 
 
-def _datasets(fingerprints: State) -> dict[str, Any]:
+def _datasets(fingerprints: State) -> dict[str, object]:
     return {place: of.get("dataset") for place, of in fingerprints.items()}
 
 
-def _joined_predictions(states: Sequence[State]) -> dict[str, Any]:
+def _joined_predictions(states: Sequence[State]) -> dict[str, object]:
     """Return the names of the files of several ranks, one rank after the other, and how many predictions they hold."""
     nums = [state["num"] for state in states if state["num"]]
     return {
@@ -152,23 +152,16 @@ def _joined_predictions(states: Sequence[State]) -> dict[str, Any]:
 _UNSAVED = "the previous process ended without a save"
 
 
-class EvaluationResume:
-    """Restores one evaluation from an autosave.
+class SavedEvaluation:
+    """An autosave of an evaluation, as this rank continues from it.
 
     Args:
         trainer: The trainer that evaluates.
         path: The autosave.
         checkpoint: Its content.
         part: Our part of it.
-        state: Restores the state.
-        run_state: The part of it that fits have, too.
-        loaders: The evaluation's loaders.
-        fingerprint: The fingerprint of this run.
         rank: The number of this rank.
         options: Say whether another number of ranks may continue.
-        trust: Decides whether objects may be unpickled.
-        predictions: The predictions of this rank.
-        patches: Those of the session, undone when the evaluation ends.
         num_before_kill: How many batches are known to have run before a kill; ``None`` without a kill.
     """
 
@@ -176,49 +169,110 @@ class EvaluationResume:
         self,
         trainer: Trainer,
         path: str,
-        checkpoint: Mapping[str, Any],
+        checkpoint: Mapping[str, object],
         part: CheckpointPart,
+        *,
+        rank: int,
+        options: Options,
+        num_before_kill: int | None = None,
+    ) -> None:
+        self.began = time.monotonic()
+        self.path = path
+        self.part = part
+        self.num_before_kill = num_before_kill
+        self.position = TrainerPosition.from_state_dict(part["position"])
+        self.other_ranks: OtherRanks | None = None
+        """What another number of ranks takes over, if one continues."""
+        if part["world_size"] != trainer.world_size and self._may_be_resized(trainer, options):
+            is_per_sample = options.worker_rng == "per_sample"
+            self.other_ranks = OtherRanks(trainer, part, checkpoint, rank=rank, is_per_sample=is_per_sample)
+        self.state: Mapping[str, Any] = (
+            state_of(part, rank, checkpoint) if self.other_ranks is None else self.other_ranks.state
+        )
+        """The state of this rank. It is empty once it is restored."""
+        saved = part["fingerprint"]
+        self.fingerprint: SavedFingerprint = {**saved, "loaders": self.state.get(FINGERPRINT, saved["loaders"])}
+
+    def _may_be_resized(self, trainer: Trainer, options: Options) -> bool:
+        is_predict = function_of(trainer) == "predict" and not self.starts_over
+        return is_predict and options.allows_other_ranks and self.part["version"] <= VERSION
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether only the start of the evaluation is saved, since it can't continue."""
+        return bool(self.part.get("starts_over"))
+
+    @property
+    def drawn(self) -> Mapping[str, object]:
+        """What the script drew before the first start."""
+        found: Mapping[str, Any] = (self.state.get(OBJECTS) or {}).get(DRAWN, {})
+        return found
+
+    @property
+    def dealt(self) -> list[Mapping[str, object]]:
+        """What is left of each loader, if another number of ranks began."""
+        states: list[Mapping[str, Any]] = list(self.state.get(DEALT, {}).get("loaders", ()))
+        return states if any(state["consumed"] for state in states) and not self.position.is_finished else []
+
+    def note_about_repeated(self, function: str) -> tuple[str, ...]:
+        """Return a note about the batches that run a second time: writers of predictions and other hooks see them."""
+        first, known = self.position.validation_batch, self.num_before_kill
+        if known is None or self.position.is_finished:
+            return ()
+        if known <= first:
+            return (f"{_UNSAVED}: batches {first} and later of {function} may run a second time",)
+        batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
+        return (f"{_UNSAVED}: {batches} of {function}, and maybe some more, run a second time",)
+
+    def forget(self) -> None:
+        """Free the state: it is restored."""
+        self.state, self.other_ranks = {}, None
+
+
+class EvaluationResume:
+    """Restores one evaluation from an autosave.
+
+    Args:
+        trainer: The trainer that evaluates.
+        saved: The autosave.
+        state: Restores the state.
+        run_state: The part of it that fits have, too.
+        loaders: The evaluation's loaders.
+        fingerprint: The fingerprint of this run.
+        trust: Decides whether objects may be unpickled.
+        predictions: The predictions of this rank.
+        patches: Those of the session, undone when the evaluation ends.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        saved: SavedEvaluation,
         state: EvaluationState,
         run_state: RunState,
         loaders: Loaders,
         fingerprint: Fingerprint,
         *,
-        rank: int,
-        options: Options,
         trust: Trust,
         predictions: Predictions,
         patches: Patches,
-        num_before_kill: int | None = None,
     ) -> None:
         self._trainer = trainer
-        self._path = path
-        self._part = part
+        self._saved = saved
         self._evaluation = state
         self._run_state = run_state
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._trust = trust
         self._predictions = predictions
-        self._began = time.monotonic()
-        self._comparison = Comparison(self._path, strict=False, is_elastic=False, warns=False)
+        self._comparison = Comparison(saved.path, strict=False, is_elastic=False, warns=False)
         self._patches = patches
-        self._num_before_kill = num_before_kill
-        self.position = TrainerPosition.from_state_dict(self._part["position"])
-        self._other_ranks: OtherRanks | None = None
-        is_resized = self._part["world_size"] != trainer.world_size
-        if is_resized and self._may_be_resized(options):
-            is_per_sample = options.worker_rng == "per_sample"
-            self._other_ranks = OtherRanks(trainer, part, checkpoint, rank=rank, is_per_sample=is_per_sample)
-        self._state: Mapping[str, Any] = (
-            state_of(part, rank, checkpoint) if self._other_ranks is None else self._other_ranks.state
-        )
-        saved = self._part["fingerprint"]
-        self._saved: SavedFingerprint = {**saved, "loaders": self._state.get(FINGERPRINT, saved["loaders"])}
         self.report: ResumeReport | None = None
 
-    def _may_be_resized(self, options: Options) -> bool:
-        is_predict = function_of(self._trainer) == "predict" and not self.starts_over
-        return is_predict and options.allows_other_ranks and self._part["version"] <= VERSION
+    @property
+    def position(self) -> TrainerPosition:
+        """Where the autosave was taken."""
+        return self._saved.position
 
     @property
     def is_finished(self) -> bool:
@@ -228,13 +282,13 @@ class EvaluationResume:
     @property
     def run(self) -> Mapping[str, Any]:
         """The place of the loop."""
-        found: Mapping[str, Any] = self._state[VALIDATION_RUN]
+        found: Mapping[str, Any] = self._saved.state[VALIDATION_RUN]
         return found
 
     @property
     def starts_over(self) -> bool:
         """Whether only the start of the evaluation is saved, since it can't continue."""
-        return bool(self._part.get("starts_over"))
+        return self._saved.starts_over
 
     def why_not(self, *, has_weights: bool) -> str:
         """Return why this evaluation is another one than the one that saved, or an empty string.
@@ -242,43 +296,32 @@ class EvaluationResume:
         Args:
             has_weights: Whether it has the weights that it evaluates.
         """
-        if self._part["version"] > VERSION:
-            return f"{self._path} was written by a newer version of the package"
-        if self._part["world_size"] != self._trainer.world_size:
-            before, now = self._part["world_size"], self._trainer.world_size
-            ranks = f"the number of ranks is {now}, but was {before} in {self._path}"
-            if self._other_ranks is None:
+        if self._saved.part["version"] > VERSION:
+            return f"{self._saved.path} was written by a newer version of the package"
+        if self._saved.part["world_size"] != self._trainer.world_size:
+            before, now = self._saved.part["world_size"], self._trainer.world_size
+            ranks = f"the number of ranks is {now}, but was {before} in {self._saved.path}"
+            if self._saved.other_ranks is None:
                 return ranks
-            if self._other_ranks.reason:
-                return f"{ranks}: {self._other_ranks.reason}"
-        if has_weights and self._state.get(SUMS) != self._evaluation.sums:
+            if self._saved.other_ranks.reason:
+                return f"{ranks}: {self._saved.other_ranks.reason}"
+        if has_weights and self._saved.state.get(SUMS) != self._evaluation.sums:
             return "it begins with other weights"
         found = {**self._fingerprint.model(), **self._fingerprint.settings()}
-        saved = self._saved
-        if self._other_ranks is not None:
+        saved = self._saved.fingerprint
+        if self._saved.other_ranks is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], found["trainer"])}
         lines = [line for name in ("module", "trainer") for line in differences(saved[name], found[name], name)]
         return "; ".join(lines)
 
-    @property
-    def _drawn(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = (self._state.get(OBJECTS) or {}).get(DRAWN, {})
-        return found
-
     def put_back_drawn(self) -> None:
         """Restore what the script drew before the first start. `why_other_data` says if that fails."""
         if self._loaders.drawn is not None:
-            self._comparison.put_back_drawn(self._loaders.drawn, self._drawn)
+            self._comparison.put_back_drawn(self._loaders.drawn, self._saved.drawn)
 
     def expect_loaders(self) -> None:
         """Compare the loaders that are set up next with those of the evaluation that saved."""
         self._loaders.expect(self._compare_loader)
-
-    @property
-    def _dealt(self) -> list[Mapping[str, Any]]:
-        """What is left of each loader, if another number of ranks began."""
-        states: list[Mapping[str, Any]] = list(self._state.get(DEALT, {}).get("loaders", ()))
-        return states if any(state["consumed"] for state in states) and not self.is_finished else []
 
     def why_other_data(self, dealing: Dealing | None) -> str:
         """Return why these are not the data of the evaluation that saved, or why they can't be dealt to these ranks.
@@ -290,20 +333,20 @@ class EvaluationResume:
             An empty string if the evaluation can continue. The loaders must be set up.
         """
         reason = "; ".join(self._comparison.not_exact)
-        return reason or (dealing.why_not_dealt(self._dealt) if self._dealt and dealing is not None else "")
+        return reason or (dealing.why_not_dealt(self._saved.dealt) if self._saved.dealt and dealing is not None else "")
 
     def continue_loaders(self, dealing: Dealing | None) -> None:
         """Let the loaders continue; deal what is left of the samples to these ranks if another number began."""
-        self._loaders.resume_from(self._state["loaders"])
-        if not self._dealt or dealing is None:
+        self._loaders.resume_from(self._saved.state["loaders"])
+        if not self._saved.dealt or dealing is None:
             return
-        dealing.deal(self._dealt, self._patches)
-        if self._other_ranks is not None:
-            dealing.begin_again(self._other_ranks.seeds)
+        dealing.deal(self._saved.dealt, self._patches)
+        if self._saved.other_ranks is not None:
+            dealing.begin_again(self._saved.other_ranks.seeds)
 
     def _compare_loader(self, place: str, now: Mapping[str, object]) -> None:
-        saved = self._saved["loaders"].get(place)
-        if saved is not None and self._other_ranks is not None:
+        saved = self._saved.fingerprint["loaders"].get(place)
+        if saved is not None and self._saved.other_ranks is not None:
             saved = {**saved, "sampler": now.get("sampler")}  # `deal` compares the orders
         if saved is not None:
             self._comparison.compare_loader(
@@ -311,9 +354,9 @@ class EvaluationResume:
                 saved,
                 now,
                 tracker=self._loaders.trackers.get(place),
-                is_resized=self._other_ranks is not None,
+                is_resized=self._saved.other_ranks is not None,
                 drawn=self._loaders.drawn,
-                saved_drawn=self._drawn,
+                saved_drawn=self._saved.drawn,
             )
 
     def restore(self) -> None:
@@ -329,33 +372,22 @@ class EvaluationResume:
         validation.lost_before = self._run_state.not_carried()
         self._settle()
 
-    def restore_finished(self) -> Any:
+    def restore_finished(self) -> object:
         """Restore the end of a finished evaluation. Return what it returned. The loaders must be set up."""
         loop = loop_of(self._trainer)
         if runs.is_predicting(loop):
             runs.make_room_for_predictions(loop)
-        results = self._state[RETURNED]
+        results = self._saved.state[RETURNED]
         self._load()
-        loop.batch_progress.load_state_dict(dict(self._state[PROGRESS]))
+        loop.batch_progress.load_state_dict(dict(self._saved.state[PROGRESS]))
         self._settle()
         if runs.is_predicting(loop):
             return loop.predictions if loop.return_predictions else None
         runs.print_results(loop, results)
         return results
 
-    def _note_about_repeated(self) -> tuple[str, ...]:
-        """Return a note about the batches that run a second time: writers of predictions and other hooks see them."""
-        first, known = self.position.validation_batch, self._num_before_kill
-        if known is None or self.is_finished:
-            return ()
-        function = function_of(self._trainer)
-        if known <= first:
-            return (f"{_UNSAVED}: batches {first} and later of {function} may run a second time",)
-        batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
-        return (f"{_UNSAVED}: {batches} of {function}, and maybe some more, run a second time",)
-
     def _load(self) -> None:
-        state = self._trust.unpickled(self._state, self._path)
+        state = self._trust.unpickled(self._saved.state, self._saved.path)
         self._not_exact = self._evaluation.load_state_dict(state)
         if PREDICTIONS in state:
             self._predictions.load(state[PREDICTIONS])
@@ -363,12 +395,12 @@ class EvaluationResume:
     def _settle(self) -> None:
         self._loaders.resumed()
         position, not_exact = self.position, tuple(self._not_exact)
-        if self._other_ranks is not None:
-            not_exact += tuple(self._other_ranks.not_exact)
+        if self._saved.other_ranks is not None:
+            not_exact += tuple(self._saved.other_ranks.not_exact)
         objects = self._run_state.objects_not_restored
-        parts = [TITLES[name] for name in TITLES if name in self._state]
+        parts = [TITLES[name] for name in TITLES if name in self._saved.state]
         self.report = ResumeReport(
-            path=self._path,
+            path=self._saved.path,
             position=str(position),
             epoch=position.epoch,
             batch=position.batch,
@@ -377,9 +409,13 @@ class EvaluationResume:
             exact=still_exact(parts, not_exact, loaders=(), objects=objects),
             not_exact=not_exact,
             objects=objects,
-            notes=(*self._comparison.notes, *self._run_state.objects.notes, *self._note_about_repeated()),
-            seconds=time.monotonic() - self._began,
+            notes=(
+                *self._comparison.notes,
+                *self._run_state.objects.notes,
+                *self._saved.note_about_repeated(function_of(self._trainer)),
+            ),
+            seconds=time.monotonic() - self._saved.began,
         )
-        self._state, self._other_ranks = {}, None
+        self._saved.forget()
         with above_the_bar():
             tell(f"{self.report}")

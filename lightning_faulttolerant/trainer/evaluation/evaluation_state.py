@@ -170,7 +170,7 @@ class Dealing:
             tracker.load_state_dict(state)
 
 
-def states_after(ranks: Sequence[Sequence[Mapping[str, object]]]) -> list[dict[str, Any]]:
+def states_after(ranks: Sequence[Sequence[Mapping[str, object]]]) -> list[dict[str, object]]:
     """Return for each loader what is left after all ranks that saved, in the form that `Dealing.deal` takes.
 
     Args:

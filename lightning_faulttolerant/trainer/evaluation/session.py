@@ -23,19 +23,18 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume, SavedEvaluation
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
 from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
 from lightning_faulttolerant.trainer.functions import function_of, loop_of
-from lightning_faulttolerant.trainer.hooks import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.patches import Method, then
+from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
 from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.save.trust import Trust
@@ -68,7 +67,9 @@ class EvaluationSession(AnySession):
     """
 
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
-        super().__init__(trainer, options, registered, strict=None)
+        super().__init__(trainer, options, strict=None)
+        self._registered = registered
+        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
         self._function = function_of(trainer)
         self._loop = loop_of(trainer)
         self._begun: _BegunEvaluation | None = None
@@ -113,8 +114,8 @@ class EvaluationSession(AnySession):
             self._supervision.close()  # nothing marks its batches
             return
         pass_over_idle_hooks(callback, self._patches)
-        self._stopping.open()
-        trainer, loop, around = self._trainer, self._loop, self._patches.around
+        self.stopping.open()
+        trainer, loop, around = self.trainer, self._loop, self._patches.around
         around(compat.checkpoint_connector(trainer), "resume_start", self._around_resume_start)
         self._patches.wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
         around(trainer.strategy, "process_dataloader", self._around_process_dataloader)
@@ -130,20 +131,20 @@ class EvaluationSession(AnySession):
     def _begin(self) -> None:
         """Begin the evaluation itself: its weights are loaded."""
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
-        self._stopping.begin(lambda: self._begun.saver.pace.save_seconds if self._begun is not None else 0.0)
-        run_state = RunState(self._trainer, self._loaders, self._files, self._registered, options)
+        self.stopping.begin(lambda: self._begun.saver.pace.save_seconds if self._begun is not None else 0.0)
+        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, options)
         if runs.is_predicting(self._loop):
             is_per_sample = options.worker_rng == "per_sample"
-            self._dealing = Dealing(self._trainer, self._loaders, is_per_sample=is_per_sample)
-        state = EvaluationState(self._trainer, run_state, self._dealing)
+            self._dealing = Dealing(self.trainer, self.loaders, is_per_sample=is_per_sample)
+        state = EvaluationState(self.trainer, run_state, self._dealing)
         trust, series = Trust(options), beginning.series
         run_state.objects.keeps_bytes = by_first(ranks, "trust", series, trust.is_trusted_series)
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
-        predictions = Predictions(self._trainer, directory, rank=ranks.rank, trust=trust)
-        self._loaders.share_seeds(ranks)
-        mark, here = self._files.mark, surroundings(self._trainer)
+        predictions = Predictions(self.trainer, directory, rank=ranks.rank, trust=trust)
+        self.loaders.share_seeds(ranks)
+        mark, here = self._files.mark, surroundings(self.trainer)
         saver = EvaluationSaver(
-            self._trainer,
+            self.trainer,
             series,
             state.sums,
             options,
@@ -152,39 +153,48 @@ class EvaluationSession(AnySession):
                 MARK: mark,
                 "origin": None,
                 "surroundings": here,
-                "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
+                "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
             history=beginning.history,
             predictions=predictions,
-            on_saved=self.on_saved,
+            on_saved=self.listeners.saved,
         )
         self._begun = _BegunEvaluation(run_state=run_state, state=state, saver=saver)
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, partial(self._wrap_before_fetch, self._begun))
         choice = beginning.choice
-        if choice is None or choice.checkpoint is None or choice.part is None:
-            return
+        if choice is not None and choice.checkpoint is not None and choice.part is not None:
+            saved = SavedEvaluation(
+                self.trainer,
+                str(choice.path),
+                choice.checkpoint,
+                choice.part,
+                rank=ranks.rank,
+                options=options,
+                num_before_kill=beginning.num_before_kill,
+            )
+            beginning.forget_checkpoint()
+            self._continue(choice.with_checkpoint(None), saved, self._begun, predictions, trust)
+
+    def _continue(
+        self, choice: Choice, saved: SavedEvaluation, begun: _BegunEvaluation, predictions: Predictions, trust: Trust
+    ) -> None:
+        """Continue from an autosave if all ranks can, or start over."""
         resume = EvaluationResume(
-            self._trainer,
-            str(choice.path),
-            choice.checkpoint,
-            choice.part,
-            state,
-            run_state,
-            self._loaders,
+            self.trainer,
+            saved,
+            begun.state,
+            begun.run_state,
+            self.loaders,
             self._fingerprint,
-            rank=ranks.rank,
-            options=options,
             trust=trust,
             predictions=predictions,
             patches=self._patches,
-            num_before_kill=beginning.num_before_kill,
         )
-        beginning.forget_checkpoint()
         reason = resume.why_not(has_weights=not self._is_without_weights)
-        if self._stopping.all_can(not reason):
+        if self.stopping.all_can(not reason):
             self._files.settle()
             self._resume = None if resume.starts_over else resume
-            self._continued = choice.with_checkpoint(None)
+            self._continued = choice
             return
         self._start_over(reason)
 
@@ -212,22 +222,22 @@ class EvaluationSession(AnySession):
         return is_finished and self._beginning.has_later_autosaves()
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
-        return self._loaders.process(original(loader))
+        return self.loaders.process(original(loader))
 
     def _around_setup_data(self, original: Method) -> None:
-        self._loaders.begin(self._function)
+        self.loaders.begin(self._function)
         if self._resume is not None:
             self._resume.expect_loaders()
-        with self._loaders.iterated_by_trainer(stage=self._function):
+        with self.loaders.iterated_by_trainer(stage=self._function):
             original()
         if self._dealing is not None:
             self._dealing.look()
         if self._resume is not None:
             reason = self._resume.why_other_data(self._dealing)
-            if self._stopping.all_can(not reason):
+            if self.stopping.all_can(not reason):
                 self._resume.continue_loaders(self._dealing)
             else:
-                self._loaders.resumed()
+                self.loaders.resumed()
                 self._start_over(reason)
         if self._begun is not None:
             self._begun.run_state.objects.look_again()
@@ -255,7 +265,7 @@ class EvaluationSession(AnySession):
             self._supervision.in_section(SAVE)
             saver.save(finished, self._begun.state.state_dict(finished), self._returned(results))
         self._supervision.in_section(TEARDOWN)
-        self._stopping.stop_if_wanted(f"after the end of {self._function}")
+        self.stopping.stop_if_wanted(f"after the end of {self._function}")
         return results
 
     def _note_start(self) -> None:
@@ -267,10 +277,10 @@ class EvaluationSession(AnySession):
         return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
     def _around_reset(self, original: Method) -> None:
-        notes_fetches = must_note_fetches(self._loaders.trackers, self._function)
+        notes_fetches = must_note_fetches(self.loaders.trackers, self._function)
         if notes_fetches and self._begun is not None:
             self._patches.wrap(self._loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
-        with self._loaders.iterated_by_trainer():
+        with self.loaders.iterated_by_trainer():
             if self._begun is None:
                 original()
             elif self._resume is not None:
@@ -288,14 +298,14 @@ class EvaluationSession(AnySession):
         self._note_start()
         if self._beginning.ranks.num_ranks > 1 and self._begun is not None:
             self._common = CommonPace(self._beginning.ranks)
-            self._common.begin(runs.num_evaluated(self._trainer), runs.num_batches_of(self._loop))
+            self._common.begin(runs.num_evaluated(self.trainer), runs.num_batches_of(self._loop))
 
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
-        return position_of(self._trainer, f"{'after' if is_finished else 'in'} {self._function}")
+        return position_of(self.trainer, f"{'after' if is_finished else 'in'} {self._function}")
 
     def _wrap_before_fetch(self, begun: _BegunEvaluation, original: Method) -> Method:
         saver, run = begun.saver, begun.run_state.validation
-        wants_stop = self._stopping.agreement.at_validation_batch
+        wants_stop = self.stopping.agreement.at_validation_batch
         history, supervision = self._beginning.history, self._supervision
 
         def before_fetch() -> None:
@@ -325,7 +335,7 @@ class EvaluationSession(AnySession):
         if self._common is None:
             self._save(begun)
             return
-        batch = runs.num_evaluated(self._trainer)
+        batch = runs.num_evaluated(self.trainer)
         if self._common.is_here(batch):
             if begun.saver.is_due_for_all():
                 self._save(begun)
@@ -345,7 +355,7 @@ class EvaluationSession(AnySession):
 
     def _stop_here(self, begun: _BegunEvaluation) -> None:
         position, saver, unsaved = self._position(), begun.saver, ""
-        reason = self._stopping.reason
+        reason = self.stopping.reason
         place = str(position)
         state = self._state_here(begun, position)
         if state is None:
@@ -353,21 +363,21 @@ class EvaluationSession(AnySession):
                 saver.save_start(position)
             outcome = "is repeated from its start" if saver.has_only_start else "can't continue here"
             place += f". It {outcome}: {begun.run_state.validation.reason}"
-        elif self._stopping.save_fits():
-            with self._stopping.signals.saving():
+        elif self.stopping.save_fits():
+            with self.stopping.signals.saving():
                 unsaved = saver.save(position, state)
-        self._stopping.end_together()
+        self.stopping.end_together()
         raise stopped_by(reason, place, unsaved)
 
     def _state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
         state = self._own_state_here(begun, position)
-        return state if self._stopping.all_can(state is not None) else None
+        return state if self.stopping.all_can(state is not None) else None
 
     def _own_state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         run = begun.run_state.validation
-        if self._loaders.exactness.reasons:
-            run.repeat(self._loaders.exactness.reasons[0])
+        if self.loaders.exactness.reasons:
+            run.repeat(self.loaders.exactness.reasons[0])
         if run.can_be_resumed and not begun.state.can_be_saved():
             run.repeat("it has changed weights that are in shards")
         if not run.can_be_resumed:

@@ -25,9 +25,8 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.functions import FIT, function_of, stage_of
-from lightning_faulttolerant.trainer.hooks import is_users_function, overridden
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Patches, is_users_function, overridden
 
 _log = logging.getLogger(__name__)
 

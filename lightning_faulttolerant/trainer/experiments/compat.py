@@ -46,7 +46,7 @@ def is_unknown(logger: Logger) -> bool:
     return all(_experiment_of(logger) is not kind.experiment for kind in kinds)
 
 
-def _experiment_of(logger: Logger) -> Any:
+def _experiment_of(logger: Logger) -> object:
     return getattr(type(logger), "experiment", None)
 
 

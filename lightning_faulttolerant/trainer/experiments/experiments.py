@@ -225,7 +225,7 @@ class WandbRows:
         self._num_rows = _num_rows_of(self._run) if is_counted else None
         self._num_found = self._num_rows
         self._num_to_pass = 0
-        self._kept: deque[tuple[float, dict[str, Any] | None]] = deque(maxlen=_MAX_KEPT)
+        self._kept: deque[tuple[float, dict[str, object] | None]] = deque(maxlen=_MAX_KEPT)
         if self._original is not None:
             patches.around(self._run, compat.LOG, self._log)
 
@@ -338,8 +338,8 @@ class MLflowPoints:
         run_id: str,
         metrics: Sequence[Any] = (),
         params: Sequence[object] = (),
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         if run_id != self._run_id:
             return log_batch(run_id, metrics, params, *args, **kwargs)
@@ -355,7 +355,7 @@ class MLflowPoints:
         key: str,
         value: float,
         timestamp: object = None,
-        step: Any = None,
+        step: int | None = None,
         *args: object,
         **kwargs: object,
     ) -> Any:

@@ -7,7 +7,7 @@ resumed step count as missing, and are overwritten. Files that it removed after 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,91 @@ class _Save:
     callback: ModelCheckpoint
     hook: str
     step: int
-    before: Mapping[str, Any]
+    before: Mapping[str, object]
+
+
+class _Listing:
+    """The files in the directories of ModelCheckpoints. It is asked at each boundary, and looks only after a change."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+        self._found_for: object = None
+        self._num_changes = 0
+
+    def note_change(self) -> None:
+        """Note that a file was written or removed."""
+        self._num_changes += 1
+
+    def files(
+        self,
+        callbacks: Sequence[ModelCheckpoint],
+        select: Callable[[Mapping[str, list[str]]], dict[str, list[str]]],
+    ) -> dict[str, list[str]]:
+        """Return the names of the files by directory.
+
+        Args:
+            callbacks: The ModelCheckpoints.
+            select: Takes what exists, and returns what counts.
+        """
+        current = (self._num_changes, [(callback.dirpath, callback.last_model_path) for callback in callbacks])
+        if self._found_for != current:
+            self._found, self._found_for = select(_listed(_directories(callbacks))), current
+        return self._found
+
+
+class _FilesThen:
+    """The files that existed when the state of a resumed run was taken.
+
+    Args:
+        found: Their names, by directory.
+        is_ours: Tells whether a file that did not exist then may have been written by this run since.
+    """
+
+    def __init__(self, found: Mapping[str, list[str]] = {}, is_ours: Callable[[str], bool] = lambda path: True) -> None:
+        self.found = found
+        self._is_ours = is_ours
+        self._others: dict[str, bool] = {}
+
+    def would_be_there(self, path: str, *, is_there: bool) -> bool:
+        """Return whether a file that this process has not touched would exist without the interruption."""
+        directory, name = os.path.split(path)
+        is_in_listed = directory in self.found
+        while directory not in self.found:
+            if directory == os.path.dirname(directory):
+                return is_there
+            directory, name = os.path.split(directory)
+        was_there = name in self.found[directory]
+        if is_there and not was_there and self._is_anothers(path):
+            return True
+        return was_there and (is_in_listed or is_there)
+
+    def _is_anothers(self, path: str) -> bool:
+        """Return whether another run in the same directory wrote a file that is new."""
+        if path not in self._others:
+            self._others[path] = not self._is_ours(path)
+        return self._others[path]
+
+
+class _UsersDirectories:
+    """The directories that the user gave to ModelCheckpoints which save elsewhere now."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self.have_moved = False
+        """Whether the directories of this start differ from those of the first one."""
+
+    def note(self, callback: ModelCheckpoint) -> None:
+        """Note the directory of `callback`, before it is changed."""
+        self._undo.append(partial(setattr, callback, "dirpath", callback.dirpath))
+
+    def forget(self) -> None:
+        """Keep the changes."""
+        self._undo.clear()
+
+    def put_back(self) -> None:
+        """Give each ModelCheckpoint the user's directory again."""
+        while self._undo:
+            self._undo.pop()()
 
 
 class CheckpointFiles:
@@ -55,12 +139,8 @@ class CheckpointFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
-        self._found: dict[str, list[str]] = {}
-        self._found_for: Any = None
-        self._num_changes = 0
-        self._then: Mapping[str, list[str]] = {}
-        self._is_ours: Callable[[str], bool] = lambda path: True
-        self._others: dict[str, bool] = {}
+        self._listing = _Listing()
+        self._then = _FilesThen()
         self._touched: set[str] = set()
         """The files that this process has written or removed since it resumed."""
         self._save: _Save | None = None
@@ -69,8 +149,7 @@ class CheckpointFiles:
         """The file that was written last, or is being written."""
         self._own_file: tuple[str, int] | None = None
         """The file that the run resumed from, if its ModelCheckpoint is to write it again, and the step to do so."""
-        self._undo: list[Callable[[], None]] = []
-        self._has_moved = False
+        self._users_directories = _UsersDirectories()
         self.anchor: str | None = None
         """The directory for the first start's relative paths, if this start works in another directory."""
         self.notes: list[str] = []
@@ -83,10 +162,10 @@ class CheckpointFiles:
             moves: The directories that differ from the first start's.
             state: The result of `state_dict`.
         """
-        self._has_moved = bool(moves.roots)
-        for callback in self._callbacks() if self._has_moved else ():
+        self._users_directories.have_moved = bool(moves.roots)
+        for callback in self._callbacks() if moves.roots else ():
             dirpath = callback.dirpath
-            self._undo.append(partial(setattr, callback, "dirpath", dirpath))
+            self._users_directories.note(callback)
             if dirpath is not None and str(dirpath) not in self._absolute(state)["found"]:
                 callback.dirpath = moves.first(str(dirpath)) or dirpath
 
@@ -106,12 +185,11 @@ class CheckpointFiles:
 
     def settle(self) -> None:
         """Keep the changes: the run has resumed."""
-        self._undo.clear()
+        self._users_directories.forget()
 
     def put_back(self) -> None:
         """Give each ModelCheckpoint the user's directory again: the run has not resumed."""
-        while self._undo:
-            self._undo.pop()()
+        self._users_directories.put_back()
 
     def _note_places(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for callback in self._callbacks():
@@ -119,7 +197,7 @@ class CheckpointFiles:
             name = type(callback).__qualname__
             if then is not None and absolute(then) != now:
                 self.notes.append(f"{name} now saves to {now}; earlier files are in {then}")
-            elif then is not None and self._has_moved:
+            elif then is not None and self._users_directories.have_moved:
                 self.notes.append(f"{name} continues in {now}, where the first start of the run saved")
 
     def follow(self) -> None:
@@ -131,11 +209,11 @@ class CheckpointFiles:
             around(callback, compat.SAVE_TOPK, partial(self._save_by, callback, True))
             around(callback, compat.SAVE_LAST, partial(self._save_by, callback, False))
 
-    def _write_or_remove(self, write_or_remove: Method, filepath: object, *args: Any, **kwargs: Any) -> None:
+    def _write_or_remove(self, write_or_remove: Method, filepath: object, *args: object, **kwargs: object) -> None:
         if not self._is_there_already(filepath):
             self._file = str(filepath)
             write_or_remove(filepath, *args, **kwargs)
-        self._num_changes += 1
+        self._listing.note_change()
         self._touched.add(str(filepath))
 
     def _is_there_already(self, path: object) -> bool:
@@ -145,7 +223,9 @@ class CheckpointFiles:
             self._own_file = None
         return own == here
 
-    def _save_by(self, callback: ModelCheckpoint, is_first: bool, save: Method, *args: Any, **kwargs: Any) -> None:
+    def _save_by(
+        self, callback: ModelCheckpoint, is_first: bool, save: Method, *args: object, **kwargs: object
+    ) -> None:
         """Keep the state before a ModelCheckpoint saves; with ``save_last`` it saves twice."""
         if is_first or not self._keeps_saving(callback):
             self._begin_save(callback)
@@ -183,23 +263,20 @@ class CheckpointFiles:
         if self._save is not None and self._saves_now() is not None:
             return dict(self._save.before)
         callbacks = self._callbacks()
-        # Listed again only after something was written: this method is called at each boundary.
-        current = (self._num_changes, [(callback.dirpath, callback.last_model_path) for callback in callbacks])
-        if self._found_for != current:
-            self._found, self._found_for = self._as_uninterrupted(_listed(_directories(callbacks))), current
+        found = self._listing.files(callbacks, self._as_uninterrupted)
         states = {callback.state_key: compat.model_checkpoint_state(callback) for callback in callbacks}
         if self._is_saving and self._save is not None and self._save.hook not in _AGAIN:
             # This hook ends the fit, and is not called again.
             ended = states[self._save.callback.state_key]
             ended["attributes"] = compat.as_saved(ended["attributes"], self._file, self._trainer.global_step)
-        return {"found": self._found, "callbacks": states}
+        return {"found": found, "callbacks": states}
 
     def _as_uninterrupted(self, found: Mapping[str, list[str]]) -> dict[str, list[str]]:
         """Return the files that would exist without the interruption."""
         return {
             directory: [
                 name
-                for name in sorted({*names, *self._then.get(directory, ())})
+                for name in sorted({*names, *self._then.found.get(directory, ())})
                 if self._would_be_there(os.path.join(directory, name), is_there=name in names)
             ]
             for directory, names in found.items()
@@ -230,7 +307,7 @@ class CheckpointFiles:
         if is_own:
             state = self._absolute(state)
             self._note_places(state.get("callbacks", {}))
-        self._then, self._is_ours = state["found"] if is_own else {}, is_ours
+        self._then = _FilesThen(state["found"] if is_own else {}, is_ours)
         for callback in self._callbacks():
             self._patches.around(callback, "file_exists", self._file_exists)
 
@@ -252,22 +329,7 @@ class CheckpointFiles:
         known = self._touched | {callback.last_model_path for callback in self._callbacks()}
         if any(other == path or other.startswith(f"{path}/") for other in known):
             return is_there
-        directory, name = os.path.split(path)
-        is_in_listed = directory in self._then
-        while directory not in self._then:
-            if directory == os.path.dirname(directory):
-                return is_there
-            directory, name = os.path.split(directory)
-        was_there = name in self._then[directory]
-        if is_there and not was_there and self._is_anothers(path):
-            return True
-        return was_there and (is_in_listed or is_there)
-
-    def _is_anothers(self, path: str) -> bool:
-        """Return whether another run in the same directory wrote a file that is new."""
-        if path not in self._others:
-            self._others[path] = not self._is_ours(path)
-        return self._others[path]
+        return self._then.would_be_there(path, is_there=is_there)
 
     def _callbacks(self) -> list[ModelCheckpoint]:
         found = self._trainer.checkpoint_callbacks

@@ -50,7 +50,7 @@ LAST_SAVED = "_last_checkpoint_saved"
 _ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
-def weights_only_argument(weights_only: bool) -> dict[str, Any]:
+def weights_only_argument(weights_only: bool) -> dict[str, object]:
     """Return the argument that passes ``weights_only`` to a `CheckpointIO` of this Lightning, if it has one."""
     return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 

@@ -48,7 +48,7 @@ class LoggerFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
-        self._followers: dict[int, tuple[dict[str, Any], _FileFollower]] = {}
+        self._followers: dict[int, tuple[dict[str, object], _FileFollower]] = {}
         self._undo: list[Callable[[], None]] = []
         self._is_starting = True
         self.notes: list[str] = []
@@ -88,7 +88,7 @@ class LoggerFiles:
             self._undo.pop()()
 
     def _without_hp_metric(
-        self, log_hyperparams: Method, params: object, metrics: object = None, *args: Any, **kwargs: Any
+        self, log_hyperparams: Method, params: object, metrics: object = None, *args: object, **kwargs: object
     ) -> None:
         is_there = metrics is None and self._is_starting  # the first start wrote the default one
         log_hyperparams(params, {} if is_there else metrics, *args, **kwargs)
@@ -165,7 +165,7 @@ class _CSVRows:
             self._add(row)
         patches.around(self._writer, "log_metrics", self._log_metrics)
 
-    def _log_metrics(self, log_metrics: Method, *args: Any, **kwargs: Any) -> None:
+    def _log_metrics(self, log_metrics: Method, *args: object, **kwargs: object) -> None:
         log_metrics(*args, **kwargs)
         self._add(self._writer.metrics[-1])
 
@@ -198,7 +198,7 @@ class _TensorBoardSteps:
         if writer is not None:
             patches.around(writer, "add_event", self._add_event)
 
-    def _add_event(self, add_event: Method, event: object, step: Any = None, walltime: object = None) -> None:
+    def _add_event(self, add_event: Method, event: object, step: int | None = None, walltime: object = None) -> None:
         add_event(event, step, walltime)
         self._logged = True
         if step is not None and step > self._last_step:

@@ -1,4 +1,4 @@
-"""All files of a run besides its autosaves, as one state.
+"""All files of a run besides its autosaves, as one state, and our part of an existing checkpoint file.
 
 A run that continues finds the configuration that LightningCLI saved to the log directory. LightningCLI takes it for
 another run's, and refuses to begin. So the file is moved aside, saved again, and removed if both are the same: the
@@ -8,26 +8,74 @@ configuration that a run began with is never lost.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_faulttolerant.checkpoint.schema import MARK
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart, part_in
+from lightning_faulttolerant.storage.store import is_url, local_copy
 from lightning_faulttolerant.trainer.compat import callbacks as callbacks_of
 from lightning_faulttolerant.trainer.experiments.experiments import Experiments
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
-from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+_log = logging.getLogger(__name__)
+
+
+def load(path: str) -> dict[str, Any]:
+    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is used.
+
+    For a directory of shards, it is the content outside the shards.
+    """
+    content: dict[str, object]
+    if not is_url(path) and os.path.isdir(path):
+        path = os.path.join(path, METADATA_NAME)
+    if is_url(path):
+        with _copy(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return content
+
+
+def _copy(url: str) -> IO[bytes]:
+    try:
+        return local_copy(url)
+    except (FileNotFoundError, IsADirectoryError):
+        return local_copy(f"{url.rstrip('/')}/{METADATA_NAME}")
+
+
+def part_of(path: str | None) -> CheckpointPart | None:
+    """Return our part of a checkpoint, or ``None`` if it has none or can't be read."""
+    if path is None:
+        return None
+    try:
+        return part_in(load(path), path)
+    except Exception as error:  # noqa: BLE001 - torch.load raises a different error for each kind of damage
+        _log.debug("%s can't be read: %s", path, error)
+        return None
+
+
+def are_of_one_run(part: Mapping[str, object] | None, other: Mapping[str, object] | None) -> bool:
+    """Return whether two checkpoints with these parts were written by processes of one run."""
+    return part is not None and other is not None and MARK in part and part[MARK] == other.get(MARK)
 
 
 class RunFiles:
@@ -66,7 +114,7 @@ class RunFiles:
         """Begin to notice writes."""
         self._checkpoints.follow()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what was written so far."""
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
         return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}
@@ -178,7 +226,7 @@ def config_callbacks(trainer: Trainer) -> list[object]:
     return [callback for callback in callbacks if cli is not None and isinstance(callback, cli.SaveConfigCallback)]
 
 
-def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+def _set_up(callback: Any, setup: Method, trainer: Trainer, *args: object, **kwargs: object) -> None:
     if callback.already_saved or callback.overwrite or not callback.save_to_log_dir:
         setup(trainer, *args, **kwargs)
     else:
@@ -210,7 +258,7 @@ def _save_again(callback: Any, trainer: Trainer, save: Any) -> None:
         tell(f"The configuration has changed. The earlier one is in {aside}, this one in {path}.")
 
 
-def _overwrite(save: Any, *args: Any, **kwargs: Any) -> None:
+def _overwrite(save: Any, *args: object, **kwargs: object) -> None:
     save(*args, **{**kwargs, "overwrite": True})
 
 
@@ -222,7 +270,7 @@ def _log_dir(trainer: Trainer) -> str | None:
     return logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else logger.save_dir
 
 
-def _unused(file_system: Any, path: str) -> str:
+def _unused(file_system: AbstractFileSystem, path: str) -> str:
     stem, extension = os.path.splitext(path)
     number = 1
     while file_system.exists(f"{stem}-{number}{extension}"):

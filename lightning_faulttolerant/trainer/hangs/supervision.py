@@ -1,7 +1,7 @@
 """What a fit or an evaluation tells the process that supervises it: what it is doing, its autosaves, and its failure.
 
 That process is ``lightning-faulttolerant run``, or a watcher that this one starts, if `FaultTolerance(hang=...)` asks
-for it. If there is neither, nothing is done.
+for it. If there is neither, nothing is done. A failure names the batch in which the exception was raised.
 """
 
 from __future__ import annotations
@@ -9,21 +9,83 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
+from collections.abc import Iterator
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
+from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.supervision import marks as kinds
-from lightning_faulttolerant.supervision.exit_signal import ExitSignal
-from lightning_faulttolerant.supervision.failures import forget_failure, write_failure
+from lightning_faulttolerant.supervision.failures import TrainingFailure, forget_failure, write_failure
 from lightning_faulttolerant.supervision.marks import Marks, Saved
-from lightning_faulttolerant.supervision.stacks import StackHandler
+from lightning_faulttolerant.supervision.stacks import ExitSignal, StackHandler
 from lightning_faulttolerant.supervision.watch import start_watcher
+from lightning_faulttolerant.trainer.compat import num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.hangs.failed_batch import failure_of
-from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.settings.options import Options
+
+
+def failure_of(trainer: Trainer, loaders: Loaders, exception: BaseException, *, has_begun: bool) -> TrainingFailure:
+    """Return what the supervisor needs to know of an exception that ends a fit or an evaluation.
+
+    Args:
+        trainer: The trainer that runs it.
+        loaders: Its loaders.
+        exception: The exception.
+        has_begun: Whether the first batch has begun.
+    """
+    function = function_of(trainer)
+    is_evaluating = has_begun and (function != FIT or trainer.validating)
+    batch = num_completed(trainer) if function == FIT else 0
+    stage = TRAIN if not is_evaluating else VALIDATION if function == FIT else function
+    progress = (loop_of(trainer) if is_evaluating else trainer.fit_loop.epoch_loop).batch_progress.current
+    is_fetching = progress.ready == progress.completed  # the next one is ready once it is fetched
+    evaluated = progress.ready - (0 if is_fetching else 1) if is_evaluating else None
+    samples: dict[str, list[object]] = {}
+    if has_begun and not (stage == TRAIN and (loaders.prefetches.is_on or step_fetches(trainer))):
+        samples = dict(_samples(loaders, stage, is_fetching=is_fetching))
+    return TrainingFailure(
+        kind=type(exception).__name__,
+        text=str(exception),
+        function=function,
+        epoch=trainer.current_epoch if function == FIT else 0,
+        batch=batch if has_begun else None,
+        evaluated=evaluated,
+        samples=samples,
+        rank=trainer.global_rank,
+        time=time.time(),
+        is_lost=isinstance(exception, RanksLostError),
+    )
+
+
+def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tuple[str, list[object]]]:
+    """Yield the indices of the batch in progress for each loader that has an index sampler."""
+    for place, tracker in loaders.trackers.items():
+        if not place.startswith(stage) or not isinstance(tracker, TrackedLoader) or tracker.is_gone:
+            continue
+        iteration = tracker.iteration
+        indices = iteration and _indices(iteration, iteration.num_out - (0 if is_fetching else 1))
+        if indices:
+            yield place, indices
+
+
+def _indices(iteration: Iteration, number: int) -> list[object] | None:
+    """Return the indices of a batch of an iteration, if they are still known."""
+    record = iteration.record
+    begin = record.handed_out - len(record.recent)
+    if not begin <= number < record.handed_out:
+        return None
+    batch = record.recent[number - begin]
+    if hasattr(batch, "tolist"):
+        batch = batch.tolist()
+    listed = list(batch) if isinstance(batch, (list, tuple)) else [batch]
+    return [index if isinstance(index, (int, str)) else repr(index)[:200] for index in listed]
+
 
 _log = logging.getLogger(__name__)
 _LAST = 2**62
@@ -50,7 +112,6 @@ class Supervision:
             self._directory = ""
         self.is_in_run = bool(self._directory)
         """Whether ``lightning-faulttolerant run`` has started this process."""
-        self._hang = kinds.HANG_NAMES.index(options.hang or "")
         self.marks: Marks | None = None
         """The marks; ``None`` if nobody watches."""
         self.number = 0
@@ -59,6 +120,10 @@ class Supervision:
         """Whether the first batch has begun."""
         self._stacks: StackHandler | None = None
         self._exit_signal: ExitSignal | None = None
+
+    @property
+    def _hang(self) -> int:
+        return kinds.HANG_NAMES.index(self._options.hang or "")
 
     def begin(self) -> None:
         """Note that the fit or evaluation begins, if the supervisor is known already."""

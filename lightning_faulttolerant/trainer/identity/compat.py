@@ -29,7 +29,7 @@ def given_loaders(trainer: Trainer) -> dict[str, object]:
     return dict(_loaders(given, "train" if function == FIT else function))
 
 
-def _loaders(value: object, place: str) -> Iterator[tuple[str, Any]]:
+def _loaders(value: object, place: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, CombinedLoader):
         value = value.iterables
     if isinstance(value, Mapping):

@@ -46,12 +46,12 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.directory import (
     FITS,
     RunDirectory,
+    Script,
     directory_of,
     open_directory,
     run_id_of,
     run_of_process,
 )
-from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.settings.options import Options
 
 _LOOK_EVERY_SECONDS = 0.25
@@ -335,7 +335,7 @@ class Finder:
 
     def _register(self, run: RunDirectory, record: RunRecord) -> None:
         registry = self._registry
-        if registry is None or run.is_registered:
+        if registry is None or run.on_end is not None:
             return
         entry = RegisteredRun(
             run_id=os.path.basename(run.directory), directory=run.directory, command=record.command, began=record.began
@@ -345,7 +345,6 @@ class Finder:
         except OSError as error:
             tell(f"The registry of runs can't be written: {error}")
             return
-        run.is_registered = True
         run.on_end = lambda: registry.remove(run.directory)
 
     def _interrupted(self, run: RunDirectory) -> list[Interrupted]:

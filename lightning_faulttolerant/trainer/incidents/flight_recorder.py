@@ -1,25 +1,168 @@
 """The flight recorder: it notices the step in which something goes wrong, before the optimizer has used it.
 
-It draws no random numbers, and changes neither losses nor gradients.
+It draws no random numbers, and changes neither losses nor gradients. It looks after each backward pass, and after the
+step: at the loss and the gradients, and at sums of the bits of all tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.errors import IncidentError, RanksLostError
 from lightning_faulttolerant.records.incidents import Incident
+from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.state.tensors import bit_sums, shard_of
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
-from lightning_faulttolerant.trainer.incidents.measuring import has_scaler, loss_and_norm, not_finite, sums_of_step
 from lightning_faulttolerant.trainer.incidents.rules import NUM_LOSSES, MeasuredStep, Rule, what_happened
-from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ledger.digests import digest
+from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.replay.step_dump import leaves_of
+
+
+@dataclass(kw_only=True, slots=True)
+class SeenStep:
+    """A training step in progress.
+
+    Args:
+        batch: What ``training_step`` received first: a batch, or an iterator.
+        loss: The loss that it returned. In manual optimization, until it has returned, that of the last backward pass.
+        num_backward: How many backward passes have ended.
+    """
+
+    batch: object
+    loss: Tensor | None = None
+    num_backward: int = 0
+
+
+class StepSeams:
+    """Follows the training steps of a fit.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        patches: Applies the patches to the trainer.
+        after_backward: Called after each backward pass, before any optimizer's step that follows it.
+        after_step: Called when ``training_step`` has returned. In automatic optimization, its backward pass is to come.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        patches: Patches,
+        *,
+        after_backward: Callable[[SeenStep], None],
+        after_step: Callable[[SeenStep], None] = lambda seen: None,
+    ) -> None:
+        self._trainer = trainer
+        self._after_backward = after_backward
+        self._after_step = after_step
+        self._seen = SeenStep(batch=None)
+        patches.around(trainer.strategy, "training_step", self._around_step)
+        patches.around(trainer.strategy, "backward", self._around_backward)
+
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
+        seen = self._seen = SeenStep(batch=args[0] if args else None)
+        output = original(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor):
+            seen.loss = loss.detach()
+        self._after_step(seen)
+        return output
+
+    def _around_backward(self, original: Method, loss: object, *args: object, **kwargs: object) -> object:
+        output = original(loss, *args, **kwargs)
+        seen = self._seen
+        seen.num_backward += 1
+        if not self._trainer.lightning_module.automatic_optimization and isinstance(loss, Tensor):
+            seen.loss = loss.detach()
+        self._after_backward(seen)
+        return output
+
+
+@torch.no_grad()
+def loss_and_norm(loss: Tensor | None, gradients: Iterable[Tensor]) -> tuple[float | None, float]:
+    """Return a loss, and the 2-norm of all gradients together, with one wait for the device.
+
+    Args:
+        loss: A tensor with one element; ``None`` if there is none.
+        gradients: Gradients of any shapes.
+    """
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        values = shard_of(gradient).detach()
+        values = values.coalesce().values() if values.layout is torch.sparse_coo else values
+        if values.numel():
+            by_kind[values.device, values.dtype].append(values)
+    norms = [_wide(_norm(each)) for each in by_kind.values()]
+    device = norms[0].device if norms else None
+    scalars = [] if loss is None or loss.numel() != 1 else [_wide(loss.reshape(()))]
+    found = [scalar.to(device or scalar.device) for scalar in (*scalars, *norms)]
+    numbers: list[float] = torch.stack(found).tolist() if found else []
+    return (numbers[0] if scalars else None), math.hypot(*numbers[len(scalars) :])
+
+
+def _norm(values: list[Tensor]) -> Tensor:
+    """Return the 2-norm of tensors of one device and type together."""
+    if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6: a few kernels for all of them
+        return torch.nn.utils.get_total_norm(values)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in values]))
+    return norm
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in a type in which a norm of theirs does not overflow, if their device has one."""
+    return values.float() if values.device.type == "mps" else values.double()
+
+
+def has_scaler(module: LightningModule) -> bool:
+    """Return whether an attribute of the module is a gradient scaler that is enabled, as in manual optimization."""
+    return any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(module).values())
+
+
+def not_finite(module: LightningModule) -> tuple[str, ...]:
+    """Return the names of the parameters with a gradient that is not finite."""
+    grads = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return tuple(name for name, grad in grads if grad is not None and not _is_finite(shard_of(grad)))
+
+
+def _is_finite(values: Tensor) -> bool:
+    values = values.coalesce().values() if values.layout is torch.sparse_coo else values
+    return bool(torch.isfinite(values).all())
+
+
+def sums_of_step(trainer: Trainer, seen: SeenStep) -> dict[str, str]:
+    """Return a sum of the bits of each tensor of a step by its name, roughly in the order in which they are computed.
+
+    Args:
+        trainer: The trainer that runs the step.
+        seen: The step, after a backward pass.
+    """
+    found = {name: digest(bit_sums(_strided(tensor))) for name, tensor in _tensors(trainer.lightning_module, seen)}
+    return {"random generators": digest(rng_state()), **found}
+
+
+def _tensors(module: LightningModule, seen: SeenStep) -> Iterator[tuple[str, Tensor]]:
+    for name, value in leaves_of("", [seen.batch]):
+        if isinstance(value, Tensor):
+            yield f"input {name}", value
+    yield from ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
+    if seen.loss is not None:
+        yield "loss", seen.loss
+    for name, parameter in reversed(list(module.named_parameters())):  # the order of a backward pass
+        if parameter.grad is not None:
+            yield f"gradient of {name}", parameter.grad
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+
 
 _NONE = -2
 

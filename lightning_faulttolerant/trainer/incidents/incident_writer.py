@@ -1,7 +1,11 @@
 """Writes incidents: the state before the step, and the report with the line to type.
 
-Each rank writes its own report. Nothing is sent between ranks: another one may not have come to the same place. So with
-several ranks, no state is written, and the report names the last autosave instead.
+Each rank writes its own report. With several ranks, the state is written if all of them must have noticed the incident:
+it is in gradients that DDP has averaged. Otherwise, the report names the last autosave instead: another rank may never
+come to the same place.
+
+A second run of the step is a replay in its own process, from the checkpoint of the incident: nothing of this process
+can be changed by it.
 """
 
 from __future__ import annotations
@@ -9,11 +13,15 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
@@ -24,15 +32,117 @@ from lightning_faulttolerant.records.incidents import (
     MAX_INCIDENTS,
     Incident,
     incident_name,
+    read_incident,
 )
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE
+from lightning_faulttolerant.records.replay import (
+    RAISED,
+    REPLAY_VARIABLE,
+    ReplayRequest,
+    StepPlace,
+    read_outcomes,
+    read_start,
+    read_sums,
+)
+from lightning_faulttolerant.records.runs import Command
 from lightning_faulttolerant.storage.store import open_store
+from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
-from lightning_faulttolerant.trainer.incidents.second_run import second_run_of
+from lightning_faulttolerant.trainer.incidents.states_on_disk import StatesOnDisk, all_notice
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.pace import Pace
+from lightning_faulttolerant.trainer.settings.environment import VARIABLE
+
+LONGEST_SECONDS = 600.0
+_OURS_ALONE = (FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE, DIRECTORY_VARIABLE)
+_DATA = "the cause is in the data or the model"
+_HARDWARE = "the cause is the hardware, or a kernel that is not deterministic"
+
+
+def second_run_of(
+    incident: Incident,
+    command: Command,
+    *,
+    fit: int,
+    after_backward: int | None,
+    is_stopping: Callable[[], bool],
+    longest_seconds: float = LONGEST_SECONDS,
+) -> str:
+    """Run the step of an incident again, and return in words what that shows. Nothing is raised.
+
+    Args:
+        incident: The incident, with a checkpoint.
+        command: The command of the run.
+        fit: The number of the fit in its script.
+        after_backward: After how many backward passes of the step the sums were taken; ``None`` for an exception.
+        is_stopping: Returns whether this process has to stop, and can't wait.
+        longest_seconds: How long the second run may take.
+    """
+    place = StepPlace(number=incident.step)
+    with tempfile.TemporaryDirectory(prefix="incident-") as directory:
+        request = ReplayRequest(directory=directory, fit=fit, since=place, until=place, sums_after=after_backward)
+        failure = _run(command, request, is_stopping, longest_seconds)
+        start, outcomes, found = read_start(request), read_outcomes(request), read_sums(request)
+    if start is None or start.autosave is None or os.path.basename(start.autosave) != incident.checkpoint:
+        return f"could not be done: {failure or 'it did not find the checkpoint'}"
+    if after_backward is None:
+        own = incident.what.split(":")[0]
+        raised = next((each.text for each in outcomes.values() if each.word == RAISED), "")
+        return f"raises it, too: {_DATA}" if raised.split(":")[0] == own else f"does not raise it: {_HARDWARE}"
+    if found is None:
+        return f"could not be done: {failure or 'it did not get to the same place'}"
+    return compared(incident, loss=found[0], sums=found[1])
+
+
+def compared(incident: Incident, *, loss: str, sums: Mapping[str, str]) -> str:
+    """Return in words what a second run shows that had this loss, and these sums.
+
+    Args:
+        incident: The first run of the step.
+        loss: The loss of the second run, as text.
+        sums: The sums of its tensors.
+    """
+    names = [*incident.sums, *(name for name in sums if name not in incident.sums)]
+    different = [name for name in names if incident.sums.get(name) != sums.get(name)]
+    if not different:
+        return f"equals it, bit for bit: {_DATA}"
+    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+    return f"differs, first in: {different[0]}{more}; its loss is {loss or 'not known'}: {_HARDWARE}"
+
+
+def _run(command: Command, request: ReplayRequest, is_stopping: Callable[[], bool], longest_seconds: float) -> str:
+    """Run the command as a replay, and return why it failed; an empty text if it did not."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()  # the other process needs memory on the same device
+    variables = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
+    variables |= {REPLAY_VARIABLE: request.to_json(), VARIABLE: variables.get(VARIABLE) or "1"}
+    printed = Path(request.path("output"))
+    deadline = time.monotonic() + longest_seconds
+    try:
+        with printed.open("wb") as output:
+            process = subprocess.Popen(
+                command.words, cwd=command.directory or None, env=variables, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                while process.poll() is None and time.monotonic() < deadline and not is_stopping():
+                    time.sleep(0.05)
+                if process.poll() is None:
+                    return "this run stops" if is_stopping() else f"it took more than {longest_seconds:.0f} seconds"
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+    except OSError as error:
+        return str(error)
+    if process.returncode == 0:
+        return ""
+    lines = printed.read_text(errors="replace").strip().splitlines()
+    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +172,7 @@ class IncidentWriter:
         self._pace = pace
         self._boundary = boundary
         self._is_stopping = is_stopping
-        self._store = open_store(f"{beginning.directory.rstrip('/')}/{FIT}-{beginning.number}")
+        self._store = open_store(f"{beginning.place.directory.rstrip('/')}/{FIT}-{beginning.place.number}")
         self._command = start_of_process(sys.argv, os.environ).command
 
     @property
@@ -132,19 +242,41 @@ class IncidentWriter:
 
     def _with_state(self, incident: Incident) -> Incident:
         """Write the state before the step, if that is possible, and return the report with its name."""
-        boundary, name = self._boundary(), incident_name(incident.step, rank=incident.rank, kind="ckpt")
+        boundary, name = self._boundary(), incident_name(incident.step, rank=0, kind="ckpt")
         try:
-            why = "no batch had begun" if boundary is None else boundary.write_incident(name)
+            why = "no batch had begun" if boundary is None else self._saved(boundary, incident, name)
         except Exception as error:  # noqa: BLE001 - the last autosave is there
             why = repr(error)
         return replace(incident, without=why) if why else replace(incident, checkpoint=name)
 
+    def _saved(self, boundary: Boundary, incident: Incident, name: str) -> str:
+        """Write the last capture, on rank 0 with the states of all ranks, and return why that is not possible."""
+        if self._ranks.num_ranks == 1:
+            return boundary.write_incident(name, self._ranks)
+        if not incident.gradients or not all_notice(self._trainer):
+            return "several ranks train together, and the others may not have noticed it"
+        ranks = StatesOnDisk(
+            self._store.folder(INCIDENTS_FOLDER),
+            name.removesuffix(".ckpt"),
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.num_ranks,
+            token=self._beginning.place.token,
+        )
+        with ranks.removed():
+            why = boundary.write_incident(name, ranks)
+            if why or ranks.rank == 0:
+                return why
+            report = read_incident(ranks.wait_for(incident_name(incident.step, rank=0, kind="json")) or b"")
+        return "" if report is not None and report.checkpoint else "rank 0 has not written it"
+
     def _second_run(self, incident: Incident, after_backward: int | None, is_stopping: Callable[[], bool]) -> str:
+        if self._ranks.num_ranks > 1:
+            return "was not made: it would need all ranks"
         self._tell(f"Incident in {incident.place}: {incident.what}. The step is run a second time now.")
         return second_run_of(
             incident,
             self._command,
-            fit=self._beginning.number,
+            fit=self._beginning.place.number,
             after_backward=after_backward,
             is_stopping=is_stopping,
         )
@@ -156,7 +288,7 @@ class IncidentWriter:
 
     def _line(self, which: str) -> str:
         """Return the line to type, in the directory that the run was started in."""
-        number, words = self._beginning.number, self._command.words
+        number, words = self._beginning.place.number, self._command.words
         fit = f" --fit {number}" if number > 1 else ""
         return f"lightning-faulttolerant replay {which}{fit} -- {shlex.join(words) if words else 'COMMAND'}"
 

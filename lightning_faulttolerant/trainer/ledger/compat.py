@@ -24,7 +24,7 @@ SEAMS = {
 }
 
 
-def logger_connector(trainer: Trainer) -> Any:
+def logger_connector(trainer: Trainer) -> object:
     """Return the object that is called for each training and validation batch, and passes values to the loggers."""
     return trainer._logger_connector
 
@@ -40,7 +40,7 @@ def fetching_by_itself(loop: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fetches_seen(loop: Any, seen: Callable[[Any], None]) -> Iterator[None]:
+def fetches_seen(loop: Any, seen: Callable[[object], None]) -> Iterator[None]:
     """Within the block, pass `seen` each batch that a step with a ``dataloader_iter`` fetches itself."""
     fetcher = loop._data_fetcher
     if not isinstance(fetcher, _DataLoaderIterDataFetcher) or fetcher.iterator is None:
@@ -55,17 +55,17 @@ def fetches_seen(loop: Any, seen: Callable[[Any], None]) -> Iterator[None]:
 
 
 class _Seen(Iterator[Any]):
-    def __init__(self, fetched: Iterator[Any], seen: Callable[[Any], None]) -> None:
+    def __init__(self, fetched: Iterator[Any], seen: Callable[[object], None]) -> None:
         self._fetched = fetched
         self._seen = seen
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         item = next(self._fetched)
         self._seen(item[0])  # the batch, its number, and that of its loader
         return item
 
 
-def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, Any]]:
+def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, object]]:
     """Return the step and the values that loggers get for `metrics`; they get them only if there are loggers."""
     values = dict(metrics)
     if step is None:

@@ -116,7 +116,7 @@ def _parts_of(value: Tensor) -> dict[str, object] | None:
     return None if has_memory else dict(vars(value))
 
 
-def _attributes(value: object) -> Any:
+def _attributes(value: object) -> object:
     """Return the parts of an object; if it shows none, its text, unless the text contains an address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
@@ -179,5 +179,5 @@ def _in_order(state: dict[str, object]) -> dict[str, object]:
     return {**state, "state": {name: _sorted(values) for name, values in found.items()}}
 
 
-def _sorted(values: object) -> Any:
+def _sorted(values: object) -> object:
     return dict(sorted(values.items(), key=lambda item: str(item[0]))) if isinstance(values, Mapping) else values

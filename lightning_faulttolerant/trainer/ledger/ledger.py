@@ -68,7 +68,7 @@ def training_place(trainer: Trainer) -> dict[str, int]:
 def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
     """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
 
-    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> Any:
+    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> object:
         return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
 
     patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
@@ -86,7 +86,7 @@ class EvaluatedBatches:
         self._trainer = trainer
         self._write = write
 
-    def around_step(self, original: Method, batch: object, *args: object) -> Any:
+    def around_step(self, original: Method, batch: object, *args: object) -> object:
         """Run a step, and write its line."""
         trainer = self._trainer
         rng = digest(rng_state())
@@ -104,7 +104,7 @@ class EvaluatedBatches:
         return output
 
 
-def returned_by(loop: Any, results: Any) -> dict[str, Any]:
+def returned_by(loop: Any, results: Any) -> dict[str, object]:
     """Return what an evaluation returned, in a form that JSON can hold.
 
     Args:
@@ -118,6 +118,72 @@ def returned_by(loop: Any, results: Any) -> dict[str, Any]:
     of_loaders = results if loop.num_dataloaders > 1 else [results]
     number = sum(len(predictions) for predictions in of_loaders)
     return {"number of predictions": number, "predictions": digest(of_loaders)}
+
+
+class _Lines:
+    """The lines of one fit or evaluation.
+
+    Args:
+        file: The file to write to.
+        number: The number of the fit or evaluation in its script, from 1.
+    """
+
+    def __init__(self, file: LineFile, number: int) -> None:
+        self._file = file
+        self._number = number
+
+    def append(self, event: str, values: Mapping[str, object]) -> None:
+        try:
+            self._file.append({"event": event, "fit": self._number, "time": time.time(), **values})
+        except OSError as error:
+            raise LedgerError(
+                f"A line could not be added to the ledger: {error}. A ledger with a gap can't be compared. Free some "
+                "space, or run without a ledger."
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _LoggedValues:
+    """Follows what is logged: through the trainer, or to a logger directly.
+
+    Args:
+        trainer: The trainer that runs the fit or evaluation.
+        log: Called with a step, the values, and the keywords of `FitLedger._log`.
+    """
+
+    def __init__(self, trainer: Trainer, log: Callable[..., None]) -> None:
+        self._trainer = trainer
+        self._log = log
+        self._is_listening = self._is_logging = False
+
+    def take_seams(self, loop: object, patches: Patches) -> None:
+        patches.around(loop, "on_run_start", self._around_run_start)
+        patches.around(logger_connector(self._trainer), "log_metrics", self._around_log)
+        for logger in self._trainer.loggers:
+            patches.around(logger, "log_metrics", partial(self._around_logger, logger))
+
+    def _around_run_start(self, original: Method, *args: object, **kwargs: object) -> None:
+        original(*args, **kwargs)
+        self._is_listening = True  # values logged at the start of a fit are logged again at each start
+
+    def _around_log(self, original: Method, metrics: Mapping[str, object], step: int | None = None) -> None:
+        trainer = self._trainer
+        if metrics and not trainer.sanity_checking:
+            self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
+        self._is_logging = True
+        try:
+            original(metrics, step=step)
+        finally:
+            self._is_logging = False
+
+    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> object:
+        if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
+            metrics = args[0] if args else kwargs.get("metrics")
+            step = args[1] if len(args) > 1 else kwargs.get("step")
+            self._log(exact(step), metrics, logger=type(logger).__name__)
+        return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
 
 class FitLedger:
@@ -141,34 +207,31 @@ class FitLedger:
         patches: Patches,
     ) -> None:
         self._trainer = trainer
-        self._file = file
-        self._number = number
+        self._lines = _Lines(file, number)
         self._session = session
         self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
-        self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
-        self._batch: dict[str, Any] = {}
+        self._has_begun = self._has_told_resume = False
+        self._logged = _LoggedValues(trainer, self._log)
+        self._batch: dict[str, object] = {}
         self._place = (0, 0)  # the epoch, and how many of its batches have begun
-        self._returned: dict[str, Any] = {}
+        self._returned: dict[str, object] = {}
         self._is_fit = function_of(trainer) == FIT
         if session is not None:
-            session.on_saved.append(self._autosaved)
+            session.listeners.saved.append(self._autosaved)
         self._patches = patches
 
     def take_seams(self) -> None:
         """Begin to write."""
-        trainer, patches, connector = self._trainer, self._patches, logger_connector(self._trainer)
+        trainer, patches = self._trainer, self._patches
         loop = trainer.fit_loop if self._is_fit else loop_of(trainer)
         patches.around(loop, "reset", self._around_reset)
-        patches.around(loop, "on_run_start", self._around_run_start)
         if self._is_fit:
             self._take_seams_of_training()
-            patches.around(connector, "log_eval_end_metrics", self._around_validation_end)
+            patches.around(logger_connector(trainer), "log_eval_end_metrics", self._around_validation_end)
         else:
             patches.around(loop, "run", self._around_evaluation)
-        patches.around(connector, "log_metrics", self._around_log)
+        self._logged.take_seams(loop, patches)
         around_steps(trainer, patches, EvaluatedBatches(trainer, self._write).around_step)
-        for logger in trainer.loggers:
-            patches.around(logger, "log_metrics", partial(self._around_logger, logger))
 
     def _take_seams_of_training(self) -> None:
         patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
@@ -190,7 +253,7 @@ class FitLedger:
         trainer = self._trainer
         metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
         if self._is_fit:
-            results: dict[str, Any] = {
+            results: dict[str, object] = {
                 "weights": weights_digest(trainer),
                 "optimizers": optimizers_digest(trainer),
             }
@@ -205,23 +268,14 @@ class FitLedger:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, **values: object) -> None:
         if not self._has_begun:
             self._begin()
         if not self._has_told_resume:
             self._tell_resume()
-        self._append(event, values)
-
-    def _append(self, event: str, values: dict[str, Any]) -> None:
-        try:
-            self._file.append({"event": event, "fit": self._number, "time": time.time(), **values})
-        except OSError as error:
-            raise LedgerError(
-                f"A line could not be added to the ledger: {error}. A ledger with a gap can't be compared. Free some "
-                "space, or run without a ledger."
-            ) from error
+        self._lines.append(event, values)
 
     def _begin(self) -> None:
         self._has_begun = True
@@ -236,7 +290,7 @@ class FitLedger:
             "max_epochs": trainer.max_epochs if self._is_fit else 1,
             "surroundings": surroundings(trainer),
         }
-        self._append(kinds.FIT, values)
+        self._lines.append(kinds.FIT, values)
 
     def _tell_resume(self) -> None:
         report = None if self._session is None else self._session.report
@@ -249,7 +303,7 @@ class FitLedger:
         place = {"epoch": epoch, "batch": batch, "text": report.position}
         place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
-        self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
+        self._lines.append(kinds.RESUMED, {**place, **exactness, "path": report.path})
 
     # The wrapped methods.
 
@@ -257,10 +311,6 @@ class FitLedger:
         original()
         if not self._has_begun:
             self._begin()
-
-    def _around_run_start(self, original: Method, *args: object, **kwargs: object) -> None:
-        original(*args, **kwargs)
-        self._is_listening = True  # values logged at the start of a fit are logged again at each start
 
     def _wrap_before_fetch(self, original: Method) -> Method:
         assert self._order is not None
@@ -278,8 +328,8 @@ class FitLedger:
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
         original(batch, *args, **kwargs)
 
-    def _known_of(self, batch: object) -> dict[str, Any]:
-        known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
+    def _known_of(self, batch: object) -> dict[str, object]:
+        known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
             known["order"] = None if self._order is None else self._order.of_batch()
@@ -323,27 +373,10 @@ class FitLedger:
             )
         original(metrics)
 
-    def _around_evaluation(self, original: Method) -> Any:
+    def _around_evaluation(self, original: Method) -> object:
         results = original()
         self._returned = returned_by(loop_of(self._trainer), results)
         return results
-
-    def _around_log(self, original: Method, metrics: Any, step: int | None = None) -> None:
-        trainer = self._trainer
-        if metrics and not trainer.sanity_checking:
-            self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
-        self._is_logging = True
-        try:
-            original(metrics, step=step)
-        finally:
-            self._is_logging = False
-
-    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> Any:
-        if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
-            metrics = args[0] if args else kwargs.get("metrics")
-            step = args[1] if len(args) > 1 else kwargs.get("step")
-            self._log(exact(step), metrics, logger=type(logger).__name__)
-        return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
     def _log(self, step: object, metrics: object, *, closes_epoch: bool = False, logger: str | None = None) -> None:
         validating = is_evaluating(self._trainer)
@@ -394,7 +427,7 @@ class LastBatchIndices:
         indices = self.indices_of_batch()
         return None if indices is None else digest(indices)
 
-    def indices_of_batch(self) -> dict[str, Any] | None:
+    def indices_of_batch(self) -> dict[str, object] | None:
         """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
         if fetches_ahead(self._trainer):
             before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
@@ -415,13 +448,13 @@ def _marked(mark: PrefetchState | None) -> Places:
     return {} if mark is None else mark.iterations
 
 
-def _same(before: tuple[Any, int] | None, iteration: object, num_out: int) -> bool:
+def _same(before: tuple[object, int] | None, iteration: object, num_out: int) -> bool:
     if before is None or before[0] is not iteration:
         return num_out == 0
     return before[1] == num_out
 
 
-def _indices(record: IndexRecord | None, number: int) -> tuple[Any] | None:
+def _indices(record: IndexRecord | None, number: int) -> tuple[object] | None:
     """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
     if record is None:
         return None

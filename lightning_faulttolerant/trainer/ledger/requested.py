@@ -7,7 +7,7 @@ import os
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.records.replay import replay_requested
 from lightning_faulttolerant.trainer import process
-from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.settings.options import Options, checked_ledger
 
 _num_fits = process.num_fits

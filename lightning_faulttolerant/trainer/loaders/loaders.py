@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.samplers.order import RankPlace
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import look, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.trackers import (
     Continued,
@@ -90,7 +89,6 @@ class Loaders:
         """Where the training loaders were when batches were fetched ahead of their use."""
         self._continued = Continued()
         self._known = KnownLoaders()
-        self._combined: weakref.WeakSet[object] = weakref.WeakSet()
         self._patches = Patches()
         self.guards_samples = False
         """Whether loaders that are processed from now on count a batch that can't be loaded."""
@@ -108,7 +106,7 @@ class Loaders:
         return self._known.fingerprints
 
     @property
-    def untracked(self) -> dict[str, Any]:
+    def untracked(self) -> dict[str, object]:
         """The loaders that run as they are, by place. The state still includes what their objects hold."""
         return self._known.untracked
 
@@ -123,7 +121,7 @@ class Loaders:
         finally:
             self.end_fetch()
             # A user's CombinedLoader may be used again by a reload. It holds our copies until they are put back.
-            self._combined.update(compat.combined_loaders(self._trainer))
+            self._known.combined.update(compat.combined_loaders(self._trainer))
 
     def count_failed_fetch(self) -> bool:
         """Count a training batch that its loader has moved past, but could not return.
@@ -344,19 +342,14 @@ class Loaders:
 
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
-        training = self._training()
-        self.prefetches.note(
-            PrefetchState(
-                iterations={
-                    place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
-                    for place, tracker in training.items()
-                },
-                combined=compat.combined_state(self._trainer),
-                rng=rng_state(),
-                held={place: tracker.held.state_dict() for place, tracker in training.items()},
-                own=self._own_states(),
-            )
-        )
+        iterations, held = {}, {}
+        for place, tracker in self._known.trackers.items():  # this runs at each batch: `_training` would cost too much
+            if place.startswith(TRAIN) and not tracker.is_gone:
+                iteration = tracker.iteration
+                iterations[place] = (iteration, iteration.num_out if iteration else 0)
+                held[place] = tracker.held.state_dict() if len(tracker.held) else {}
+        combined = compat.combined_state(self._trainer)
+        self.prefetches.note(PrefetchState(iterations, combined, look(), held, self._own_states()))
 
     def _before_first_batch(self) -> None:
         # The very first batch is fetched while the loaders are set up, before any seam could mark it.
@@ -367,7 +360,7 @@ class Loaders:
         followed = self.trackers.items()
         return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, Any]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, object]:
         """Return the position of each loader.
 
         Args:
@@ -396,7 +389,7 @@ class Loaders:
             "left": [*lost, *(place for place in self.untracked if place.startswith(TRAIN))],
             "own": own,
             "combined": combined if in_epoch else None,
-            "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
+            "ahead": None if mark is None else {"rng": dict(mark.rng), "held": mark.held},
         }
 
     def _own_states(self) -> dict[str, object]:
@@ -419,7 +412,7 @@ class Loaders:
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
 
-    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, Any] | None]:
+    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, object] | None]:
         """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
 
         Args:
@@ -471,9 +464,8 @@ class Loaders:
 
     def put_back(self) -> None:
         """Replace our copies by the loaders that Lightning would have without us."""
-        for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
+        for combined in {*self._known.combined, *compat.combined_loaders(self._trainer)}:
             combined.flattened = [user_loader(loader) for loader in combined.flattened]
-        self._combined.clear()
         for tracker in self._known.whole:
             tracker.leave()
         self._patches.undo()

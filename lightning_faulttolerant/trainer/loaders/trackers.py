@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
@@ -118,7 +119,7 @@ def track(
     return ReplayedLoader(loader, exactness=exactness, owner=owner, place=place, older=older)
 
 
-def user_loader(loader: object) -> Any:
+def user_loader(loader: object) -> object:
     """Return the loader that `loader` is our copy of, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
     return user_loader_of(loader) if tracker is None else tracker.user_loader
@@ -144,8 +145,7 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[object]:
     return states
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchState:
+class PrefetchState(NamedTuple):
     """Where the training loaders were right before a batch was fetched, with the random states of that instant.
 
     ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.
@@ -227,6 +227,7 @@ class KnownLoaders:
         untracked: Loaders that run as they are. The state still includes what their objects hold.
         own: The states that the users' own objects keep.
         whole: The trackers that follow a loader as a whole; also those that were replaced.
+        combined: The CombinedLoaders that hold our copies.
     """
 
     trackers: dict[str, Tracker] = field(default_factory=dict)
@@ -235,12 +236,14 @@ class KnownLoaders:
     untracked: dict[str, object] = field(default_factory=dict)
     own: dict[str, OwnState] = field(default_factory=dict)
     whole: list[OfWholeLoader] = field(default_factory=list)
+    combined: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     def clear(self) -> None:
         """Forget the loaders. Their fingerprints stay."""
         for known in (self.trackers, self.index_sides, self.untracked, self.own):
             known.clear()
         self.whole.clear()
+        self.combined.clear()
 
 
 class TrainersIterations:

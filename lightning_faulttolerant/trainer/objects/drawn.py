@@ -96,7 +96,7 @@ class Drawn:
             kept = [path for path in self._kept_orders() if _is_users(path) and self._may_be_samples(path)]
             _tell_of([*self._parts.drawn, *(path for path in kept if _is_permuted(lists[path].value))])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the noted contents."""
         return {
             _DIGESTS: {**self._digests(), **self._parts.digests},

@@ -240,10 +240,13 @@ class Chair:
         self._runs: dict[int, dict[int, int | None]] = {}
         self._here: dict[int, set[int]] = {}
         self._verdicts: dict[int, str] = {}
+        self._failed: set[int] = set()
 
     def hear(self, rank: int, message: Message) -> None:
         """Take note of a message from a rank."""
-        if "ask" in message:
+        if "failed" in message:
+            self._hear_of_failure(rank, message)
+        elif "ask" in message:
             self._hear_wish(message)
         elif "run" in message:
             self._hear_of_run(rank, message["run"], message["limit"])
@@ -260,6 +263,13 @@ class Chair:
                 self._end_run(message["here"], STOP)
         elif "over" in message:
             self._end_run(message["over"], "continue")
+
+    def _hear_of_failure(self, rank: int, message: Message) -> None:
+        if not message["lost"]:
+            self._failed.add(rank)
+        self.outbox.append(message)
+        if len(self._failed) == self._num_ranks:
+            self.outbox.append({"all_failed": True})
 
     def _hear_wish(self, message: Message) -> None:
         if message["ask"] == SAVE:

@@ -27,6 +27,10 @@ Message = dict[str, Any]
 _CONNECT_SECONDS = 60.0
 # A machine that is gone is noticed after 10 + 4 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+# The kernel sends no probes while a message is on its way. A message that nobody acknowledges must end as soon.
+_UNACKNOWLEDGED_MILLISECONDS = 30_000
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one machine reach each other."""
 _MAX_LINE_BYTES = 1 << 17
 MAX_NAME_BYTES = 200
 """The first message of a rank is not longer."""
@@ -89,6 +93,8 @@ class _Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = watched(connection)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MILLISECONDS)
         self._received = b""
         self._to_send = b""
         self.is_over = False
@@ -203,11 +209,12 @@ class Hub:
 
     Args:
         token: What only the ranks of this fit know; by default a new one.
+        host: The address at which ranks connect; by default each address of this machine.
     """
 
-    def __init__(self, token: str = "") -> None:
+    def __init__(self, token: str = "", host: str = "") -> None:
         self.token = token or secrets.token_hex(16)
-        self._server = listen()
+        self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -302,9 +309,13 @@ class Hub:
                 incoming.append((rank, None))
 
 
-def listen() -> socket.socket:
-    """Return a socket that listens on all addresses of this machine, on any port. It does not stay open in a fork."""
-    server = _create_server()
+def listen(host: str = "") -> socket.socket:
+    """Return a socket that listens on any port of an address. It does not stay open in a fork.
+
+    Args:
+        host: The address; by default each address of this machine.
+    """
+    server = socket.create_server((host, 0), backlog=_BACKLOG) if host else _create_server()
     _open_sockets.add(server)
     return server
 

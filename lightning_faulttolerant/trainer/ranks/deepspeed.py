@@ -147,7 +147,7 @@ def failing_together(trainer: Trainer) -> Iterator[None]:
         return
     failures: list[Exception] = []
 
-    def save(original: Any, *args: Any, **kwargs: Any) -> None:
+    def save(original: Any, *args: object, **kwargs: object) -> None:
         try:
             original(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - raised again below

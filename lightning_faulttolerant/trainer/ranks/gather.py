@@ -38,8 +38,8 @@ SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHT
 
 
 def full_state(
-    state: Mapping[str, Any], checkpoint: Mapping[str, object], module: Any, *, buffers: Mapping[str, Any] = {}
-) -> dict[str, Any]:
+    state: Mapping[str, Any], checkpoint: Mapping[str, object], module: Any, *, buffers: Mapping[str, object] = {}
+) -> dict[str, object]:
     """Return a rank's state, including the parts that Lightning would keep for rank 0 only.
 
     Args:
@@ -118,7 +118,7 @@ def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) 
     return state if found is None else _with_found(state, found)
 
 
-def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, Any]) -> list[str]:
+def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, object]) -> list[str]:
     """Return the names of state that differs from rank 0's on other ranks, and that is not merged.
 
     Args:
@@ -153,12 +153,12 @@ def _names(first: object, other: object, path: str = "", depth: int = 2) -> list
     return [name for key in keys for name in _names(first.get(key), other.get(key), f"{inner}{key}", depth - 1)]
 
 
-def _with_found(state: dict[str, Any], found: object) -> dict[str, Any]:
+def _with_found(state: dict[str, Any], found: object) -> dict[str, object]:
     files = state["files"]
     return {**state, "files": {**files, "checkpoints": {**files["checkpoints"], "found": found}}}
 
 
-def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, object]:
     found = {key: value for key, value in checkpoint.items() if key not in (*SHARED, *OPAQUE_KEYS)}
     pool = checkpoint.get(KEY, {}).get(PICKLED)
     return {**found, PICKLED: pool} if pool else found

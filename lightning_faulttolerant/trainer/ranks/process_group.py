@@ -41,7 +41,7 @@ from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerErr
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.compat import cluster_environment
-from lightning_faulttolerant.trainer.ranks.connection import Hub, Line, Relay, Spoke
+from lightning_faulttolerant.trainer.ranks.connection import LOOPBACK, Hub, Line, Relay, Spoke
 from lightning_faulttolerant.trainer.ranks.deepspeed import why_not_served
 from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 
@@ -71,7 +71,8 @@ def connect_all(host: str = "127.0.0.1") -> NodeGroup:
 def open_line(ranks: NodeGroup) -> Line:
     """Open the line between ranks, with the connections that they have for exchanges; all of them at the same time."""
     token: str = ranks.from_first("the line", secrets.token_hex(16))
-    hub = Hub(token) if ranks.rank == 0 or ranks.below else None
+    is_reached_by = "" if ranks.rank == 0 else LOOPBACK  # the others only pass on what ranks of their own node send
+    hub = Hub(token, is_reached_by) if ranks.rank == 0 or ranks.below else None
     ports = ranks.to_all("the ports of the line", hub and hub.port)
     if hub is not None:
         hub.wait_for(len(ranks.below))
@@ -87,12 +88,14 @@ _POLL_SECONDS = 0.01
 
 
 def shares_store(environment: Mapping[str, str]) -> bool:
-    """Return whether the ranks are to meet in the store of an agent that may have started, or may start, others."""
-    may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return may_restart and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Return whether the ranks are to meet in the store of an agent, which may have started, or may start, others.
+
+    An agent starts its ranks again when a machine joins, with ``--max-restarts=0``, too.
+    """
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def apart_from_earlier_ranks(setup_environment: Method) -> Any:
+def apart_from_earlier_ranks(setup_environment: Method) -> object:
     """Let a strategy set its environment up. If it creates the process group, the ranks meet apart from earlier ones.
 
     Everything else about the group is as Lightning has it: its backend, its timeout, its device, and its end.
@@ -106,7 +109,7 @@ def apart_from_earlier_ranks(setup_environment: Method) -> Any:
         patches.undo()
 
 
-def _create_group(create: Method, *positional: Any, **arguments: Any) -> Any:
+def _create_group(create: Method, *positional: object, **arguments: Any) -> object:
     """Create a process group, in its own store, unless the caller says where the ranks meet."""
     if len(positional) > 1 or not {"init_method", "store"}.isdisjoint(arguments):
         return create(*positional, **arguments)

@@ -40,14 +40,13 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_of_bits
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
-from lightning_faulttolerant.trainer.files.parts import load as load_content
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.run_files import load as load_content
+from lightning_faulttolerant.trainer.files.run_files import part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
 from lightning_faulttolerant.trainer.ranks.deepspeed import failing_together
-from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, send_checkpoint
-from lightning_faulttolerant.trainer.ranks.untrusted_shards import safely_unpickled
+from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, safely_unpickled, send_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
@@ -312,7 +311,7 @@ def without_shards(checkpoint: Mapping[str, object]) -> dict[str, object]:
 
 
 def load_checkpoint(
-    trainer: Trainer, choice: Choice, load: Callable[[Any], None], *, why_not_trusted: Callable[[str], str | None]
+    trainer: Trainer, choice: Choice, load: Callable[[object], None], *, why_not_trusted: Callable[[str], str | None]
 ) -> None:
     """Give Lightning the checkpoint that a fit continues from; some strategies load model and optimizers themselves.
 
@@ -346,7 +345,7 @@ def load_checkpoint(
         _put_content(trainer, choice.path, choice.checkpoint)
 
 
-def _put_content(trainer: Trainer, path: str, content: dict[str, Any] | None) -> None:
+def _put_content(trainer: Trainer, path: str, content: dict[str, object] | None) -> None:
     """Give Lightning the content of an autosave: our part of it is next to the files of DeepSpeed's engine."""
     if content is None and os.path.exists(os.path.join(path, METADATA_NAME)):
         content = load_content(path)

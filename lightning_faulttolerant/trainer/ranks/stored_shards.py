@@ -1,8 +1,12 @@
-"""Checkpoints of strategies that shard, in an object store: torch writes and reads its files there, through our store.
+"""Checkpoints of strategies that shard: from an object store through our store, and without running code of others.
 
 A strategy takes a local path only. So on each rank it gets a stand-in, an empty temporary directory. Within a block,
 the files that ``torch.distributed.checkpoint`` writes into it or reads from it are in the store instead. Only the file
 with everything outside the shards is in both.
+
+torch loads the index of the shards, ``.metadata``, with ``pickle.load``, and values in the shards that are not tensors
+with ``weights_only=False``. Both can run any code that the writer of a file has put there. Within a block, torch
+unpickles only what can't run code.
 """
 
 from __future__ import annotations
@@ -10,25 +14,31 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
+import re
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, final
+from types import SimpleNamespace
+from typing import IO, Any, Final, final
 
+import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.storage.store import Store, local_copy, open_file, open_store
 from lightning_faulttolerant.trainer.ranks.compat import files_of_shards
+from lightning_faulttolerant.trainer.settings.environment import TRUST_VARIABLE
 
 _TEMPORARY = ".tmp"
 _PREFIX = "lightning_faulttolerant-"
 _PIECE_BYTES = 1024 * 1024
 
 
-def send_checkpoint(strategy: Strategy, checkpoint: dict[str, Any], url: str) -> dict[str, FileEntry]:
+def send_checkpoint(strategy: Strategy, checkpoint: dict[str, object], url: str) -> dict[str, FileEntry]:
     """Let a strategy save a checkpoint below a URL. A collective.
 
     Args:
@@ -75,7 +85,7 @@ def fetched(strategy: Strategy, url: str) -> Iterator[None]:
             local = path
         files = StoredFiles(open_store(url), stand_in)
 
-        def load_fetched(_: object, **arguments: Any) -> Any:
+        def load_fetched(_: object, **arguments: Any) -> object:
             with files_of_shards(files), _own_path(strategy, local):
                 return load(local, **arguments)
 
@@ -88,7 +98,7 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
     """Within the block, let a rank use its own local path: strategies take that of rank 0."""
     broadcast = strategy.broadcast
 
-    def keep_path(value: Any, *arguments: Any, **more: Any) -> Any:
+    def keep_path(value: object, *arguments: Any, **more: Any) -> object:
         return value if value == path else broadcast(value, *arguments, **more)
 
     with _replaced(strategy, "broadcast", keep_path):
@@ -96,7 +106,7 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(strategy: Strategy, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced(strategy: Strategy, name: str, function: Callable[..., object]) -> Iterator[None]:
     own = vars(strategy)
     before = own.get(name)
     own[name] = function
@@ -196,3 +206,101 @@ class _SummedFile(io.RawIOBase):
     def close(self) -> None:
         self._nothing.close()
         super().close()
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED: Final = frozenset(
+    {
+        *(
+            (_METADATA, name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+    }
+)
+"""What the index of real shards refers to: none of it runs code that its arguments name."""
+
+_REFUSED: Final = re.compile(r"GLOBAL ([\w.]+)")
+"""The name in torch's error."""
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return super().find_class(module, name)
+
+
+@contextlib.contextmanager
+def safely_unpickled(path: str, reason: str) -> Iterator[None]:
+    """Within the block, let ``torch.distributed.checkpoint`` unpickle only plain values and its own metadata.
+
+    Args:
+        path: The directory of shards, for messages.
+        reason: Why it is not trusted.
+
+    Raises:
+        UnsafeCheckpointError: If the shards hold something else. None of it is unpickled.
+    """
+    from torch.distributed.checkpoint import filesystem  # noqa: PLC0415, RUF100 - takes a second to import
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415, RUF100
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415, RUF100
+
+    refusals: list[UnsafeCheckpointError] = []
+
+    def refusal(what: str, problem: str) -> UnsafeCheckpointError:
+        refused = UnsafeCheckpointError(
+            f"{path} is not trusted: {reason}. torch would unpickle {what}, which can run any code: {problem}. If you "
+            f"trust everyone who can write there, pass FaultTolerance(trust_autosaves=True) or set {TRUST_VARIABLE}=1."
+        )
+        refusals.append(refused)
+        return refused
+
+    def load(file: IO[bytes]) -> object:
+        try:
+            return _SafeUnpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise refusal("its index .metadata", str(error)) from error
+
+    def load_bytes(planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = _REFUSED.search(str(error))
+            problem = f"it refers to {named[1]}" if named else "weights_only=True refuses it"
+            raise refusal(f"the value {read_item.dest_index.fqn}", problem) from error
+        value.seek(0)
+        real_load_bytes(planner, read_item, value)
+
+    real_pickle, real_load_bytes = filesystem.pickle, DefaultLoadPlanner.load_bytes  # type: ignore[attr-defined]
+    filesystem.pickle = SimpleNamespace(**{**vars(pickle), "load": load})  # type: ignore[assignment, attr-defined]
+    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch wraps exceptions, or keeps only their text
+        of_ranks = [found for found, _ in getattr(error, "failures", {}).values()]
+        refusals += [found for found in of_ranks if isinstance(found, UnsafeCheckpointError)]
+        if not refusals:
+            raise
+        raise refusals[0] from error
+    finally:
+        filesystem.pickle = real_pickle  # type: ignore[attr-defined]
+        DefaultLoadPlanner.load_bytes = real_load_bytes  # type: ignore[method-assign]

@@ -50,6 +50,48 @@ class Failure:
     known_at: float
 
 
+class _LookingThread:
+    """A thread that looks again and again, from `start` to `close`. An exception does not end it.
+
+    Args:
+        look: Looks once.
+        pause_seconds: Returns how long to wait before the next look.
+    """
+
+    def __init__(self, look: Callable[[], None], pause_seconds: Callable[[], float]) -> None:
+        self._look = look
+        self._pause_seconds = pause_seconds
+        self._closed = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="fault-tolerance-watch", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Look now."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop the thread. May be called twice."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait(self._pause_seconds())
+            self._wake.clear()
+            try:
+                self._look()
+            except Exception:  # noqa: BLE001 - this thread must not end before the rank does
+                _log.exception("The thread that watches the other ranks has failed.")
+
+
 class Watch:
     """The watching thread, from `start` to `close`.
 
@@ -63,7 +105,6 @@ class Watch:
     def __init__(self, stop: StopSignals, *, rank: int = 0, num_ranks: int = 1, line: Line | None = None) -> None:
         self._stop = stop
         self._rank = rank
-        self._num_ranks = num_ranks
         self._line = line
         self.member = Member()
         self._chair = Chair(num_ranks) if rank == 0 else None
@@ -72,26 +113,17 @@ class Watch:
         """Whether all ranks end by agreement, so the end of one rank is not a failure."""
         self.looks: list[Callable[[], None]] = [stop.look]
         """Further checks, called a few times a second."""
-        self._failed: set[int] = set()
         self._failures: list[Message] = []
         self._num_sent = 0
-        self._closed = False
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = _LookingThread(self.look, lambda: _BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS)
 
     def start(self) -> None:
         """Start the thread."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="fault-tolerance-watch", daemon=True)
-            self._thread.start()
+        self._thread.start()
 
     def close(self) -> None:
         """Stop the thread, and say goodbye to the other ranks. May be called twice."""
-        self._closed = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
-            self._thread = None
+        self._thread.close()
         if self._line is not None:
             self._talk(self._line)  # messages that are not sent yet: that this rank has failed
             self._line.close()
@@ -111,19 +143,10 @@ class Watch:
         lost = isinstance(exception, RanksLostError)
         message = {"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code, "lost": lost}
         self._failures.append(message)
-        self._wake.set()
+        self._thread.wake()
         reason = self._stop.requested
         if reason is not None and not is_stop and self._stop.grace.seconds_left() < _LAST_SECONDS:
             end_process(reason.exit_code, f"{reason.name} has ended another rank, so this one ends, too.")
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._wake.wait(_BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS)
-            self._wake.clear()
-            try:
-                self.look()
-            except Exception:  # noqa: BLE001 - this thread must not end before the rank does
-                _log.exception("The thread that watches the other ranks has failed.")
 
     def _is_busy(self) -> bool:
         return self._line is not None and self.member.is_busy
@@ -174,12 +197,6 @@ class Watch:
         """Handle a message from `rank`: rank 0 hears all ranks, the others hear rank 0 only."""
         if self._chair is None:
             self._learn(message)
-        elif "failed" in message:
-            if not message["lost"]:
-                self._failed.add(rank)
-            self._chair.outbox.append(message)
-            if len(self._failed) == self._num_ranks:
-                self._chair.outbox.append({"all_failed": True})
         else:
             self._chair.hear(rank, message)
 

@@ -16,6 +16,6 @@ def begin_again(logger: Any) -> None:
     logger._experiment = None
 
 
-def can_link(callback: Any) -> bool:
+def can_link(callback: object) -> bool:
     """Return whether a callback is a ModelCheckpoint, which may replace a link."""
     return isinstance(callback, ModelCheckpoint)

@@ -19,7 +19,7 @@ from lightning_faulttolerant.records.history import END, FINISHED, STOPPED
 from lightning_faulttolerant.records.ledger import FIT
 from lightning_faulttolerant.records.replay import ReplayRequest, ReplayStart, StepPlace, write_start
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.trainer.files.parts import load
+from lightning_faulttolerant.trainer.files.run_files import load
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
 from lightning_faulttolerant.trainer.ledger.requested import own_path_of
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
@@ -53,7 +53,7 @@ class ReplayedRun:
         self._number = finder.number_in(self._directory, run.begun)
         return finder.begun_in(run, number=self._number, keep_last=1)
 
-    def choose(self, given: Any) -> Choice:
+    def choose(self, given: object) -> Choice:
         """Return what the fit starts from: the newest autosave that is not after the first step of interest.
 
         A fit before the one that is replayed continues from its newest autosave.
@@ -122,7 +122,7 @@ def _first(paths: Iterable[str], limits: Sequence[StepPlace]) -> tuple[str, dict
     return next((one for one in found if one is not None), None)
 
 
-def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, Any]] | None:
+def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, object]] | None:
     """Return an autosave and its content, unless it is after one of `limits`, or can't be used."""
     try:
         is_late = bool(limits) and any(map(_place_of(path).is_after, limits))

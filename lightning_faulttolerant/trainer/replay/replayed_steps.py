@@ -29,15 +29,14 @@ from lightning_faulttolerant.records.replay import (
     write_sums,
 )
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
-from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, sums_of_step
-from lightning_faulttolerant.trainer.incidents.seams import SeenStep, StepSeams
+from lightning_faulttolerant.trainer.incidents.flight_recorder import SeenStep, StepSeams, loss_and_norm, sums_of_step
 from lightning_faulttolerant.trainer.ledger.requested import current_number
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.replay.protection import protect, redirect
-from lightning_faulttolerant.trainer.replay.silence import save_logs
+from lightning_faulttolerant.trainer.replay.changed_values import set_value
+from lightning_faulttolerant.trainer.replay.protection import protect, redirect, save_logs
 from lightning_faulttolerant.trainer.replay.step_dump import StepDump
-from lightning_faulttolerant.trainer.run.launched import Script
+from lightning_faulttolerant.trainer.run.directory import Script
 
 _DONE, _FAILED = 0, 1
 
@@ -53,7 +52,7 @@ def replay_of(trainer: Trainer, script: Script) -> ReplayedSteps | None:
     return None if request is None else ReplayedSteps(trainer, request, script)
 
 
-def _debugged(function: Method, *args: Any, **kwargs: Any) -> Any:
+def _debugged(function: Method, *args: object, **kwargs: object) -> object:
     """Call a function in the debugger, which stops at its first line. Unlike ``runcall``, quitting it raises."""
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
@@ -81,7 +80,7 @@ class ReplayedSteps:
         self._patches = Patches()
         self._first = self._last = StepPlace(number=0)
         self._place = StepPlace(number=0, epoch=0, batch=0)
-        self._has_prepared = False
+        self._prepared_at: StepPlace | None = None
         self._ranks: Ranks | None = None
         self._close_workers: Callable[[], None] = lambda: None
         self._dump: StepDump | None = None
@@ -116,7 +115,7 @@ class ReplayedSteps:
         self._patches.around(self._trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._patches.around(self._trainer.fit_loop, "run", self._around_run)
 
-    def _around_advance(self, original: Method, data_fetcher: Any) -> None:
+    def _around_advance(self, original: Method, data_fetcher: object) -> None:
         self._place = place = self._here()
         if place.is_after(self._last):
             self._end(PASSED)
@@ -145,15 +144,17 @@ class ReplayedSteps:
 
     def _prepare(self) -> None:
         """Prepare the first of the steps."""
-        if self._has_prepared:
+        if self._prepared_at is not None:
             return
-        self._has_prepared = True
+        self._prepared_at = self._place
+        for key, value in self.request.values:
+            set_value(self._trainer, key, value)
         if self.request.detects_anomalies:
             torch.autograd.set_detect_anomaly(True)
         if self.request.opens_debugger and self._trainer.is_global_zero:
             debugging = Patches()
 
-            def debug(training_step: Method, *args: Any, **kwargs: Any) -> Any:
+            def debug(training_step: Method, *args: object, **kwargs: object) -> Any:
                 debugging.undo()  # the next steps run without it
                 return _debugged(training_step, *args, **kwargs)
 
@@ -185,7 +186,9 @@ class ReplayedSteps:
 
     def _report(self, word: str, text: str = "") -> None:
         """Report the end. Call this before any other rank may end, and with it the command that reads the reports."""
-        write_outcome(self.request, self._trainer.global_rank, ReplayOutcome(word=word, place=self._place, text=text))
+        changed = self._prepared_at if self.request.values else None
+        outcome = ReplayOutcome(word=word, place=self._place, text=text, changed=changed)
+        write_outcome(self.request, self._trainer.global_rank, outcome)
 
     def _leave(self, word: str) -> NoReturn:
         self._close_workers()

@@ -92,7 +92,7 @@ class StepDump:
         self._order.before_fetch()
         original()
 
-    def _around_step(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if self._place is None:
             return original(*args, **kwargs)
         states, fetched = rng_state(), []
@@ -107,7 +107,7 @@ class StepDump:
         self._known["loss"] = loss.detach().cpu().clone() if isinstance(loss, Tensor) else None
         return output
 
-    def _note(self, fetched: list[Any], states: Mapping[str, bytes]) -> None:
+    def _note(self, fetched: list[object], states: Mapping[str, bytes]) -> None:
         indices = self._order.indices_of_batch()
         self._known |= {
             "fetched": fetched[0] if len(fetched) == 1 else list(fetched),
@@ -118,7 +118,7 @@ class StepDump:
             "generators": dict(states),
         }
 
-    def _workers(self, indices: Mapping[str, Any] | None) -> dict[str, int | None]:
+    def _workers(self, indices: Mapping[str, object] | None) -> dict[str, int | None]:
         """Return the worker that made the batch, for each loader with indices in it; ``None`` for the main process.
 
         Of W workers, worker k mod W makes batch k of an epoch. Workers of an iterable data set may end before others,
@@ -132,7 +132,7 @@ class StepDump:
                 found[place] = number % tracker.num_workers if tracker.num_workers else None
         return found
 
-    def _around_backward(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _around_backward(self, original: Method, *args: object, **kwargs: object) -> object:
         output = original(*args, **kwargs)
         if self._place is not None:
             self._known.setdefault("gradient_norms", []).append(_norms(self._trainer.lightning_module))
@@ -153,7 +153,7 @@ def _norms(module: torch.nn.Module) -> dict[str, float]:
     return norms
 
 
-def _copied(batch: Any) -> Any:
+def _copied(batch: object) -> object:
     """Return a batch with copies of its tensors on the CPU: the step may change them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu().clone()
@@ -164,7 +164,7 @@ def _copied(batch: Any) -> Any:
     return batch
 
 
-def leaves_of(name: str, batch: Any) -> list[tuple[str, Any]]:
+def leaves_of(name: str, batch: object) -> list[tuple[str, object]]:
     """Return the parts of a batch that are no containers, by their paths in it."""
     pairs = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list) else None
     if pairs is None:
@@ -172,7 +172,7 @@ def leaves_of(name: str, batch: Any) -> list[tuple[str, Any]]:
     return [leaf for key, value in pairs for leaf in leaves_of(f"{name}.{key}" if name else str(key), value)]
 
 
-def _told(name: str, value: Any, indices: Mapping[str, Any] | None) -> dict[str, Any]:
+def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dict[str, object]:
     told: dict[str, Any] = {"name": name, "checksum": digest(value)}
     if not isinstance(value, Tensor):
         return {**told, "type": type(value).__name__}
@@ -187,13 +187,13 @@ def _told(name: str, value: Any, indices: Mapping[str, Any] | None) -> dict[str,
     return {**told, "num_not_finite": int(by_row.sum()), "not_finite": found[:_MAX_ROWS]}
 
 
-def _listed(indices: Any) -> Any:
+def _listed(indices: object) -> object:
     if isinstance(indices, Tensor):
         return indices.tolist()
     return [_listed(each) for each in indices] if isinstance(indices, (list, tuple)) else indices
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Return a number for JSON, which has no NaN, or the list of several."""
     found = value.tolist() if isinstance(value, Tensor) else value
     if isinstance(found, list):

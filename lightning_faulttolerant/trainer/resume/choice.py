@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,16 +14,17 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.rank_reader import RankReader
+from lightning_faulttolerant.checkpoint.rank_states import RankReader, identity_of
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
-from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
-from lightning_faulttolerant.records.branches import Parent
+from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError, RanksLostError
+from lightning_faulttolerant.records.history import Parent
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files.parts import are_of_one_run, load
+from lightning_faulttolerant.trainer.files.run_files import are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -67,7 +68,7 @@ class Choice:
         """Whether the fit continues where this run was, rather than starting over."""
         return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
-    def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
+    def with_checkpoint(self, checkpoint: dict[str, object] | None) -> Choice:
         """Return the choice with the content that Lightning has read, or without content once it is restored."""
         return replace(self, checkpoint=checkpoint)
 
@@ -81,7 +82,7 @@ def origin_of(given: Any) -> str | None:
     return None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
 
 
-def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
+def choose(trainer: Trainer, series: AutosaveSeries, given: object, options: Options) -> Choice:
     """Choose what the fit starts from.
 
     Args:
@@ -120,7 +121,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
-def _load_of(trainer: Trainer) -> Callable[[str], dict[str, Any]]:
+def _load_of(trainer: Trainer) -> Callable[[str], dict[str, object]]:
     """Return what verifies a whole autosave and loads what rank 0 needs of it."""
     return partial(RankReader(rank=0, num_ranks=trainer.world_size).load, verifies_all=True)
 
@@ -218,7 +219,7 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
         return load(path), False
     except pickle.UnpicklingError:
         with open_file(path) as file:
-            content: Mapping[str, Any] = read_summary(file, name=path).content
+            content: Mapping[str, object] = read_summary(file, name=path).content
         return content, True
 
 
@@ -239,3 +240,45 @@ def _can_be_exact(part: CheckpointPart | None) -> bool:
     return (
         part is not None and TrainerPosition.from_state_dict(part["position"]).is_resumable and not part.get("inexact")
     )
+
+
+def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
+    """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
+
+    Rank 0 has verified all of it. The others verify what they read. All must have read the same: a path may lead each
+    node to a disk of its own, with an autosave of that name.
+
+    Args:
+        ranks: The ranks that continue.
+        choice: What rank 0 has chosen.
+
+    Raises:
+        RanksLostError: On each rank, if one of them can't read it, or reads another one.
+    """
+    if ranks.num_ranks == 1 or not choice.is_autosave:
+        return choice
+    failure, identity = "", ""
+    try:
+        if ranks.rank > 0:
+            own = RankReader(rank=ranks.rank, num_ranks=ranks.num_ranks)
+            choice = choice.with_checkpoint(own.load(str(choice.path), verifies_all=False))
+        identity = identity_of(str(choice.path))
+    except Exception as error:  # noqa: BLE001 - raised on all ranks below
+        failure = f"{type(error).__name__}: {error}"
+    read = ranks.to_first("read", (failure, identity))
+    found = ranks.from_first("who can't read", None if read is None else _wrong(read))
+    if found:
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+        raise RanksLostError(
+            f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
+            " FaultTolerance(dirpath=...) a directory or URL that all of them see."
+        )
+    return choice
+
+
+def _wrong(read: Sequence[tuple[str, str]]) -> dict[int, str]:
+    """Return what is wrong with what the ranks have read, by their numbers."""
+    _, first = read[0]
+    other = "it has another file of this name than rank 0"
+    found = {rank: failure or other * (identity != first) for rank, (failure, identity) in enumerate(read)}
+    return {rank: text for rank, text in found.items() if text}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.state.tensors import buffers_of, sums_of_bits
+from lightning_faulttolerant.trainer.adapters.state import OwnMasks
 
 
 def convert_module(trainer: Trainer) -> None:
@@ -100,3 +101,43 @@ class LoadedWeights:
     def _now(self) -> dict[str, Tensor]:
         found = {**dict(self._module.named_parameters()), **buffers_of(self._module, persistent=True)}
         return {name: tensor for name, tensor in found.items() if not is_lazy(tensor)}
+
+
+class RestoredWeights:
+    """The weights of a resume, from Lightning's load until the state is restored.
+
+    Args:
+        trainer: The trainer that runs the fit.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._own_masks: OwnMasks | None = None
+        self._loaded: LoadedWeights | None = None
+
+    def note_masks(self, state_dict: dict[str, object]) -> None:
+        """Note the masks of pruned weights in a ``state_dict`` that Lightning loads next."""
+        self._own_masks = OwnMasks(self._trainer, state_dict)
+
+    def note_loaded(self) -> None:
+        """Note the weights that Lightning has loaded. Only the first call has an effect."""
+        if self._loaded is None:
+            self._loaded = LoadedWeights(self._trainer.lightning_module)
+
+    def prune(self) -> None:
+        """Prune again what a user's hook had pruned."""
+        if self._own_masks is not None:
+            self._own_masks.apply()
+
+    def put_back(self, read: Callable[[], Mapping[str, object]]) -> list[str]:
+        """Restore weights that have changed since the load. Return a reason for each that can't be restored.
+
+        Args:
+            read: Reads the weights of the checkpoint again.
+        """
+        return [] if self._loaded is None else self._loaded.put_back(read)
+
+    def load_masks(self) -> None:
+        """Restore the masks."""
+        if self._own_masks is not None:
+            self._own_masks.load()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, final
+from typing import Final, final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -104,7 +104,9 @@ class Restoring:
             **({} if self._settings is None else {CREATED: self._settings.state_dict()}),
         }
 
-    def around_resume_start(self, original: Method, checkpoint_path: object = None, *args: Any, **kwargs: Any) -> None:
+    def around_resume_start(
+        self, original: Method, checkpoint_path: object = None, *args: object, **kwargs: object
+    ) -> None:
         """Choose the checkpoint, and begin the resume from it."""
         if self._start is not None:  # a finder saves and restores its own checkpoint inside the fit
             with own_file_restored(self._trainer):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant.checkpoint.schema import CREATED, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
-from lightning_faulttolerant.records.branches import Parent, parent_from
+from lightning_faulttolerant.records.history import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.state import OwnMasks, restore_best_models, why_ended, without_masks
+from lightning_faulttolerant.trainer.adapters.state import restore_best_models, why_ended, without_masks
 from lightning_faulttolerant.trainer.branches.changes import ChangedSettings
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
@@ -32,7 +32,7 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume import cut_epoch
 from lightning_faulttolerant.trainer.resume.choice import Choice
-from lightning_faulttolerant.trainer.resume.loaded_weights import LoadedWeights, convert_module, rounded
+from lightning_faulttolerant.trainer.resume.loaded_weights import RestoredWeights, convert_module, rounded
 from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -47,6 +47,40 @@ from lightning_faulttolerant.trainer.save.trust import Trust
 from lightning_faulttolerant.trainer.settings.options import Options
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Content:
+    """What a checkpoint holds for this rank.
+
+    Args:
+        part: Our part, if it has one, without the states of the ranks once this rank's is read.
+        callback_states: The states of Lightning's callbacks, by their keys.
+        state: The state of this rank by the names in `TITLES`; empty once it is restored.
+        position: Where it was taken; ``None`` if the fit does not continue from there.
+        resized: Builds the state, if another number of ranks saved.
+    """
+
+    part: CheckpointPart | None
+    callback_states: Mapping[str, Any]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    position: TrainerPosition | None = None
+    resized: Resized | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Differences:
+    """The differences between this run and the one that saved.
+
+    Args:
+        all: All that are reported, or refused.
+        of_settings: Those of the settings that a branch may change; ``None`` if the fit doesn't begin a branch.
+        applied: The settings that were applied over those of the checkpoint.
+    """
+
+    all: Comparison
+    of_settings: Comparison | None
+    applied: ChangedSettings | None = None
 
 
 class Resume:
@@ -77,86 +111,90 @@ class Resume:
         options: Options,
     ) -> None:
         self._trainer = trainer
-        self._path = str(choice.path)
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._files = files
         self._options = options
-        self._resized: Resized | None = None
         self._choice = choice.with_checkpoint(None)
         self._began = time.monotonic()
-        self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
-        is_branch = choice.parent is not None  # on which settings may be changed
-        self._settings = Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None
+        is_branch = choice.parent is not None
+        self._differences = _Differences(
+            all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic),
+            of_settings=Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None,
+        )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
-        self._part = choice.part
-        self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
-        self._state: Mapping[str, Any] = {}
-        self._own_masks: OwnMasks | None = None
-        self._loaded: LoadedWeights | None = None
-        self.position: TrainerPosition | None = None
-        self._changes: ChangedSettings | None = None
+        self._content = _Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
+        self._weights = RestoredWeights(trainer)
         self._report: ResumeReport | None = None
-        if self._part is None:
+        if choice.part is None:
             self._without_our_part(choice.checkpoint or {})
         else:
-            self._read(self._part, choice.checkpoint or {}, rank=rank)
+            self._read(choice.part, choice.checkpoint or {}, rank=rank)
+
+    @property
+    def _path(self) -> str:
+        return str(self._choice.path)
+
+    @property
+    def position(self) -> TrainerPosition | None:
+        """Where the checkpoint was taken; ``None`` if the fit does not continue from there."""
+        return self._content.position
 
     def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
-        self._comparison.not_exact.append(NO_PART)
+        self._differences.all.not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
-    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, Any], *, rank: int) -> None:
+    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, object], *, rank: int) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
                 f"up to {VERSION}. Its state would be misread. Install the newer version."
             )
-        self.position = TrainerPosition.from_state_dict(part["position"])
+        self._content.position = position = TrainerPosition.from_state_dict(part["position"])
         if part.get("inexact"):
-            self._fails(f"{self._path} can't be resumed exactly, {self.position}: {'; '.join(part['inexact'])}")
-        if not self.position.is_resumable:
-            self.position = None
+            self._fails(f"{self._path} can't be resumed exactly, {position}: {'; '.join(part['inexact'])}")
+        if not position.is_resumable:
+            self._content.position = None
             return
         refuse_lost(
             part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._options.strict
         )  # fingerprints lack it, too
-        self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
-        of_settings = self._settings or self._comparison
+        self._differences.all.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
+        of_settings = self._differences.of_settings or self._differences.all
         texts = of_settings.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
-        if self._settings is None:
+        if self._differences.of_settings is None:
             self.notes += texts
         else:
-            self._settings.not_exact += texts
+            self._differences.of_settings.not_exact += texts
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
-            self._state = state_of(part, rank, checkpoint)
+            self._content.state = state_of(part, rank, checkpoint)
         else:
-            self._redistribute(part, checkpoint, self.position, rank=rank)
-        if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
-            grow_trackers(self._trainer.lightning_module, self._state["metrics"])
-        self._part = {**part, "ranks": []}
-        if FINGERPRINT in self._state:  # data sets may differ from rank to rank
-            self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
-        self._loaders.note_checkpoint(has_places="loaders" in self._state)
+            self._redistribute(part, checkpoint, position, rank=rank)
+        if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict
+            grow_trackers(self._trainer.lightning_module, self._content.state["metrics"])
+        self._content.part = {**part, "ranks": []}
+        if FINGERPRINT in self._content.state:  # data sets may differ from rank to rank
+            self._content.part["fingerprint"] = {**part["fingerprint"], "loaders": self._content.state[FINGERPRINT]}
+        self._loaders.note_checkpoint(has_places="loaders" in self._content.state)
         self._look_for_parts(part.get("parts", [name for name in TITLES if name != OBJECTS]))
-        if cut_epoch.would_be_lost(self._trainer, self.position, checkpoint, self.saved("trainer")):
-            self._fails(cut_epoch.reason(self._path, self.position), remedy=cut_epoch.REMEDY)
+        if cut_epoch.would_be_lost(self._trainer, position, checkpoint, self.saved("trainer")):
+            self._fails(cut_epoch.reason(self._path, position), remedy=cut_epoch.REMEDY)
 
     def _look_for_parts(self, known: Collection[str]) -> None:
         """Report the missing parts. `known` names the parts that the version that saved knew."""
-        lacking = [f"{TITLES[n]}: not in the checkpoint" for n in TITLES if n not in self._state and n in known]
+        lacking = [f"{TITLES[n]}: not in the checkpoint" for n in TITLES if n not in self._content.state and n in known]
         if lacking and self._options.strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
-        self._comparison.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
+        self._differences.all.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
 
     def _redistribute(
-        self, part: CheckpointPart, checkpoint: Mapping[str, Any], position: TrainerPosition, *, rank: int
+        self, part: CheckpointPart, checkpoint: Mapping[str, object], position: TrainerPosition, *, rank: int
     ) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
-        self._resized = Resized(
+        self._content.resized = Resized(
             self._trainer,
             [state_of(part, number, checkpoint) for number in range(len(part["ranks"]))],
             position,
@@ -165,8 +203,8 @@ class Resume:
             apart=kept_apart(part, checkpoint),
             is_per_sample=self._options.worker_rng == "per_sample",
         )
-        self._state = self._resized.state
-        self._take_lost(self._resized)
+        self._content.state = self._content.resized.state
+        self._take_lost(self._content.resized)
 
     def _take_lost(self, resized: Resized) -> None:
         lost, resized.lost = resized.lost, []
@@ -178,42 +216,42 @@ class Resume:
                 "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
             )
-        self._comparison.not_exact += [*lost, *resized.notes]
+        self._differences.all.not_exact += [*lost, *resized.notes]
         resized.notes = []
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
-        if self._resized is not None:
-            self.position = self._resized.fit_in(self._loaders)
-            self._take_lost(self._resized)
-            self._state = self._resized.state
+        if self._content.resized is not None:
+            self._content.position = self._content.resized.fit_in(self._loaders)
+            self._take_lost(self._content.resized)
+            self._content.state = self._content.resized.state
 
     def as_due(self) -> AbstractContextManager[None]:
         """Let the loop do, inside this context, what was due where the checkpoint was taken."""
-        if self._resized is None or self.position is None:
+        if self._content.resized is None or self.position is None:
             return nullcontext()
-        return self._resized.as_due(self.position.where)
+        return self._content.resized.as_due(self.position.where)
 
     def prepare(self, checkpoint: dict[str, Any]) -> None:
         """Adjust the checkpoint that Lightning restores from to the place where the run continues."""
-        if self.position is None or self._part is None:
+        if self.position is None or self._content.part is None:
             return
-        if "instead" in self._part:
-            put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
+        if "instead" in self._content.part:
+            put_instead(checkpoint, self._content.part["instead"], self.position, self._trainer)
             if self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded model and optimizers
-                put_into(self._trainer, self._part["instead"])
-            self._callback_states = checkpoint["callbacks"]
-        checkpoint.update(self._state.get(LIGHTNINGS, {}))
-        if self._settings is not None:
+                put_into(self._trainer, self._content.part["instead"])
+            self._content.callback_states = checkpoint["callbacks"]
+        checkpoint.update(self._content.state.get(LIGHTNINGS, {}))
+        if self._differences.of_settings is not None:
             self._forget_files(checkpoint)
         if "state_dict" in checkpoint:
             module = self._trainer.lightning_module
             here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-            self._own_masks = OwnMasks(self._trainer, checkpoint["state_dict"])
+            self._weights.note_masks(checkpoint["state_dict"])
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
             self._keep_all_bits(checkpoint["state_dict"])
         if "loops" in checkpoint:
-            if not self._state.get("loaders", {}).get("left"):
+            if not self._content.state.get("loaders", {}).get("left"):
                 loader_states(checkpoint).clear()  # we restore each loader's place, and only once
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
@@ -222,10 +260,13 @@ class Resume:
         own = {one.state_key for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)}
         states = checkpoint.get("callbacks", {})
         checkpoint["callbacks"] = {key: state for key, state in states.items() if key not in own}
-        self._callback_states = checkpoint["callbacks"]
-        if "files" in self._state:
-            files = self._state["files"]
-            self._state = {**self._state, "files": {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}}}
+        self._content.callback_states = checkpoint["callbacks"]
+        if "files" in self._content.state:
+            files = self._content.state["files"]
+            self._content.state = {
+                **self._content.state,
+                "files": {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}},
+            }
 
     def _keep_all_bits(self, state_dict: Mapping[str, object]) -> None:
         if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
@@ -243,10 +284,10 @@ class Resume:
     def note_loaded(self) -> None:
         """Note the weights that Lightning has loaded, before any other code can change them."""
         is_later = self._trainer.strategy.restore_checkpoint_after_setup
-        if self.position is not None and self._loaded is None and not is_later:
-            self._loaded = LoadedWeights(self._trainer.lightning_module)
+        if self.position is not None and not is_later:
+            self._weights.note_loaded()
 
-    def _weights(self) -> dict[str, Any]:
+    def _read_weights(self) -> dict[str, object]:
         """Read the weights again, as they are after `prepare`."""
         checkpoint, instead = load_path(self._path), self._instead
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
@@ -255,8 +296,7 @@ class Resume:
 
     def prune(self) -> None:
         """Prune again what a user's hook had pruned, once the optimizers are loaded."""
-        if self._own_masks is not None:
-            self._own_masks.apply()
+        self._weights.prune()
 
     def begin(self) -> None:
         """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.
@@ -264,37 +304,39 @@ class Resume:
         Raises:
             FingerprintMismatchError: If `strict`, and this run is not the one that saved.
         """
-        if self._part is None or self.position is None:
+        if self._content.part is None or self.position is None:
             return
         if self._choice.is_autosave:
             # As in the uninterrupted run: ModelCheckpoint never removes the file that a run was started from.
             compat.put_checkpoint_path(self._trainer, self._choice.origin)
-        restore_best_models(self._trainer, self._callback_states)
-        saved = self._part["fingerprint"]
+        restore_best_models(self._trainer, self._content.callback_states)
+        saved = self._content.part["fingerprint"]
         settings = self._fingerprint.settings()
-        if self._resized is not None:
+        if self._content.resized is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
-        (self._settings or self._comparison).compare(saved, settings, ("optimizers", "trainer"))
-        if self._settings is not None:
-            self._settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
+        (self._differences.of_settings or self._differences.all).compare(saved, settings, ("optimizers", "trainer"))
+        if self._differences.of_settings is not None:
+            self._differences.of_settings.not_exact += differences(
+                saved.get("limits", {}), settings["limits"], "trainer"
+            )
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
-        self._loaders.resume_from(self._state.get("loaders", {}))
-        if "files" in self._state:
-            self._files.resume_checkpoints(self._state["files"], self._path)
+        self._loaders.resume_from(self._content.state.get("loaders", {}))
+        if "files" in self._content.state:
+            self._files.resume_checkpoints(self._content.state["files"], self._path)
         if self.place_in_epoch is not None:
             self._loaders.hold_back()
-        elif "trainer" in self._state:
+        elif "trainer" in self._content.state:
             # A fit that EarlyStopping had ended must not continue.
-            self._trainer.should_stop = self._state["trainer"]["should_stop"]
+            self._trainer.should_stop = self._content.state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
         if saved is not None:
-            self._comparison.compare_loader(
+            self._differences.all.compare_loader(
                 place,
                 saved,
                 now,
                 tracker=self._loaders.trackers.get(place),
-                is_resized=self._resized is not None,
+                is_resized=self._content.resized is not None,
                 drawn=self._loaders.drawn,
                 saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
             )
@@ -306,8 +348,8 @@ class Resume:
             FingerprintMismatchError: If `strict`, and that fails.
         """
         if self._loaders.drawn is not None:
-            self._comparison.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
-            self.notes += self._comparison.notes
+            self._differences.all.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
+            self.notes += self._differences.all.notes
 
     def admit(self, reasons: list[str]) -> None:
         """Report what can't be restored exactly.
@@ -321,7 +363,7 @@ class Resume:
             )
         for reason in reasons:
             _log.warning("%s can't be resumed exactly: %s", self._path, reason)
-        self._comparison.not_exact += reasons
+        self._differences.all.not_exact += reasons
 
     def _fails(self, reason: str, *, remedy: str | None = None) -> None:
         if self._options.strict:
@@ -330,14 +372,14 @@ class Resume:
             remedy = remedy or f"Resume from {autosave}"
             raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
         _log.warning(reason)
-        self._comparison.not_exact.append(reason)
+        self._differences.all.not_exact.append(reason)
 
     @property
     def parent(self) -> Parent | None:
         """The parent of this run, if it is a branch, with all that the branch has changed."""
-        if self._choice.parent is None or self._settings is None:
+        if self._choice.parent is None or self._differences.of_settings is None:
             return parent_from(self.owed(PARENT))
-        return replace(self._choice.parent, changed=tuple(dict.fromkeys(self._settings.not_exact)))
+        return replace(self._choice.parent, changed=tuple(dict.fromkeys(self._differences.of_settings.not_exact)))
 
     def apply_changes(self, changes: ChangedSettings) -> None:
         """Apply the settings of this start over those of the checkpoint, if the fit begins a branch.
@@ -345,9 +387,9 @@ class Resume:
         Args:
             changes: The settings of this start.
         """
-        if self._settings is not None and self._part is not None:
-            self._changes = changes
-            self._settings.not_exact += changes.apply(self._part.get(CREATED))
+        if self._differences.of_settings is not None and self._content.part is not None:
+            self._differences.applied = changes
+            self._differences.of_settings.not_exact += changes.apply(self._content.part.get(CREATED))
 
     @property
     def is_pending(self) -> bool:
@@ -363,16 +405,16 @@ class Resume:
 
     def saved(self, name: str) -> Mapping[str, Any]:
         """Return one part of the state by its name in `TITLES`, or an empty mapping if it was not saved."""
-        return self._state.get(name) or {}
+        return self._content.state.get(name) or {}
 
     def owed(self, name: str) -> Any:
         """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
-        return None if self._part is None else self._part.get(name)
+        return None if self._content.part is None else self._content.part.get(name)
 
     @property
     def _instead(self) -> Instead | None:
         """What replaces parts of Lightning's checkpoint, if it was saved after our part."""
-        return None if self._part is None else self._part.get("instead")
+        return None if self._content.part is None else self._content.part.get("instead")
 
     @property
     def is_after_the_end(self) -> bool:
@@ -386,14 +428,16 @@ class Resume:
             NotExactError: If `strict`, and the fit ended inside an epoch, or a callback closed it for good.
         """
         # The data setup has already begun an epoch, before the state was restored. It begins again.
-        self._loaders.resume_from(self._state.get("loaders", {}))
+        self._loaders.resume_from(self._content.state.get("loaders", {}))
         position = self.position
         ended = why_ended(self._trainer)
         if ended is not None:
             self._fails(f"{self._path} comes from a fit that {ended}, so it can't be trained further")
         num_batches = self._trainer.num_training_batches
         is_inside = position is not None and 0 < position.batch < num_batches
-        if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):
+        if position is not None and (
+            is_inside if self._content.resized is None else self._content.resized.was_inside_an_epoch
+        ):
             self._fails(cut_epoch.reason(self._path, position))
 
     def restore(self, run_state: RunState) -> None:
@@ -402,16 +446,14 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state can't be restored.
         """
-        if self._loaded is not None:
-            self.admit(self._loaded.put_back(self._weights))
-        if self._own_masks is not None:
-            self._own_masks.load()
-        missing = run_state.load_state_dict(Trust(self._options).unpickled(self._state, self._path))
+        self.admit(self._weights.put_back(self._read_weights))
+        self._weights.load_masks()
+        missing = run_state.load_state_dict(Trust(self._options).unpickled(self._content.state, self._path))
         if missing and self._options.strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
-        self._comparison.not_exact += missing
-        if self._changes is not None:
-            self._changes.apply_window()
+        self._differences.all.not_exact += missing
+        if self._differences.applied is not None:
+            self._differences.applied.apply_window()
         self.notes = [*self.notes, *run_state.objects.notes]
         self.settle(without=run_state.objects_not_restored)
 
@@ -422,7 +464,7 @@ class Resume:
 
     def _as_known_now(self, report: ResumeReport) -> ResumeReport:
         loaders = self._loaders.exactness.reasons
-        not_exact = (*self._comparison.not_exact, *loaders)
+        not_exact = (*self._differences.all.not_exact, *loaders)
         exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
         return replace(report, exact=exact, not_exact=not_exact)
 
@@ -437,21 +479,21 @@ class Resume:
         self._loaders.resumed()
         self._files.settle()
         position = self.position
-        saved = self._part["surroundings"] if self._part is not None else {}
+        saved = self._content.part["surroundings"] if self._content.part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         parent = self.parent
-        branched = () if parent is None or self._settings is None else parent.changed
+        branched = () if parent is None or self._differences.of_settings is None else parent.changed
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, position),
             global_step=self._trainer.global_step,
-            exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._state)),
+            exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
             objects=without,
             notes=(*notes, *self.notes, *self._files.notes, *(f"changed on this branch: {line}" for line in branched)),
             seconds=time.monotonic() - self._began,
         )
-        self._report, self._state, self._callback_states = report, {}, {}
+        self._report, self._content.state, self._content.callback_states = report, {}, {}
         with above_the_bar():
             tell(f"{self.report}")
         if position is not None and position.is_in_epoch:

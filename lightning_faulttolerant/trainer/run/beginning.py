@@ -11,23 +11,21 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.process_end import leave_process
-from lightning_faulttolerant.checkpoint.rank_reader import RankReader
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
-from lightning_faulttolerant.records.lookup import lookup_requested, write_lookup
 from lightning_faulttolerant.records.replay import replay_requested
+from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
 from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
-from lightning_faulttolerant.trainer.files.parts import are_of_one_run, part_of
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, start_fingerprint
@@ -36,7 +34,7 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.process_group import connect
 from lightning_faulttolerant.trainer.replay.replayed_run import ReplayedRun
-from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, set_aside
+from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, read_by_all, set_aside
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.settings.options import Options
@@ -108,6 +106,75 @@ class _FirstRankMessage:
     moved_roots: Mapping[str, str]
     num_before_kill: int | None
     error: Exception | None
+    place: PlaceOfFit
+
+
+class _RunSearch:
+    """Finds the run of a fit, and the checkpoint to continue from: its own, those of a branch, or those of a replay.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        options: The options of the callback.
+        function: The Trainer's function that begins.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, function: str) -> None:
+        self._trainer = trainer
+        self.options = options
+        self.function = function
+        request = replay_requested()
+        self.replayed = None if request is None else ReplayedRun(options, request)
+        self._branch = branch_of(options)
+
+    def _finder(self, checkpoint: object) -> Finder:
+        options, function = self.options, self.function
+        fingerprint = start_fingerprint(
+            self._trainer,
+            ignored=options.ignore_hyperparameters,
+            function=function,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+        )
+        return Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
+
+    def _own(self, finder: Finder) -> Finder:
+        return finder if self._branch is None else self._branch.finder(finder)
+
+    def look_for_history(self) -> str | None:
+        """Return the directory of the run, even if it has finished; ``None`` if there is none. Nothing is opened."""
+        return self._own(self._finder(None)).look_for_history()
+
+    def find(self, checkpoint: object) -> tuple[FoundFit, StartFingerprint]:
+        """Open the run.
+
+        Args:
+            checkpoint: What the script gave as ``ckpt_path``, if anything.
+        """
+        finder = self._finder(checkpoint)
+        if self.replayed is not None:
+            found = self.replayed.find(self._own(finder))
+        else:
+            found = finder.find() if self._branch is None else self._branch.find(finder)
+        return found, finder.fingerprint
+
+    def choose(self, found: FoundFit, path: object) -> Choice:
+        """Choose what the fit continues from."""
+        if self.replayed is not None:
+            return self.replayed.choose(path)
+        if self._branch is not None and self._branch.begins(found):
+            return self._branch.choose(path)
+        return choose(self._trainer, found.series, path, self.options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceOfFit:
+    """Where a fit is kept, as all ranks know it.
+
+    Args:
+        number: The number of the fit in its script, from 1; 0 while it is unknown.
+        directory: The directory of the run, or its URL.
+        token: A unique text that all ranks share.
+    """
+
     number: int
     directory: str
     token: str
@@ -128,20 +195,11 @@ class Beginning:
 
     def __init__(self, trainer: Trainer, options: Options, files: RunFiles, *, function: str = FIT) -> None:
         self._trainer = trainer
-        self._function = function
-        self._options = options
+        self._search = _RunSearch(trainer, options, function)
         self._files = files
-        request = replay_requested()
-        self._replayed = None if request is None else ReplayedRun(options, request)
-        self._branch = branch_of(options)
         self._found: FoundFit | None = None
         """The run, held by this process, on rank 0."""
-        self.number = 0
-        """The number of this fit in its script, from 1."""
-        self.directory = ""
-        """The directory of the run, or its URL."""
-        self.token = uuid.uuid4().hex  # draws from no generator of the run
-        """A unique text that all ranks share."""
+        self.place = PlaceOfFit(number=0, directory="", token=uuid.uuid4().hex)  # draws from no generator of the run
         self._error: Exception | None = None
         """The error that rank 0 tells the others once they are connected."""
         self.history = HistoryWriter(trainer)
@@ -159,11 +217,9 @@ class Beginning:
         if path is None:
             return
         if not (self._trainer.local_rank or self._trainer.node_rank):
-            finder = self._finder(None)
-            own = finder if self._branch is None else self._branch.finder(finder)
-            write_lookup(path, own.look_for_history())
+            write_lookup(path, self._search.look_for_history())
         # Lightning's parent waits for a result of the processes that it has created, unless they fail.
-        leave_process(1 if self._options.script.is_elsewhere else 0)
+        leave_process(1 if self._search.options.script.is_elsewhere else 0)
 
     def begin(self) -> None:
         """Open the run and choose, on rank 0. Call this before the loggers begin their files."""
@@ -172,14 +228,14 @@ class Beginning:
         try:
             given = given_checkpoint(self._trainer)
             found = self._open(None if given is None else given[0])
-            if self._function != FIT:
-                self.choice = choose_evaluation(self._trainer, found.series, self._options)
+            if self._search.function != FIT:
+                self.choice = choose_evaluation(self._trainer, found.series, self._search.options)
                 if self.choice.path is not None:
                     self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
-                self.choice = self._chosen(found, given[0])
-                if self.choice.parent is None and self._replayed is None:  # otherwise the files stay as they are
+                self.choice = self._search.choose(found, given[0])
+                if self.choice.parent is None and self._search.replayed is None:  # otherwise the files stay as they are
                     self._files.experiments.tell_unknown()
                     go_on_in_files(self._files, found.run, self.choice)
         except Exception as error:
@@ -187,36 +243,15 @@ class Beginning:
                 raise
             self._error = error  # the others wait for the process group, and learn it then
 
-    def _chosen(self, found: FoundFit, path: object) -> Choice:
-        if self._replayed is not None:
-            return self._replayed.choose(path)
-        if self._branch is not None and self._branch.begins(found):
-            return self._branch.choose(path)
-        return choose(self._trainer, found.series, path, self._options)
-
-    def _finder(self, checkpoint: object) -> Finder:
-        options, function = self._options, self._function
-        fingerprint = start_fingerprint(
-            self._trainer,
-            ignored=options.ignore_hyperparameters,
-            function=function,
-            checkpoint=None if checkpoint is None else str(checkpoint),
-        )
-        return Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
-
     def _open(self, checkpoint: object) -> FoundFit:
-        options, function = self._options, self._function
-        finder = self._finder(checkpoint)
-        if self._replayed is not None:
-            found = self._replayed.find(finder if self._branch is None else self._branch.finder(finder))
-        else:
-            found = finder.find() if self._branch is None else self._branch.find(finder)
+        function = self._search.function
+        found, fingerprint = self._search.find(checkpoint)
         self._found = found
-        self.number, self.directory = found.number, str(found.run.directory)
+        self.place = replace(self.place, number=found.number, directory=str(found.run.directory))
         if function != FIT:
-            self._set_other_aside(found, finder.fingerprint)
+            self._set_other_aside(found, fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)
-        self.history.begin(options.script, directory=self.directory)
+        self.history.begin(self._search.options.script, directory=self.place.directory)
         return found
 
     def _set_other_aside(self, found: FoundFit, fingerprint: StartFingerprint) -> None:
@@ -227,7 +262,7 @@ class Beginning:
         aside = found.series.set_aside("another-evaluation")
         found.run.start_again(found.number, fingerprint.state_dict())
         if aside is not None:
-            tell(f"This {self._function} starts over: {'; '.join(lines)}. Its autosaves are in {aside}.")
+            tell(f"This {self._search.function} starts over: {'; '.join(lines)}. Its autosaves are in {aside}.")
 
     def connect(self) -> Ranks:
         """Connect the ranks, and send rank 0's choice to the others; a collective.
@@ -247,7 +282,7 @@ class Beginning:
             checkpoint_path: The checkpoint that Lightning would restore from.
         """
         if self.choice is None:
-            self.choice = self._readable_by_all(self._choose_on_first(checkpoint_path))
+            self.choice = read_by_all(self.ranks, self._choose_on_first(checkpoint_path))
         return self.choice
 
     def _choose_on_first(self, checkpoint_path: object) -> Choice:
@@ -255,7 +290,7 @@ class Beginning:
         choice, error = None, None
         if self.ranks.rank == 0 and self._found is not None:
             try:
-                choice = self._chosen(self._found, checkpoint_path)
+                choice = self._search.choose(self._found, checkpoint_path)
             except Exception as failure:
                 if self.ranks.num_ranks == 1:
                     raise
@@ -275,9 +310,7 @@ class Beginning:
             continues=self._files.continues,
             moved_roots=self._files.moved_roots,
             num_before_kill=self.num_before_kill,
-            number=self.number,
-            directory=self.directory,
-            token=self.token,
+            place=self.place,
             error=self._error and _picklable(self._error),
         )
         told: _FirstRankMessage = self.ranks.from_first("what the fit continues from", own)
@@ -287,37 +320,9 @@ class Beginning:
             self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
             self.choice, self.num_before_kill = told.choice, told.num_before_kill
-            self.number, self.directory, self.token = told.number, told.directory, told.token
+            self.place = told.place
         if self.choice is not None:
-            self.choice = self._readable_by_all(self.choice)
-
-    def _readable_by_all(self, choice: Choice) -> Choice:
-        """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
-
-        Rank 0 has verified all of it. The others verify what they read.
-
-        Raises:
-            RanksLostError: On each rank, if one of them can't read it.
-        """
-        if self.ranks.num_ranks == 1 or not choice.is_autosave:
-            return choice
-        failure = ""
-        if self.ranks.rank > 0:
-            try:
-                own = RankReader(rank=self.ranks.rank, num_ranks=self.ranks.num_ranks)
-                choice = choice.with_checkpoint(own.load(str(choice.path), verifies_all=False))
-            except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                failure = f"{type(error).__name__}: {error}"
-        failures = self.ranks.to_first("read", failure)
-        found = None if failures is None else {rank: text for rank, text in enumerate(failures) if text}
-        found = self.ranks.from_first("who can't read", found)
-        if found:
-            lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
-            raise RanksLostError(
-                f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
-                " FaultTolerance(dirpath=...) a directory or URL that all of them see."
-            )
-        return choice
+            self.choice = read_by_all(self.ranks, self.choice)
 
     @property
     def series(self) -> AutosaveSeries | None:

@@ -1,18 +1,27 @@
 """One run's directory: its lock, the series of autosaves of each fit, and when the autosaves are removed.
 
 Autosaves are in ``<dirpath>/<run_id>/fit-<n>/``. ``identity/finding.py`` decides which directory a fit takes.
+
+Lightning may run fits in separate processes, which it creates for each fit (``ddp_spawn``, ``ddp_fork``). The script's
+process created the callback and only waits for them. It alone knows how many fits there were and whether the script has
+ended well. Its children report to it in a file that only these processes know.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
 import sys
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypedDict
 
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -20,12 +29,145 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
-from lightning_faulttolerant.storage.lock import LOCK_NAME
+from lightning_faulttolerant.storage.lock import LOCK_NAME, Lock
 from lightning_faulttolerant.storage.locks import open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history
-from lightning_faulttolerant.trainer.run.launched import Script, this_script
+
+
+class _FitsElsewhere(TypedDict):
+    """The fits of a run in other processes: the numbers of those that were begun, and how many have not finished."""
+
+    begun: list[int]
+    open: int
+
+
+class _NotesOfChildren(TypedDict, total=False):
+    """What the other processes have noted: fits by run, and what the fits of each callback resumed from."""
+
+    runs: dict[str, _FitsElsewhere]
+    reports: dict[str, dict[str, object] | None]
+
+
+@dataclass(slots=True)
+class Script:
+    """The process that created a callback. The object travels to the processes that Lightning creates.
+
+    Args:
+        process_id: The ID of that process.
+        token: A unique text in the name of its file.
+        held: The directories of the runs that it holds itself, with the numbers of the fits that it has begun.
+        num_callbacks: The number of callbacks that were created.
+    """
+
+    process_id: int
+    token: str
+    held: dict[str, list[int]] = field(default_factory=dict)
+    num_callbacks: int = 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is not this process."""
+        return self.process_id != os.getpid()
+
+    def count_callback(self) -> int:
+        """Count a callback that is created, and return its number, from 1."""
+        self.num_callbacks += 1
+        return self.num_callbacks
+
+    def begun(self, directory: str) -> list[int]:
+        """Return the numbers of the fits of a run that were begun, in this process and in those that it created."""
+        return sorted({*self.held.get(directory, ()), *self._of_run(directory)["begun"]})
+
+    def num_begun(self) -> int:
+        """Return how many fits of all runs were begun, in this process and in those that it created."""
+        return sum(len(self.begun(directory)) for directory in {*self.held, *self.directories()})
+
+    def num_open(self, directory: str) -> int:
+        """Return how many fits of a run have begun in other processes and not finished."""
+        return self._of_run(directory)["open"]
+
+    def begin_fit(self, directory: str, number: int) -> None:
+        """Note, in another process, that a fit begins."""
+        self._note(directory, begun=[number], more_open=1)
+
+    def end_fit(self, directory: str) -> None:
+        """Note, in another process, that a fit finished."""
+        self._note(directory, begun=[], more_open=-1)
+
+    def directories(self) -> list[str]:
+        """Return the runs that had fits in other processes."""
+        return list(self._read().get("runs", {}))
+
+    def tell_report(self, number: int, report: dict[str, object] | None) -> None:
+        """Note, in another process, what the fit of the callback with this number resumed from."""
+        content = self._read()
+        self._write({**content, "reports": {**content.get("reports", {}), str(number): report}})
+
+    def report(self, number: int) -> dict[str, object] | None:
+        """Return the report that was last noted for that callback."""
+        return self._read().get("reports", {}).get(str(number))
+
+    def forget(self) -> None:
+        """Remove the file."""
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{self.token}.json")
+
+    def _of_run(self, directory: str) -> _FitsElsewhere:
+        return self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
+
+    def _note(self, directory: str, *, begun: list[int], more_open: int) -> None:
+        content, run = self._read(), self._of_run(directory)
+        noted: _FitsElsewhere = {"begun": [*run["begun"], *begun], "open": run["open"] + more_open}
+        self._write({**content, "runs": {**content.get("runs", {}), directory: noted}})
+
+    def _read(self) -> _NotesOfChildren:
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                content: _NotesOfChildren = json.load(file)
+        except FileNotFoundError:
+            return {}
+        return content
+
+    def _write(self, content: _NotesOfChildren) -> None:
+        # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
+        # waits for its children.
+        temporary = f"{self._path}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, self._path)
+
+
+_scripts: list[Script] = []
+
+
+def this_script(at_end: Callable[[Script], None]) -> Script:
+    """Return this process.
+
+    Args:
+        at_end: Called when the process ends, if Lightning has created processes for it.
+    """
+    if not _scripts or _scripts[-1].is_elsewhere:
+        script = Script(os.getpid(), uuid.uuid4().hex)
+        _scripts[:] = [script]
+        call_at_end(lambda: _end(script, at_end), is_remote=True)  # it may be remote, and that becomes known too late
+    return _scripts[-1]
+
+
+def _end(script: Script, at_end: Callable[[Script], None]) -> None:
+    if script.is_elsewhere or not script.directories():
+        return
+    try:
+        at_end(script)
+    finally:
+        script.forget()
+
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +221,19 @@ FITS = threading.RLock()
 """The lock for finding and beginning a fit, or noting its end: threads of one process may train at the same time."""
 
 
+class _LockOfScript(Lock):
+    """The lock that the script's process holds and checks. It waits for this process, which need not do anything."""
+
+    def acquire(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
 class RunDirectory:
     """One run's directory, local or in an object store, locked against other processes until this one ends.
 
@@ -97,20 +252,18 @@ class RunDirectory:
         self._script = script
         self._has_ended = False
         self._store = open_store(directory)
-        self._lock = open_lock(directory)
+        is_held_by_script = script.is_elsewhere and directory in script.held
+        self._lock: Lock = _LockOfScript() if is_held_by_script else open_lock(directory)
         found = self._store.listing()  # before the lock: stores give better errors for a listing
         self.was_killed = LOCK_NAME in found.files
         """Whether an earlier process of this run could not release its lock."""
-        self.is_registered = False
         self.ends_with_fit = False
         """Whether this process may be killed after its fit without a sign of success, as in a process pool."""
-        self.on_end: Callable[[], None] = lambda: unregister(directory)
-        """Called when the run was successful and the autosaves are removed."""
-        self._is_held_by_script = script.is_elsewhere and directory in script.held
-        self._check = _is_held if self._is_held_by_script else self._lock.check
-        self.history = open_history(directory, check=self._check)
-        if self._is_held_by_script:
-            return  # the script's process holds the lock, and waits for this process
+        self.on_end: Callable[[], None] | None = None
+        """Called when the run was successful and the autosaves are removed. Default: the run is unregistered."""
+        self.history = open_history(directory, check=self._lock.check)
+        if is_held_by_script:
+            return
         self._lock.acquire()
         try:
             self._store.abort_uploads()
@@ -148,7 +301,7 @@ class RunDirectory:
             self._script.begin_fit(self.directory, self.fit)
         else:
             self._script.held[self.directory].append(self.fit)
-        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._check)
+        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._lock.check)
 
     def start_again(self, number: int, start: Mapping[str, object]) -> None:
         """Note that a fit or an evaluation starts over, with another start."""
@@ -192,8 +345,7 @@ class RunDirectory:
     def leave(self) -> None:
         """Release the directory, in a process created for one fit: no exit handler runs when that process ends."""
         if self._script.is_elsewhere:
-            if not self._is_held_by_script:
-                self._lock.release()
+            self._lock.release()
             _runs.pop(self.directory, None)
 
     def end(self) -> None:
@@ -219,7 +371,7 @@ class RunDirectory:
         try:
             if ended_well:
                 self.history.close()
-                self.on_end()
+                (self.on_end or partial(unregister, self.directory))()
         finally:
             self._lock.release()
         if ended_well:
@@ -261,10 +413,6 @@ class RunDirectory:
             self._store.remove_if_empty()
         except OSError as error:
             _log.debug("%s stays: %s", self.directory, error)
-
-
-def _is_held() -> None:
-    """Do nothing: the script's process holds the lock and checks it."""
 
 
 _runs: dict[str, RunDirectory] = {}

@@ -42,7 +42,7 @@ from lightning_faulttolerant.trainer.ranks.deepspeed import unwrapped
 from lightning_faulttolerant.trainer.run.hyperparameters import MAY_BE_IGNORED, Hyperparameters, plain
 
 
-def surroundings(trainer: Trainer) -> dict[str, Any]:
+def surroundings(trainer: Trainer) -> dict[str, object]:
     """Return the versions, the device and the threads that this process computes with."""
     numpy = sys.modules.get("numpy")
     device = trainer.strategy.root_device
@@ -190,7 +190,7 @@ class Fingerprint:
         """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
         return {**self.model(), **self.settings(), "loaders": dict(loaders)}  # type: ignore[typeddict-item]
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> dict[str, object]:
         """Return the part that is known before a checkpoint is loaded."""
         # FSDPStrategy leaves each rank with a different part of each parameter.
         has_shapes = not isinstance(self._trainer.strategy, FSDPStrategy)
@@ -308,8 +308,8 @@ def _sampler_seed(loader: DataLoader[object]) -> dict[str, int]:
     return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
 
 
-def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = {"class": type(dataset).__qualname__}
+def _dataset(dataset: Any, depth: int = 0) -> dict[str, object]:
+    found: dict[str, object] = {"class": type(dataset).__qualname__}
     if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
             found["length"] = len(dataset)

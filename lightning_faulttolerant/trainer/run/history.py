@@ -20,7 +20,6 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
-from lightning_faulttolerant.records.branches import Parent
 from lightning_faulttolerant.records.failures import Failures, failures_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
@@ -39,18 +38,19 @@ from lightning_faulttolerant.records.history import (
     STOPPED,
     UNSAVED,
     VALIDATION,
+    Parent,
     name_of,
 )
 from lightning_faulttolerant.records.shortening import sum_of_validations
 from lightning_faulttolerant.records.skips import Skip
-from lightning_faulttolerant.supervision.section_times import last_hang
+from lightning_faulttolerant.supervision.marks import last_hang
 from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
+from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory
-from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.run.own_times import OwnTimes
 
 _MAX_TEXT = 300
@@ -60,7 +60,7 @@ def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
     """Return a method that does nothing on ranks without a file, and that reports errors instead of raising them."""
 
     @functools.wraps(method)
-    def guarded(self: HistoryWriter, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: HistoryWriter, *args: object, **kwargs: object) -> None:
         if isinstance(self.file, NoHistory):
             return
         try:
@@ -80,6 +80,52 @@ class _Validation:
     waited: float = 0.0
 
 
+class _Validations:
+    """The validation runs of a fit.
+
+    Args:
+        trainer: The trainer that runs the fit.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.current: _Validation | None = None
+        self._over: dict[str, object] | None = None
+        """The line about those that are over and not yet written."""
+
+    def begin(self, *, continues: bool) -> None:
+        first = num_evaluated(self._trainer) if continues else 0
+        self.current = _Validation(since=round(time.time(), 3), first=first)
+
+    def end(self, place: Mapping[str, int]) -> None:
+        run, self.current = self.current, None
+        if run is None:  # `begin` has failed, and this has been reported
+            return
+        until = round(time.time(), 3)
+        line = {
+            **place,
+            "since": run.since,
+            "until": until,
+            "seconds": round(max(until - run.since - run.waited, 0.0), 3),
+            "first": run.first,
+            "num_batches": num_evaluated(self._trainer) - run.first,
+            "number": 1,
+        }
+        self._over = sum_of_validations(self._over, line)
+
+    def take_line(self) -> dict[str, object] | None:
+        """Return the line to write, once."""
+        line, self._over = self._over, None
+        return line
+
+    def inside(self) -> dict[str, object]:
+        """Return since when the run in progress runs, if there is one."""
+        run = self.current
+        if run is None:
+            return {}
+        return {"validation": {"since": run.since, "first": run.first, "waited": round(run.waited, 3)}}
+
+
 class HistoryWriter:
     """Adds one fit or evaluation to the history of its run, from `begin` to `end`.
 
@@ -95,11 +141,9 @@ class HistoryWriter:
         self.file: HistoryFile = NoHistory() if file is None else file
         self._fit = fit
         self._function = function
-        self._validation: _Validation | None = None
-        self._validated: dict[str, object] | None = None
-        """The line about the validation runs that are over and not yet written."""
-        self._has_started = False
-        self._has_ended = False
+        self._validations = _Validations(trainer)
+        self._noted: set[str] = set()
+        """Those of `START` and `END` that are noted."""
         self.saved: TrainerPosition | None = None
         """The position of the last autosave."""
         self._untold: dict[str, Any] = {}
@@ -107,7 +151,6 @@ class HistoryWriter:
         """The batches that the fit has left out before it was resumed."""
         self.times = OwnTimes()
         """What this rank spends its time on."""
-        self._data_taken = 0.0
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
@@ -177,9 +220,9 @@ class HistoryWriter:
             position: Where the checkpoint was taken.
             parent: What the run begins from, if it is a branch.
         """
-        if self._has_started:
+        if START in self._noted:
             return
-        self._has_started = True
+        self._noted.add(START)
         names = ("path", "position", "seconds", "exact", "not_exact", "notes")
         resumed = None
         if report is not None:
@@ -213,13 +256,13 @@ class HistoryWriter:
         self._add(
             AUTOSAVE,
             **self._place_of(position),
-            **self._inside(),
+            **self._validations.inside(),
             name=name_of(path),
             taken=round(time.time() - (perf_counter() - taken), 3),
             seconds=round(seconds, 6),
             bytes=None if series is None else series.num_bytes.get(path),
             behind=is_in_background,
-            **({"data": round(self._data_taken, 3)} if self._function == FIT else {}),
+            **({"data": round(self.times.data_taken, 3)} if self._function == FIT else {}),
             **({"slow": [asdict(each) for each in self.times.slow]} if self.times.slow else {}),
         )
         self.saved = position
@@ -248,12 +291,12 @@ class HistoryWriter:
 
     def note_taken(self) -> None:
         """Note that a state is taken, for an autosave that is written later."""
-        self._data_taken = self.times.data
+        self.times.data_taken = self.times.data
 
     def note_wait(self, seconds: float) -> None:
         """Note for how many seconds the fit has waited for an autosave: a validation run does not count them."""
-        if self._validation is not None:
-            self._validation.waited += seconds
+        if self._validations.current is not None:
+            self._validations.current.waited += seconds
 
     @_without_harm
     def begin_validation(self, *, continues: bool) -> None:
@@ -262,31 +305,17 @@ class HistoryWriter:
         Args:
             continues: Whether an earlier process has begun it.
         """
-        first = num_evaluated(self._trainer) if continues else 0
-        self._validation = _Validation(since=round(time.time(), 3), first=first)
+        self._validations.begin(continues=continues)
 
     @_without_harm
     def end_validation(self) -> None:
         """Note that the validation run is over. It is written before the next line, or now if a line is due."""
-        run, self._validation = self._validation, None
-        if run is None:  # `begin_validation` has failed, and has said so
-            return
-        until = round(time.time(), 3)
-        line = {
-            **self._place(),
-            "since": run.since,
-            "until": until,
-            "seconds": round(max(until - run.since - run.waited, 0.0), 3),
-            "first": run.first,
-            "num_batches": num_evaluated(self._trainer) - run.first,
-            "number": 1,
-        }
-        self._validated = sum_of_validations(self._validated, line)
+        self._validations.end(self._place())
         if perf_counter() >= self.due_at:
             self._write_validated()
 
     def _write_validated(self) -> None:
-        line, self._validated = self._validated, None
+        line = self._validations.take_line()
         if line is not None:
             self._add(VALIDATION, **line)
 
@@ -329,9 +358,9 @@ class HistoryWriter:
         Args:
             exception: The exception that ended the fit, if any.
         """
-        if self._has_ended:
+        if END in self._noted:
             return
-        self._has_ended = True
+        self._noted.add(END)
         if self._untold:
             self._add(UNSAVED, **self._untold)
         reason, text = reason_of(exception)
@@ -341,27 +370,22 @@ class HistoryWriter:
         self.due_at = float("inf")
         self.file.flush()
 
-    def _add(self, event: str, **more: Any) -> None:
+    def _add(self, event: str, **more: object) -> None:
         now, (least, most) = perf_counter(), ALIVE_EVERY_SECONDS
         # Set before the line is written: after a failure, the next try is as far away.
         self.due_at = now + min(max((now - self._began) * ALIVE_EVERY_SHARE, least), most)
         self.file.add({"event": event, "fit": self._fit, "time": round(time.time(), 3), **more})
 
-    def _here(self) -> dict[str, Any]:
+    def _here(self) -> dict[str, object]:
         """Return the current place, and whether it is in a validation run."""
-        is_evaluating = self._validation is not None or self._function != FIT
+        is_evaluating = self._validations.current is not None or self._function != FIT
         place: dict[str, Any] = self._place()
         if self._function == FIT:
             place["data"] = round(self.times.data, 3)
-        return {**place, "num_validated": num_evaluated(self._trainer), **self._inside()} if is_evaluating else place
-
-    def _inside(self) -> dict[str, Any]:
-        """Return since when the validation run in progress runs, if there is one."""
-        run = self._validation
         return (
-            {}
-            if run is None
-            else {"validation": {"since": run.since, "first": run.first, "waited": round(run.waited, 3)}}
+            {**place, "num_validated": num_evaluated(self._trainer), **self._validations.inside()}
+            if is_evaluating
+            else place
         )
 
     def _place(self) -> dict[str, int]:

@@ -85,7 +85,7 @@ class Hyperparameters:
         else:
             yield path, then, now
 
-    def tell_passing(self, *_: Any) -> None:
+    def tell_passing(self, *_: object) -> None:
         """Report once which hyperparameters hold the time or this process's id: they differ at the next start."""
         if self._has_told:
             return
@@ -196,7 +196,7 @@ def _is_equal(then: object, now: object) -> bool:
     return bool(then == now) or bool(then is not _MISSING and then != then and now != now)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> object:
     """Return any value as numbers, text, lists, and dicts."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +22,8 @@ from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.records.slow_ranks import NUM_SAVES, OwnSeconds, SlowRank, slow_ranks
 from lightning_faulttolerant.trainer.adapters.compat import SYNC_BUFFERS
 from lightning_faulttolerant.trainer.patches import Method, Patches
+
+_T = TypeVar("_T")
 
 
 class OwnTimes:
@@ -36,6 +38,7 @@ class OwnTimes:
         "_taken",
         "_together",
         "data",
+        "data_taken",
         "fetch_began",
         "slow",
         "steps",
@@ -46,6 +49,8 @@ class OwnTimes:
         """When the fetch in progress began; 0 if there is none."""
         self.data = 0.0
         """How long training has waited for data."""
+        self.data_taken = 0.0
+        """How long it had waited for data when the last state was taken."""
         self.steps = 0.0
         """How long the batches took, each from its fetch to the end of its step; with several ranks."""
         self.slow: tuple[SlowRank, ...] = ()
@@ -65,7 +70,7 @@ class OwnTimes:
             self._evaluation += perf_counter() - self._save - self._evaluation_began
         self._evaluation_began = 0.0
 
-    def timed(self, work: Callable[[], Any]) -> Any:
+    def timed(self, work: Callable[[], _T]) -> _T:
         """Do a part of a save for which this rank waits for no other, and return its result."""
         began = perf_counter()
         try:
@@ -76,7 +81,7 @@ class OwnTimes:
     def apart(self, original: Method) -> Method:
         """Return a method whose time is no part of a step: ranks wait for each other in it."""
 
-        def together(*args: Any, **kwargs: Any) -> Any:
+        def together(*args: object, **kwargs: object) -> object:
             began = perf_counter()
             result = original(*args, **kwargs)
             self._together += perf_counter() - began

@@ -11,8 +11,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.storage.atomic_file import remove_abandoned
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
-from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
-from lightning_faulttolerant.trainer.serving import served_of_any
+from lightning_faulttolerant.trainer.bases import AnyCheckpointIO, served_of_any
 
 Path = str | os.PathLike[str]
 
@@ -67,7 +66,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         path: Path,
         map_location: object = lambda storage, location: storage,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Verify a checkpoint and load it, from one reading of the file.
 
         Args:
@@ -85,7 +84,7 @@ class AtomicCheckpointIO(AnyCheckpointIO):
         if not is_url(path) and os.path.isdir(path):
             lightnings = served_of_any()
             more = lightnings.weights_only_argument(weights_only)
-            loaded: dict[str, Any] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
+            loaded: dict[str, object] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
             return loaded
         try:
             return load_file(path, map_location=map_location, weights_only=weights_only)

@@ -22,10 +22,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.records.failures import Failures, best_interval
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
@@ -44,7 +46,7 @@ def described(error: BaseException) -> str:
 
 
 class Outage:
-    """Counts consecutive saves that fail.
+    """Counts consecutive saves that fail, and knows the last of them.
 
     Args:
         history: The history that notes the outage.
@@ -58,6 +60,8 @@ class Outage:
         self._text = ""
         self.num_failures = 0
         """The number of saves that have failed since the last success."""
+        self.failed: tuple[TrainerPosition, str] | None = None
+        """If the last save failed: where it was taken, and why it could not be written. The pace sets it."""
 
     def note(
         self, failure: str, position: TrainerPosition, saved: TrainerPosition | None, *, is_last: bool = False
@@ -159,6 +163,38 @@ _MAX_SOON_SECONDS = 30.0
 _MIN_SAVES = 4
 
 
+class _Costs:
+    """How long training has waited for each save."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+
+    def note(self, seconds: float) -> None:
+        """Note a save that was written."""
+        if self._first is None:
+            self._first = seconds
+        else:
+            self._recent.append(seconds)
+
+    def typical(self, first: float | None = None) -> float:
+        """Return the seconds of a save.
+
+        Args:
+            first: The seconds that count while only the first save is known. Default: those of the first save.
+        """
+        return fmean(self._recent or [first or self._first or 0.0])
+
+
+@dataclass(kw_only=True, slots=True)
+class _Due:
+    """From when the next save is allowed, by the same clock."""
+
+    warm_up: float = float("-inf")
+    paced: float = float("-inf")
+    latest: float = float("-inf")
+
+
 class Budget:
     """Decides when a save and a capture are due from what the earlier ones cost.
 
@@ -184,10 +220,9 @@ class Budget:
         """The failures that decide how often to save; none as long as the share does."""
         self._began = clock()
         self._clock = clock
-        self._first: float | None = None
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._costs = _Costs()
         self._num_intervals = 0
-        self._warm_up_at = self._paced_at = self._latest_at = float("-inf")
+        self._due = _Due()
         self.save_at = float("-inf")
         """The time from which a save is allowed."""
         self.capture_at = float("-inf")
@@ -214,18 +249,16 @@ class Budget:
         wait = self._soon_seconds
         if self.failures.number and self.failures.save_seconds is not None:
             wait = min(wait, self._wait(self.failures.save_seconds))
-        self.save_at = self._warm_up_at = self._paced_at = self._latest_at = self._clock() + wait
+        self.save_at = at = self._clock() + wait
+        self._due = _Due(warm_up=at, paced=at, latest=at)
 
     def spend_on_save(self, began: float) -> float:
         """Note that training has waited for a save from `began` until now. Return the number of seconds."""
         seconds = self._clock() - began
-        if self._first is None:
-            self._first = seconds
-        else:
-            self._recent.append(seconds)
+        self._costs.note(seconds)
         self._num_intervals += 1
         first = self.failures.save_seconds if self.failures.number else None
-        self._set_save_at(seconds, typical=fmean(self._recent or [first or self._first]))
+        self._set_save_at(seconds, typical=self._costs.typical(first))
         return seconds
 
     def spend_on_failure(self, began: float, num_failures: int) -> None:
@@ -237,7 +270,7 @@ class Budget:
         """
         seconds = self._clock() - began
         self._num_intervals = num_failures
-        self._set_save_at(seconds, typical=max(seconds, fmean(self._recent or [self._first or 0.0])))
+        self._set_save_at(seconds, typical=max(seconds, self._costs.typical()))
 
     def spend_on_capture(self, began: float) -> None:
         """Note that a capture was taken from `began` until now."""
@@ -245,18 +278,21 @@ class Budget:
         seconds = now - began
         self.capture_at = now + seconds * (1 - self._capture_share) / self._capture_share
         if self._paces_saves and not self.failures.number:
-            self._paced_at = min(self._paced_at + seconds / self._share, self._latest_at)
-            self.save_at = min(self._warm_up_at, self._paced_at)
+            due = self._due
+            due.paced = min(due.paced + seconds / self._share, due.latest)
+            self.save_at = min(due.warm_up, due.paced)
 
     def _set_save_at(self, seconds: float, *, typical: float) -> None:
         now = self._clock()
         wait = self._wait(typical)
-        self._paced_at = now + wait
-        # Captures that must be taken at each boundary may be expensive: saves still have half of the budget.
-        self._latest_at = now + 2 * wait
         first_interval = max(self._soon_seconds, _MIN_SAVES * seconds)
-        self._warm_up_at = now + first_interval * 2.0 ** min(self._num_intervals - 1, 60)
-        self.save_at = min(self._warm_up_at, self._paced_at)
+        self._due = due = _Due(
+            warm_up=now + first_interval * 2.0 ** min(self._num_intervals - 1, 60),
+            paced=now + wait,
+            # Captures that must be taken at each boundary may be expensive: saves still have half of the budget.
+            latest=now + 2 * wait,
+        )
+        self.save_at = min(due.warm_up, due.paced)
 
     def _wait(self, save_seconds: float) -> float:
         """Return how long to wait after a save for the next one, after the warm-up."""
@@ -265,6 +301,51 @@ class Budget:
                 save_seconds, self.failures.mean_seconds_between(max(self._clock() - self._began, 0.0))
             )
         return save_seconds * (1 - self._share) / self._share
+
+
+class _Requested:
+    """When a save is due by the arguments of the callback that set the interval.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        options: The callback's options.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        every = options.every_n_train_steps
+        self.steps = None if every is None else StepCount(trainer, every)
+        self._interval = options.train_time_interval
+        self.due_at = float("-inf")
+
+    def note_save(self, now: float) -> None:
+        if self.steps is not None:
+            self.steps.note_save()
+        if self._interval is not None:
+            self.due_at = now + self._interval.total_seconds()
+
+
+class _Taken:
+    """The states that were taken last, for saves.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        at: The time of the clock.
+    """
+
+    def __init__(self, trainer: Trainer, at: float) -> None:
+        self._trainer = trainer
+        self.at = at
+        """When the last one was taken."""
+        self._num_begun: dict[TrainerPosition | None, int] = {}
+        """How many batches of all epochs had begun then."""
+
+    def note(self, position: TrainerPosition, at: float, *, saved: TrainerPosition | None) -> None:
+        self.at = at
+        self._num_begun = {saved: self._num_begun.get(saved, 0), position: num_begun_in_all(self._trainer)}
+
+    def num_after(self, position: TrainerPosition | None) -> int:
+        """Return how many batches have begun since the state of `position` was taken."""
+        return num_begun_in_all(self._trainer) - self._num_begun.get(position, 0)
 
 
 class Pace:
@@ -278,34 +359,32 @@ class Pace:
     """
 
     def __init__(self, trainer: Trainer, options: Options, history: HistoryWriter, *, speaks: bool) -> None:
-        self._trainer = trainer
         self._options = options
         self._history = history
         self._outage = Outage(history, speaks=speaks)
         self.budget = Budget(options.overhead_budget, paces_saves=options.is_paced)
         """Decides when the next save and the next capture may come."""
-        every = options.every_n_train_steps
-        self._step_count = None if every is None else StepCount(trainer, every)
+        self._requested = _Requested(trainer, options)
         self.kept_steps = KeptSteps(trainer, options.keep_every)
         """Knows when an autosave is due that is kept for good."""
         self._last: TrainerPosition | None = None
         """Where the last save was taken. It may be done, in progress, or failed."""
-        self._due_at = float("-inf")
         self.is_urgent = False
         """Whether the next boundary must check, because a write in the background has failed."""
         self.is_ending = False
         """Whether the fit ends with the next save. The code that ends the fit then reports a failure."""
         self.saved: TrainerPosition | None = None
         """Where the last written and verified autosave was taken."""
-        self.failed: tuple[TrainerPosition, str] | None = None
-        """If the last save failed: where it was taken, and why it could not be written."""
-        self._num_begun: dict[TrainerPosition | None, int] = {}
-        """How many batches of all epochs had begun when the last states were taken."""
+        self._taken = _Taken(trainer, self.now())
 
-        self.now = self.budget.now
-        """Returns the time of the clock, for the arguments called `began`."""
-        self.taken_at = self.now()
+    def now(self) -> float:
+        """Return the time of the clock, for the arguments called `began`."""
+        return self.budget.now()
+
+    @property
+    def taken_at(self) -> float:
         """When the state of the last save was taken, by the same clock."""
+        return self._taken.at
 
     @property
     def is_first(self) -> bool:
@@ -317,19 +396,20 @@ class Pace:
         """The time of the clock until which no autosave is due. A boundary need not check before."""
         if self.is_urgent:
             return float("-inf")
-        return self.budget.save_at if self._options.is_paced else self._due_at
+        return self.budget.save_at if self._options.is_paced else self._requested.due_at
 
     def is_due(self) -> bool:
         """Return whether a save is due at this boundary, if none is in progress. The first boundary's always is."""
         if self._last is None or self.kept_steps.is_retry_due():
             return True
-        if self._step_count is not None:
+        if self._requested.steps is not None:
             return self.is_due_by_steps()
         return self.kept_steps.is_due() or self.budget.now() >= self.due_at
 
     def is_due_by_steps(self) -> bool:
         """Return whether a save is due after so many steps. All ranks return the same."""
-        return self.kept_steps.is_due() or (self._step_count is not None and self._step_count.is_due())
+        steps = self._requested.steps
+        return self.kept_steps.is_due() or (steps is not None and steps.is_due())
 
     def begin(self) -> None:
         """Note that training begins."""
@@ -350,21 +430,31 @@ class Pace:
             position: The position of the state.
             taken_at: When it was taken, if it is a capture. Default: now.
         """
-        self.taken_at = self.now() if taken_at is None else taken_at
+        self._taken.note(position, self.now() if taken_at is None else taken_at, saved=self.saved)
         self._history.note_taken()
         self.kept_steps.note_taken(position)
-        self._num_begun = {self.saved: self._num_begun.get(self.saved, 0), position: num_begun_in_all(self._trainer)}
 
     def note_waited(self, position: TrainerPosition, began: float) -> float:
         """Note that training has waited for a save from `began` until now. Return the number of seconds."""
-        self.failed = None
+        self._outage.failed = None
         self._set_due(position)
         seconds = self.budget.spend_on_save(began)
         self._history.note_wait(seconds)
         return seconds
 
-    def note_written(self) -> None:
-        """Note that a save is written. The thread that writes in the background calls this, too."""
+    def note_written(self, series: AutosaveSeries | None, path: str, position: TrainerPosition, *, seconds: float,
+                     taken: float, is_in_background: bool = False) -> None:  # fmt: skip
+        """Note that a save is written. The thread that writes in the background calls this, too.
+
+        Args:
+            series: Knows the size of the autosave.
+            path: The path of the autosave.
+            position: The position of its state.
+            seconds: How many seconds training waited for it.
+            taken: When its state was taken, by the same clock.
+            is_in_background: Whether it was written in the background.
+        """
+        self._history.autosave(series, path, position, seconds=seconds, taken=taken, is_in_background=is_in_background)
         self._outage.end()
 
     def note_failure(self, position: TrainerPosition, failure: str, began: float) -> None:
@@ -375,7 +465,7 @@ class Pace:
             failure: Why it failed.
             began: When training began to wait for it.
         """
-        self.failed, self.is_urgent = (position, failure), False
+        self._outage.failed, self.is_urgent = (position, failure), False
         self.kept_steps.note_failed(position)
         self._outage.note(failure, position, self.saved, is_last=self.is_ending)
         self.budget.spend_on_failure(began, self._outage.num_failures)
@@ -385,26 +475,24 @@ class Pace:
     @property
     def num_after_saved(self) -> int:
         """How many batches have begun since the state of the last autosave was taken."""
-        return num_begun_in_all(self._trainer) - self._num_begun.get(self.saved, 0)
+        return self._taken.num_after(self.saved)
 
     @property
     def unsaved(self) -> str:
         """The message about the last save, if it failed: why, and how much older the previous autosave is."""
-        if self.failed is None:
+        failed = self._outage.failed
+        if failed is None:
             return ""
         number = self.num_after_saved
         older = f"{number} batch{'es' if number != 1 else ''} older"
-        return f"The state could not be saved: {self.failed[1]}. The last autosave, {self.saved}, is {older}"
+        return f"The state could not be saved: {failed[1]}. The last autosave, {self.saved}, is {older}"
 
     def unsaved_at(self, position: TrainerPosition) -> str:
         """Return that message if the save of `position` has failed, or an empty string."""
-        return self.unsaved if self.failed is not None and self.failed[0] == position else ""
+        failed = self._outage.failed
+        return self.unsaved if failed is not None and failed[0] == position else ""
 
     def _set_due(self, position: TrainerPosition) -> None:
-        interval = self._options.train_time_interval
         self._last = position
         self.kept_steps.note_save(position)
-        if self._step_count is not None:
-            self._step_count.note_save()
-        if interval is not None:
-            self._due_at = self.budget.now() + interval.total_seconds()
+        self._requested.note_save(self.now())

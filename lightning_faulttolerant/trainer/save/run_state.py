@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.clock import perf_counter
@@ -82,14 +83,14 @@ class Capture:
 
     position: TrainerPosition
     state: Mapping[str, Any]
-    loops: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
+    loops: Mapping[str, object]
+    callbacks: Mapping[str, object]
     schedulers: list[object]
-    param_groups: list[Any]
+    param_groups: list[list[Mapping[str, object]]]
     held: list[list[list[int]]]
     precision: Mapping[str, object]
     buffers: Mapping[str, Tensor]
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     marks: TensorMarks
     taken_at: float
 
@@ -159,7 +160,7 @@ def moving_tensors(trainer: Trainer) -> list[Tensor]:
     return tensors
 
 
-def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+def _param_groups(optimizer: Optimizer) -> list[Mapping[str, object]]:
     return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -314,7 +315,7 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
     return named
 
 
-def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+def _trainer_state(trainer: Trainer) -> dict[str, object]:
     return {
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -390,13 +391,13 @@ def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None
     return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
 
 
-def _of_trainer(name: str, title: str, read: Callable[[Trainer], Any], load: Callable[[Trainer, Any], Any]) -> Part:
+def _of_trainer(name: str, title: str, read: Callable[[Trainer], object], load: Callable[[Trainer, Any], Any]) -> Part:
     """Return a part that is read from the trainer alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.trainer), lambda run, state: load(run.trainer, state[name]))
 
 
 def _of_module(
-    name: str, title: str, read: Callable[[LightningModule], Any], load: Callable[[LightningModule, Any], Any]
+    name: str, title: str, read: Callable[[LightningModule], object], load: Callable[[LightningModule, Any], Any]
 ) -> Part:
     """Return a part that is read from the module alone, and restored into it."""
     return Part(name, title, lambda run, at: read(run.module), lambda run, state: load(run.module, state[name]))

@@ -8,13 +8,12 @@ import stat
 from collections.abc import Mapping
 from typing import Any, final
 
-from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
 from lightning_faulttolerant.checkpoint.rank_states import check
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, RANKS
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.trust import why_not_trusted
+from lightning_faulttolerant.checkpoint.trust import lines_to_allow, why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.objects.leaves import has_pickles, unpickled
@@ -148,7 +147,7 @@ class Trust:
                 unpack(checkpoint, checkpoint[KEY][PICKLED])
                 set_rng_state(drawn)
 
-    def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, object] | None, path: str, **more: Any) -> None:
+    def restore(self, checkpoint: dict[str, object], pool: Mapping[str, object] | None, path: str, **more: Any) -> None:
         """Restore the objects that were kept as bytes.
 
         Args:

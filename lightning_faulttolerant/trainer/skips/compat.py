@@ -32,7 +32,7 @@ def owes_validation(trainer: Trainer, fetcher: Any) -> bool:
     return bool(epoch_loop.restarting and epoch_loop._should_check_val_fx(fetcher))
 
 
-def pass_over(trainer: Trainer, fetcher: Any, fetch: Callable[[Any], str]) -> str:
+def pass_over(trainer: Trainer, fetcher: Any, fetch: Callable[[object], str]) -> str:
     """Fetch the next batch, and count it as done, without hooks, a step, or anything logged.
 
     Args:

@@ -97,7 +97,7 @@ class SkippedBatches:
     def _coming(self) -> list[Skip]:
         return sorted(self._wanted - {*self._done})
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """Return for a checkpoint which batches were left out, and which are to be; empty if there are none."""
         if not self._wanted and not self._done:
             return {}
@@ -114,7 +114,7 @@ class SkippedBatches:
             return False
         return not compat.owes_validation(self._trainer, fetcher)
 
-    def pass_over(self, fetcher: Any) -> None:
+    def pass_over(self, fetcher: object) -> None:
         """Load the next batch, and count it without training it.
 
         Args:

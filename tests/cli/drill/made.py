@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
-from lightning_faulttolerant.cli.drill.process import ProcessProgress
+from lightning_faulttolerant.cli.drill.process import ProcessProgress, StrikePlan
 from lightning_faulttolerant.cli.drill.result import Strike
-from lightning_faulttolerant.cli.drill.settings import StrikePlan
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.cli.drill.drilling import Drill
+from lightning_faulttolerant.cli.drill.process import DrillSettings
 from lightning_faulttolerant.cli.drill.result import DrillResult
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from tests.cli.drill.drills import ROOT, ToldProgress, environment
 from tests.harness import python
 

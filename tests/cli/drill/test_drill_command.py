@@ -13,7 +13,7 @@ import pytest
 from lightning_faulttolerant.cli.drill import command
 from lightning_faulttolerant.cli.drill.command import ended_by_signals
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.cli.drill.process import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import moments_of
 from tests.cli.checkpoints import call
 from tests.cli.drill.drills import environment, seen_progress_on, words

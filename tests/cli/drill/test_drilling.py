@@ -11,9 +11,8 @@ import pytest
 
 from lightning_faulttolerant.cli.drill import result, running
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
-from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.process import DrillProcess, DrillSettings
 from lightning_faulttolerant.cli.drill.result import DrillResult
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import StrikeMoment, stretches_of
 from lightning_faulttolerant.records.lines import Line, append_line
 from tests.cli.drill.drills import ToldProgress, drill, make, words

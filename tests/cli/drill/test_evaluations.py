@@ -11,9 +11,8 @@ import pytest
 from lightning_faulttolerant.cli.drill import causes, result
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, BatchNumbers, join, place_before
-from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.process import DrillProcess, DrillSettings
 from lightning_faulttolerant.cli.drill.result import DrillResult
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import (
     StrikeMoment,
     moments_of,

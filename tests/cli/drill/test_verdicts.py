@@ -6,13 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import result, running, verdicts
+from lightning_faulttolerant.cli.drill import drilling, result, running
+from lightning_faulttolerant.cli.drill.drilling import refusal_in
 from lightning_faulttolerant.cli.drill.ledgers import join
-from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.process import DrillProcess, DrillSettings
 from lightning_faulttolerant.cli.drill.result import DrillVerdict
 from lightning_faulttolerant.cli.drill.running import Ran
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
-from lightning_faulttolerant.cli.drill.verdicts import refusal_in
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line
 from tests.cli.drill.made import (
@@ -46,7 +45,7 @@ def judge(
     ran = Ran(name="interrupted", outcome=outcome, processes=cast("list[DrillProcess]", list(processes)))
     made = DrillSettings(command=("train",), directory=Path(), token="t", **settings)
     strikes = [strike(2, exit_code=exit_code)] if is_struck else []
-    return verdicts.of_interrupted(whole(), ran, strikes, made, num_wanted=num_wanted)
+    return drilling.of_interrupted(whole(), ran, strikes, made, num_wanted=num_wanted)
 
 
 def second(*changes: Any, **surroundings: Any) -> list[Line]:
@@ -75,7 +74,7 @@ def test_a_single_kind_of_thing_is_named_alone() -> None:
     batches = [evaluated_line(number) for number in (1, 2, 3, 4)]
     end = line(ledger.END, fit=1, metrics={}, rng="rng")
     run = join(0, [[begun(function="predict"), *batches, end]])
-    assert verdicts._what_is_same([run], ()) == "4 evaluation batches"
+    assert drilling._what_is_same([run], ()) == "4 evaluation batches"
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
@@ -162,7 +161,7 @@ def test_a_rank_that_was_struck_at_its_end_is_compared_as_far_as_it_came() -> No
     for last, number in ((second()[:-1], None), (second(at(1, 3, loss=OTHER))[:-1], 7)):
         processes = cast("list[DrillProcess]", [MadeProcess(FIRST, FIRST), MadeProcess(second(), last)])
         ran = Ran(name="interrupted", processes=processes, is_cut=True)
-        verdict = verdicts.of_interrupted(expected, ran, [strike(2)], made, num_wanted=1)
+        verdict = drilling.of_interrupted(expected, ran, [strike(2)], made, num_wanted=1)
         found = None if verdict.difference is None else verdict.difference.number
         assert (verdict.word, found) == (result.EXACT if number is None else result.DIFFERS, number)
 
@@ -172,7 +171,7 @@ def test_a_script_that_fails_only_the_second_time_is_not_one_that_fails_by_itsel
     parts = []
     for name in (result.UNINTERRUPTED, result.REPEATED):
         process = cast("list[DrillProcess]", [MadeProcess([], exit_code=1)])
-        verdict = verdicts.of_uninterrupted(Ran(name=name, outcome=running.FAILED, processes=process), [])
+        verdict = drilling.of_uninterrupted(Ran(name=name, outcome=running.FAILED, processes=process), [])
         assert verdict is not None
         assert verdict.cause is not None
         parts.append(verdict.cause.part)
@@ -186,14 +185,14 @@ def test_several_trainings_that_write_one_ledger_are_not_compared() -> None:
     """If a second process begins the same fit, the first one's batches would not be compared at all."""
     lines = [begun(), *fit_lines(), begun(pid=2), *fit_lines()]
     ran = Ran(name="uninterrupted", processes=cast("list[DrillProcess]", [MadeProcess(lines, exit_code=0)]))
-    verdict = verdicts.of_uninterrupted(ran, ran.ranks())
+    verdict = drilling.of_uninterrupted(ran, ran.ranks())
     assert verdict is not None
     assert verdict.word == result.NOT_JUDGED
     assert verdict.cause is not None
     assert verdict.cause.part == "several trainings"
     lines = [begun(), *fit_lines(), begun(fit=2, pid=2), *fit_lines(fit=2)]
     ran = Ran(name="uninterrupted", processes=cast("list[DrillProcess]", [MadeProcess(lines, exit_code=0)]))
-    assert verdicts.of_uninterrupted(ran, ran.ranks()) is None
+    assert drilling.of_uninterrupted(ran, ran.ranks()) is None
 
 
 def test_other_surroundings_are_the_likely_cause() -> None:
@@ -263,7 +262,7 @@ def test_a_refusal_is_told_with_its_message() -> None:
     assert (verdict.cause.part, verdict.cause.text) == ("refusal", message)
     assert "Training did not differ" in verdict.cause.advice[1]
     process = cast("DrillProcess", MadeProcess([], exit_code=1, printed=REFUSAL))
-    first = verdicts.failed(process, run=result.UNINTERRUPTED, is_restart=False)
+    first = drilling.failed(process, run=result.UNINTERRUPTED, is_restart=False)
     assert (first.word, first.text) == (result.NOT_JUDGED, "lightning_faulttolerant refuses this script.")
     assert first.cause is not None
     assert first.cause.text == message

@@ -75,6 +75,32 @@ def test_a_replay_without_a_batch_differs_only_after_it(finished: Path) -> None:
     assert f"  3 of 4 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
 
 
+def test_a_value_is_set_before_the_first_step_of_interest(finished: Path) -> None:
+    """Steps before it equal the run, later ones use the value, and nothing is touched."""
+    before = content(finished)
+    steps = ("--from", "1:2", "--until", "1:3", "--set", "model.factor=0", "--set", "optimizers.0.param_groups.0.lr=1")
+    found = replay(finished, *steps)
+    assert found.exit_code == 0, found.output
+    assert content(finished) == before
+    lines = found.lines()
+    assert "  loss of batch 3 of epoch 1: 0.0" in lines
+    named = "model.factor=0, optimizers.0.param_groups.0.lr=1"
+    assert (
+        f"  set before step 10 (batch 2 of epoch 1): {named}. It and later steps are not compared with the run" in lines
+    )
+    earlier = replay(finished, "--from", "1:2", "--until", "1:3", "--set", "model.layers.0.bias=1")
+    assert "set before step 10 (batch 2 of epoch 1): model.layers.0.bias=1" in earlier.output, earlier.output
+    assert f"  1 of 3 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
+
+
+def test_a_value_that_does_not_exist_is_an_error(finished: Path) -> None:
+    """It names the part of the key that was found."""
+    found = replay(finished, "--until", "10", "--set", "model.layers.7.p=0")
+    assert found.exit_code == 2, found.output
+    [line] = [line for line in found.lines() if "raised in step 10" in line]
+    assert line.endswith("ReplayError: --set model.layers.7.p: model.layers, a Sequential, has no 7.")
+
+
 def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
     """The variables that protected the run are those of the replay, which switches the callback on by itself."""
     options = {"PL_FAULT_TOLERANT_OPTIONS": "keep_every=3", "PL_FAULT_TOLERANT_LEDGER": f"{tmp_path}/out/mine.jsonl"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.cli.report.text import report_lines
+from lightning_faulttolerant.cli.report.command import report_lines
 from lightning_faulttolerant.cli.report.words import duration_text, end_text
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of

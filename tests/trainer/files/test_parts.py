@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint.schema import KEY
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.run_files import part_of
 
 
 @pytest.mark.filterwarnings("ignore")  # a garbled pickle may name things that torch has deprecated

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_faulttolerant.trainer.incidents.measuring import loss_and_norm, not_finite
+from lightning_faulttolerant.trainer.incidents.flight_recorder import loss_and_norm, not_finite
 
 
 def norm_of(*gradients: Tensor) -> float:

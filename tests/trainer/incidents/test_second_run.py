@@ -11,7 +11,7 @@ import pytest
 
 from lightning_faulttolerant.records.incidents import Incident, read_incident
 from lightning_faulttolerant.records.runs import Command
-from lightning_faulttolerant.trainer.incidents.second_run import compared, second_run_of
+from lightning_faulttolerant.trainer.incidents.incident_writer import compared, second_run_of
 
 SUMS = {"input 0": "a", "buffer mean": "b", "loss": "c", "gradient of weight": "d"}
 INCIDENT = Incident(

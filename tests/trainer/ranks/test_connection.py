@@ -43,6 +43,23 @@ def until(receive: Callable[[], Told], number: int, seconds: float = 5.0) -> Tol
     return told
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_a_message_that_nobody_acknowledges_ends_the_connection(hub: Hub) -> None:
+    """While a message is on its way, the kernel sends no probes: without this option it tries for 15 minutes."""
+    with contextlib.closing(spoke(hub, 1)) as line:
+        connection = line._connection.socket
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_a_hub_may_listen_for_its_own_machine_only() -> None:
+    """Then no other machine can reach it, and the ranks of its machine can."""
+    with contextlib.closing(Hub(host="127.0.0.1")) as local:
+        assert local._server.getsockname()[0] == "127.0.0.1"
+        with contextlib.closing(spoke(local, 1)) as line:
+            line.send({"number": 1})
+            assert until(local.receive, 1) == [(1, {"number": 1})]
+
+
 def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
     """A rank's message reaches rank 0 with the rank's number; rank 0's message reaches all others."""
     spokes = [spoke(hub, rank) for rank in (1, 2)]

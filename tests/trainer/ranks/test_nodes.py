@@ -16,8 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks.links import Listener, LostLinkError, connect_to, receive_from
-from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
+from lightning_faulttolerant.trainer.ranks.nodes import Listener, LostLinkError, NodeGroup, connect_to, receive_from
 from lightning_faulttolerant.trainer.ranks.process_group import open_line
 from tests.light_ranks import run_light
 

@@ -75,13 +75,13 @@ def test_rank_0_does_not_wait_for_ever(port: int) -> None:
     [
         {"TORCHELASTIC_USE_AGENT_STORE": "False"},  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
         {"TORCHELASTIC_USE_AGENT_STORE": ""},
-        {"TORCHELASTIC_MAX_RESTARTS": "0"},
-        {"TORCHELASTIC_MAX_RESTARTS": None},
+        {"TORCHELASTIC_USE_AGENT_STORE": None},
     ],
 )
 def test_only_where_ranks_start_again_in_one_store(changed: dict[str, str | None]) -> None:
-    """Nothing is done unless torchrun may start ranks again, and keeps its store then."""
+    """Nothing is done unless torchrun keeps its store when it starts ranks again. It may with no restarts left."""
     assert shares_store(UNDER_TORCHRUN)
+    assert shares_store({**UNDER_TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})  # a machine may join
     assert not shares_store({name: value for name, value in {**UNDER_TORCHRUN, **changed}.items() if value is not None})
 
 
@@ -118,7 +118,7 @@ def test_each_strategy_creates_its_group_apart(strategy: Any, tmp_path: Path, mo
     trainer.strategy.connect(Net())
     positional, arguments = asked(trainer.strategy.setup_environment)
     assert isinstance(arguments.pop("store"), dist.PrefixStore)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert (positional, arguments) == asked(trainer.strategy.setup_environment)
     assert arguments["timeout"] == SECONDS
 

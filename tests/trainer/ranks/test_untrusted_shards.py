@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.trainer.ranks import sharded
-from lightning_faulttolerant.trainer.ranks.untrusted_shards import safely_unpickled
+from lightning_faulttolerant.trainer.ranks.stored_shards import safely_unpickled
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from tests.damage import Payload
 

@@ -22,9 +22,9 @@ from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run import history_file
+from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, process_began, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
-from lightning_faulttolerant.trainer.run.launched import Script
 from lightning_faulttolerant.trainer.stop.signals import signal_reason, stopped_by
 from tests.processes import in_child
 from tests.records.made import Story

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.directory import open_run
-from lightning_faulttolerant.trainer.run.launched import Script, this_script
+from lightning_faulttolerant.trainer.run.directory import Script, open_run, this_script
 from tests.processes import in_child, run
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.advice import OPTIONS_VARIABLE
 from lightning_faulttolerant.trainer.settings.environment import VARIABLE
-from lightning_faulttolerant.trainer.settings.options_variable import option_names, read_options
+from lightning_faulttolerant.trainer.settings.options import option_names, read_options
 from tests.faults import RaiseIn
 from tests.processes import run
 from tests.runs import fit_net, make_trainer

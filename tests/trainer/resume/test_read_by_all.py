@@ -1,0 +1,89 @@
+"""All ranks continue from the same autosave, also where a path leads each node to a disk of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_faulttolerant import atomic_torch_save
+from lightning_faulttolerant.checkpoint.rank_states import identity_of
+from lightning_faulttolerant.trainer.ranks.process_group import connect_all
+from lightning_faulttolerant.trainer.resume.choice import Choice, read_by_all
+from tests.checkpoint.writers import SHARDS
+from tests.ranks import on_ranks
+
+NAME = "autosave-00000001-epoch=0-batch=3.ckpt"
+
+
+def save(path: Path, weight: float) -> None:
+    """Write an autosave whose size does not depend on the weight."""
+    path.parent.mkdir(parents=True)
+    atomic_torch_save({"state_dict": {"weight": torch.full((4,), weight)}}, path)
+
+
+def read(tmp_path: Path) -> list[Any]:
+    """Read it on two ranks that are in the directories "0" and "1", and return the weight of each."""
+
+    def main(rank: int) -> Any:
+        os.chdir(tmp_path / str(rank))
+        ranks = connect_all()
+        try:
+            choice = read_by_all(ranks, Choice(path=NAME, origin=None, is_autosave=True))
+        finally:
+            ranks.close()
+        return choice.checkpoint and choice.checkpoint["state_dict"]["weight"].tolist()
+
+    return on_ranks(main, tmp_path / "ranks")
+
+
+def test_the_same_file_on_two_disks_is_read(tmp_path: Path) -> None:
+    """A copy is as good as a shared disk. Rank 0 has read it before."""
+    save(tmp_path / "0" / NAME, 1)
+    (tmp_path / "1").mkdir()
+    shutil.copyfile(tmp_path / "0" / NAME, tmp_path / "1" / NAME)
+    assert read(tmp_path) == [None, [1.0] * 4]
+
+
+def test_another_file_of_that_name_is_an_error(tmp_path: Path) -> None:
+    """Otherwise, the ranks would continue with different weights. Each rank raises, and the error names the rank."""
+    for rank in range(2):
+        save(tmp_path / str(rank) / NAME, rank)
+    for answer in read(tmp_path):
+        assert answer.startswith(f"RanksLostError: {NAME} can't be read by all ranks. rank 1: it has another file")
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    """The error names the rank that does not see it."""
+    save(tmp_path / "0" / NAME, 1)
+    (tmp_path / "1").mkdir()
+    for answer in read(tmp_path):
+        assert "rank 1: DamagedCheckpointError" in answer
+
+
+@pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
+def test_the_identity_is_that_of_the_content(is_directory: bool, tmp_path: Path) -> None:
+    """Two autosaves of one size differ in it, and a copy does not."""
+    found = []
+    for number in (3, 4):
+        here = tmp_path / str(number)
+        if is_directory:
+            SHARDS.save(here, number)
+            [path] = here.glob("autosave-*.ckpt")
+            shutil.copytree(path, tmp_path / f"copy-{number}")
+        else:
+            save(here / NAME, number)
+            path = here / NAME
+            shutil.copyfile(path, tmp_path / f"copy-{number}")
+        found.append(identity_of(path))
+        assert identity_of(tmp_path / f"copy-{number}") == found[-1]
+    assert found[0] != found[1]
+
+
+def test_a_url_has_no_identity() -> None:
+    """All ranks see the same object, so it is not transferred to compare it."""
+    assert identity_of("s3://bucket/autosave.ckpt") == ""
