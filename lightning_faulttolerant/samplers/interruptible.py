@@ -198,7 +198,8 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
     The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning. Rank r takes
     every ``num_replicas``-th index, starting at r. A state is therefore one global count. If a different number of
     ranks or another batch size resumes it, the rest is dealt again. No sample is lost. None repeats except for
-    the padding at the end of the epoch: at most ``num_replicas - 1`` samples from the beginning of the order, as in torch.
+    the padding at the end of the epoch: at most ``num_replicas - 1`` samples from the beginning of the
+    order, as in torch.
 
     It is a ``DistributedSampler``, so Lightning keeps it in place and calls its ``set_epoch``. ``FaultTolerance`` keeps
     its position, and `advance` is not called. In your own loop, call `advance` with the number of samples consumed. All

@@ -14,7 +14,7 @@ from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
-from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.process import Registered, without_collections
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
@@ -251,6 +251,7 @@ class FaultTolerance(AnyCallback):
             return
         self._begin(module.trainer)
 
+    @without_collections()
     def _begin(self, trainer: Any) -> None:
         """Begin a fit or an evaluation, unless it is only a trial."""
         is_fit = trainer.state.fn == "fit"

@@ -28,6 +28,7 @@ from benchmarks import (
     runs,
     samplers,
     save,
+    start,
 )
 from benchmarks.ranks import in_ranks
 
@@ -144,6 +145,25 @@ def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
     sizes = found["bytes"]
     assert found["ratio"]["bytes"] == sizes[incremental.LIGHTNINGS] / sizes[incremental.INCREMENTAL] > 2
     assert all(value > 0 for value in found["seconds"].values())
+
+
+@pytest.mark.slow
+def test_resumed_fit_is_compared_with_torchdata(tmp_path: Path) -> None:
+    """With torchdata's loader, Lightning resumes at the same batch, which takes time, too."""
+    options = {"num_samples": 2000, "at": 0.9, "rounds": 1, "directory": tmp_path, "torchdata": True}
+    found = resume.measure("DistributedSampler", 0, **options)
+    theirs = found[resume.TORCHDATA]
+    assert theirs["ratio"] == pytest.approx(found["resumed_s"] / theirs["resumed_s"])
+
+
+@pytest.mark.slow
+def test_start_of_a_process_is_timed_with_us_and_without(tmp_path: Path) -> None:
+    """Each kind of start comes to its step, and each time is compared with that without us."""
+    figures = figures_of(start.main, [], tmp_path)
+    [found] = figures["cases"].values()
+    assert list(found) == list(start.VARIANTS)
+    assert found["without"]["ratio"] == 1
+    assert found["resumed"]["ratio"] == pytest.approx(found["resumed"]["seconds"] / found["without"]["seconds"])
 
 
 def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
