@@ -27,7 +27,7 @@ class StreamingDataLoader(DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` for a `StreamingDataset`, resumable in the middle of an epoch.
 
     A batch counts once it is handed out in the main process; batches that workers have fetched ahead don't count. The
-    state is the same on every rank, and may be loaded with another number of ranks or workers.
+    state is the same on every rank, and may be loaded with a different number of ranks or workers.
 
     An iteration that is left early is over: the next one is the whole next epoch. To continue in the same epoch, load
     the loader's own state: ``loader.load_state_dict(loader.state_dict())``.

@@ -15,7 +15,21 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, goodput, growth, ledger, overhead, parts, report, resume, runs, samplers, save, start
+from benchmarks import (
+    gather,
+    goodput,
+    growth,
+    incremental,
+    ledger,
+    overhead,
+    parts,
+    report,
+    resume,
+    runs,
+    samplers,
+    save,
+    start,
+)
 from benchmarks.ranks import in_ranks
 
 
@@ -142,6 +156,14 @@ def test_start_of_a_process_is_timed_with_us_and_without(tmp_path: Path) -> None
     assert list(found) == list(start.VARIANTS)
     assert found["without"]["ratio"] == 1
     assert found["resumed"]["ratio"] == pytest.approx(found["resumed"]["seconds"] / found["without"]["seconds"])
+
+
+def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
+    """Both ways have a size and a time, and the ratios are those of Lightning's to ours."""
+    found = figures_of(incremental.main, [], tmp_path)
+    sizes = found["bytes"]
+    assert found["ratio"]["bytes"] == sizes[incremental.LIGHTNINGS] / sizes[incremental.INCREMENTAL] > 2
+    assert all(value > 0 for value in found["seconds"].values())
 
 
 def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
