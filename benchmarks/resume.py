@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.serving import served_of_any
+from lightning_faulttolerant.trainer.bases import served_of_any
 
 SAMPLERS: dict[str, Callable[[Any], Sampler[int]]] = {
     "RandomSampler": RandomSampler,
