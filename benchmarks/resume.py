@@ -27,14 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lightning_faulttolerant.trainer.serving import served_of_any
-
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
-<<<<<<< HEAD
-=======
 from lightning_faulttolerant.trainer.bases import served_of_any
->>>>>>> h-speed
 
 SAMPLERS: dict[str, Callable[[Any], Sampler[int]]] = {
     "RandomSampler": RandomSampler,

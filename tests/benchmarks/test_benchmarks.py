@@ -139,7 +139,6 @@ def test_resumed_fit_begins_where_it_was_cut(tmp_path: Path) -> None:
     assert found["ratio"] == pytest.approx(found["resumed_s"] / found["fresh_s"])
 
 
-<<<<<<< HEAD
 def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
     """Both ways have a size and a time, and the ratios are those of Lightning's to ours."""
     found = figures_of(incremental.main, [], tmp_path)
@@ -148,8 +147,6 @@ def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
     assert all(value > 0 for value in found["seconds"].values())
 
 
-=======
->>>>>>> h-speed
 @pytest.mark.slow
 def test_resumed_fit_is_compared_with_torchdata(tmp_path: Path) -> None:
     """With torchdata's loader, Lightning resumes at the same batch, which takes time, too."""
@@ -167,17 +164,6 @@ def test_start_of_a_process_is_timed_with_us_and_without(tmp_path: Path) -> None
     assert list(found) == list(start.VARIANTS)
     assert found["without"]["ratio"] == 1
     assert found["resumed"]["ratio"] == pytest.approx(found["resumed"]["seconds"] / found["without"]["seconds"])
-<<<<<<< HEAD
-=======
-
-
-def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
-    """Both ways have a size and a time, and the ratios are those of Lightning's to ours."""
-    found = figures_of(incremental.main, [], tmp_path)
-    sizes = found["bytes"]
-    assert found["ratio"]["bytes"] == sizes[incremental.LIGHTNINGS] / sizes[incremental.INCREMENTAL] > 2
-    assert all(value > 0 for value in found["seconds"].values())
->>>>>>> h-speed
 
 
 def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
