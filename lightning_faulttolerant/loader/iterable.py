@@ -186,7 +186,7 @@ class IterableSide(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.user_dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:

@@ -164,7 +164,7 @@ class LoaderObjects:
         """Return the changes in memory that workers share with this process. It has only a current state."""
         return self._shared.state_dict() if len(self._shared) else {}
 
-    def owe_memory(self, state: Mapping[str, Any]) -> None:
+    def owe_memory(self, state: Mapping[str, object]) -> None:
         """Let `put_back` restore a state of `of_memory`, before workers are created."""
         self._owed_memory = state
 
@@ -257,7 +257,7 @@ class LiveObjects:
         own = {name: state[name] for name in (NODES, TABLE, LOST)}
         return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
 
-    def begin_load(self, *states: Mapping[str, Any]) -> None:
+    def begin_load(self, *states: Mapping[str, object]) -> None:
         """Prepare to load `states`: shared objects that other loaders have loaded are reset to earlier values."""
         shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
         for other in self._older:

@@ -33,7 +33,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd number with well-spread bits
 _MAX_TRIES = 4
 
 
-def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
+def why_not_per_sample(loader: DataLoader[object]) -> str | None:
     """Return why the samples of `loader` can't be seeded one by one, or ``None`` if they can."""
     if isinstance(loader.dataset, IterableDataset):
         return (

@@ -55,7 +55,7 @@ class SamplerStates:
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        sampler: Iterable[object],
         *,
         held: HeldGenerators,
         exactness: Exactness,

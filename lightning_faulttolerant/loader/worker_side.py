@@ -321,7 +321,7 @@ class _Generators:
         self._states: Mapping[str, bytes] | None = None
         self._packed = b""
 
-    def packed(self, iterable: IterableSide | None, dataset: Any, objects: Mapping[str, object]) -> bytes:
+    def packed(self, iterable: IterableSide | None, dataset: object, objects: Mapping[str, object]) -> bytes:
         """Return the state of the worker, with the parts that are passed, if any."""
         self.held.refresh()  # objects often create their generator on first use
         if objects or iterable is not None or dataset is not None or len(self.held):
