@@ -1,5 +1,7 @@
 """The time to the first step of a fresh fit, and of a fit resumed far inside its epoch, for torch's own samplers.
 
+With `--torchdata`, also that of a fit that Lightning resumes with torchdata's `StatefulDataLoader` and its samplers.
+
 Run `python benchmarks/resume.py --help` from the repository.
 """
 
@@ -7,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from lightning_faulttolerant.trainer.serving import served_of_any
+
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
 
@@ -31,8 +37,10 @@ SAMPLERS: dict[str, Callable[[Any], Sampler[int]]] = {
     "SequentialSampler": SequentialSampler,
     "DistributedSampler": lambda dataset: DistributedSampler(dataset, num_replicas=1, rank=0),
 }
+OURS, TORCHDATA = "ours", "torchdata"
 _NUM_BATCHES = 1000
 _TARGET = 1.2
+_TARGET_OF_TORCHDATA = 0.7
 
 
 class Numbers(Dataset[int]):
@@ -63,6 +71,33 @@ class StopAt(Callback):
             raise ReachedStep
 
 
+class SaveAt(Callback):
+    """Saves as Lightning does, before a step, and ends the run."""
+
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch - 1:
+            trainer.save_checkpoint(self.path)
+            raise ReachedStep
+
+
+def stateful_loader(dataset: Numbers, sampler: str, **options: Any) -> Any:
+    """Return torchdata's loader, with the fastest of its samplers that yields the same indices."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader import sampler as of_torchdata
+
+    samplers: dict[str, Callable[[Any], Sampler[int]]] = {
+        **SAMPLERS,
+        "RandomSampler": of_torchdata.RandomSampler,
+        "DistributedSampler": lambda data: of_torchdata.StatefulDistributedSampler(data, num_replicas=1, rank=0),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a function that it calls
+        return StatefulDataLoader(dataset, sampler=samplers[sampler](dataset), **options)
+
+
 def collate(samples: list[int]) -> Tensor:
     """Return a batch that costs nothing."""
     return torch.zeros(1, 32)
@@ -80,46 +115,73 @@ def seconds_to_reach(*arguments: Any) -> float:
     return seconds
 
 
-def _seconds_to_reach(batch: int, sampler: str, num_workers: int, num_samples: int, directory: Path) -> float:
+def _seconds_to_reach(
+    batch: int, sampler: str, num_workers: int, num_samples: int, directory: Path, library: str = OURS
+) -> float:
     """Fit until the step of `batch` begins; return how long that took."""
     dataset = Numbers(num_samples)
-    loader = DataLoader(
-        dataset,
-        batch_size=max(1, num_samples // _NUM_BATCHES),
-        sampler=SAMPLERS[sampler](dataset),
-        num_workers=num_workers,
-        collate_fn=collate,
-    )
+    options: dict[str, Any] = {
+        "batch_size": max(1, num_samples // _NUM_BATCHES),
+        "num_workers": num_workers,
+        "collate_fn": collate,
+    }
     torch.manual_seed(0)
+    callbacks: list[Callback] = [StopAt(batch)]
+    checkpoint = None
+    if library == OURS:
+        loader = DataLoader(dataset, sampler=SAMPLERS[sampler](dataset), **options)
+        callbacks = [FaultTolerance(directory / "autosaves", every_n_train_steps=max(1, batch)), *callbacks]
+    else:
+        loader = stateful_loader(dataset, sampler, **options)
+        path = directory / "lightning.ckpt"
+        callbacks, checkpoint = (callbacks, path) if path.exists() else ([SaveAt(batch, path)], None)
     gc.collect()
     began = time.perf_counter()
     try:
-        fit(TimedModel(), loader, [FaultTolerance(every_n_train_steps=max(1, batch)), StopAt(batch)], directory)
+        fit(TimedModel(), loader, callbacks, directory, checkpoint=checkpoint)
     except ReachedStep:
         return time.perf_counter() - began
     raise RuntimeError(f"The run ended without a step {batch}.")
 
 
 def measure(
-    sampler: str, num_workers: int, *, num_samples: int, at: float, rounds: int, directory: Path
-) -> dict[str, float]:
-    """Return the median seconds of fresh fits and of resumed fits."""
+    sampler: str,
+    num_workers: int,
+    *,
+    num_samples: int,
+    at: float,
+    rounds: int,
+    directory: Path,
+    torchdata: bool = False,
+) -> dict[str, Any]:
+    """Return the median seconds of fresh fits, of resumed fits, and, if requested, of torchdata's resumed fits."""
     batch = int(_NUM_BATCHES * at)
-    far = directory / f"{sampler}-{num_workers}"
-    seconds_to_reach(batch, sampler, num_workers, num_samples, far)
-    fresh, resumed = [], []
+    case = (sampler, num_workers, num_samples)
+    far, theirs = (directory / f"{sampler}-{num_workers}-{library}" for library in (OURS, TORCHDATA))
+    seconds_to_reach(batch, *case, far)
+    if torchdata:
+        seconds_to_reach(batch, *case, theirs, TORCHDATA)
+    fresh, resumed, of_torchdata = [], [], []
     for i in range(rounds):
-        fresh.append(seconds_to_reach(0, sampler, num_workers, num_samples, directory / f"{far.name}-fresh-{i}"))
-        resumed.append(seconds_to_reach(batch, sampler, num_workers, num_samples, far))
-    ratios = [one / other for one, other in zip(resumed, fresh, strict=True)]
-    return {
+        fresh.append(seconds_to_reach(0, *case, directory / f"{far.name}-fresh-{i}"))
+        resumed.append(seconds_to_reach(batch, *case, far))
+        if torchdata:
+            of_torchdata.append(seconds_to_reach(batch, *case, theirs, TORCHDATA))
+    found = {
         "fresh_s": statistics.median(fresh),
         "resumed_s": statistics.median(resumed),
-        "ratio": statistics.median(ratios),
-        "low": min(ratios),
-        "high": max(ratios),
+        **_ratio(resumed, fresh),
         "target": _TARGET,
     }
+    if torchdata:
+        ratio = {**_ratio(resumed, of_torchdata), "target": _TARGET_OF_TORCHDATA}
+        found[TORCHDATA] = {"resumed_s": statistics.median(of_torchdata), **ratio}
+    return found
+
+
+def _ratio(seconds: list[float], others: list[float]) -> dict[str, float]:
+    ratios = [one / other for one, other in zip(seconds, others, strict=True)]
+    return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -128,6 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=10_000_000, help="length of the epoch (default: 10 million)")
     parser.add_argument("--at", type=float, default=0.9, help="where in the epoch to resume (default: 0.9)")
     parser.add_argument("--rounds", type=int, default=5, help="fits of each kind (default: 5)")
+    parser.add_argument("--sampler", action="append", choices=SAMPLERS, help="only this one; may be repeated")
+    parser.add_argument("--torchdata", action="store_true", help="compare with torchdata, too")
     parser.add_argument("--quick", action="store_true", help="a small epoch, to see that it runs")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
@@ -135,10 +199,13 @@ def main(arguments: list[str] | None = None) -> None:
         options.samples, options.rounds = 2000, 1
     be_quiet()
     torch.set_num_threads(1)
+    served_of_any()  # imported by the first fit otherwise; `start.py` measures imports
+    if options.torchdata:
+        importlib.import_module("torchdata.stateful_dataloader")
     print(f"{'sampler':28} {'fresh':>9} {'resumed':>9} {'ratio':>7} {'(range)':>13} {'target':>7}")
     results = {}
     with tempfile.TemporaryDirectory() as directory:
-        for sampler in SAMPLERS:
+        for sampler in options.sampler or SAMPLERS:
             for num_workers in (0, 2):
                 found = measure(
                     sampler,
@@ -147,6 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
                     at=options.at,
                     rounds=options.rounds,
                     directory=Path(directory),
+                    torchdata=options.torchdata,
                 )
                 name = sampler + (f", {num_workers} workers" if num_workers else "")
                 results[name] = found
@@ -156,6 +224,14 @@ def main(arguments: list[str] | None = None) -> None:
                     f" {spread:>13} {found['target']:7.2f}",
                     flush=True,
                 )
+                if options.torchdata:
+                    of = found[TORCHDATA]
+                    spread = f"({of['low']:.2f}-{of['high']:.2f})"
+                    print(
+                        f"{'  to torchdata':28} {of['resumed_s']:7.3f} s {'':9} {of['ratio']:7.2f} {spread:>13}"
+                        f" {of['target']:7.2f}",
+                        flush=True,
+                    )
     if options.output is not None:
         figures = {"machine": machine(), "samples": options.samples, "at": options.at, "cases": results}
         options.output.write_text(json.dumps(figures, indent=1) + "\n")

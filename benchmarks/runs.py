@@ -237,6 +237,7 @@ def fit(
     *,
     num_ranks: int = 1,
     function: str = "fit",
+    checkpoint: Path | None = None,
 ) -> Trainer:
     """Fit one epoch on the CPU, or evaluate. Use the trainer's defaults, except for files and output.
 
@@ -247,6 +248,7 @@ def fit(
         directory: Where files go.
         num_ranks: The number of ranks.
         function: ``fit``, ``validate``, ``test``, ``predict``, or ``validation``: a fit of one batch that validates.
+        checkpoint: The checkpoint that Lightning restores a fit from.
     """
     trainer = Trainer(
         max_epochs=1,
@@ -264,7 +266,7 @@ def fit(
         trainer.limit_train_batches, trainer.num_sanity_val_steps = 1, 0
         trainer.fit(model, loader, loader)
     else:
-        getattr(trainer, function)(model, loader)
+        getattr(trainer, function)(model, loader, **({} if checkpoint is None else {"ckpt_path": checkpoint}))
     return trainer
 
 

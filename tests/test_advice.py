@@ -18,6 +18,7 @@ NOT_ADVICE = (
     'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual',
     'worker_rng="per_sample" is not possible for this loader',  # of ResumableDataLoader
     "async_save=True: training waits for the autosaves of a strategy that shards.",
+    "incremental=True has no effect on the autosaves of a strategy that shards",
     "every_n_train_steps=\n\n counts finished batches",
     "strict=False lets a run continue like that.",  # the drill, which doesn't know what adds the callback
     "load_state_dict(..., strict=False)",

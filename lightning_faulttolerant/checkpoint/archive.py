@@ -36,14 +36,20 @@ def read_chunks(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
     memory = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
     while num_bytes:
         room = memory[:num_bytes]
-        num_read = _read_into(file, room)
+        num_read = read_into(file, room)
         if not num_read:
             return
         yield room[:num_read]
         num_bytes -= num_read
 
 
-def _read_into(file: IO[bytes], room: memoryview) -> int:
+def read_into(file: IO[bytes], room: memoryview) -> int:
+    """Read from a file's current position into memory, and return the number of bytes; 0 only at the end.
+
+    Args:
+        file: Open for reading.
+        room: The memory.
+    """
     if hasattr(file, "readinto"):
         return int(file.readinto(room) or 0)
     data = file.read(len(room))  # not all of fsspec's files have readinto

@@ -77,7 +77,7 @@ def save_to_file(obj: object, file: IO[bytes], **torch_save_kwargs: Any) -> None
         raise TypeError(
             f"{file!r} is a text file, but a checkpoint is bytes. Open it with mode 'wb', or give its path."
         )
-    whole: Any = _Whole(file) if hasattr(file, "write") else file  # torch refuses an object that is not a file
+    whole: Any = WholeWriter(file) if hasattr(file, "write") else file  # torch refuses an object that is not a file
     with _crc32_forced(), _first_error_shown():
         torch.save(obj, whole, **torch_save_kwargs)
 
@@ -95,17 +95,26 @@ def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool
         ValueError: If the path is a device, a pipe or a socket.
     """
     with open_writer(path, fsync=fsync) as file:
-        _Whole(file).write(data)
+        WholeWriter(file).write(data)
 
 
 @final
-class _Whole:
-    """A file that writes all the bytes it gets, or raises: torch ignores what ``write`` returns."""
+class WholeWriter:
+    """A file that writes all the bytes it gets, or raises: torch ignores what ``write`` returns.
+
+    Args:
+        file: Open for writing.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
+        """Write all of `data`, and return its length.
+
+        Raises:
+            OSError: If the file takes no more bytes.
+        """
         view = memoryview(data).cast("B")
         num_done = 0
         while num_done < len(view):
@@ -119,6 +128,7 @@ class _Whole:
         return len(view)
 
     def flush(self) -> None:
+        """Flush the file, if it can be flushed."""
         if hasattr(self._file, "flush"):
             self._file.flush()
 

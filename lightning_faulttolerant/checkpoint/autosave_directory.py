@@ -25,9 +25,13 @@ from lightning_faulttolerant.storage.atomic_file import (
 )
 
 AUTOSAVE_NAME = re.compile(
-    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)(?P<kept>-kept)?\.ckpt(?P<damaged>\.damaged)?"
+    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)(?P<kept>-kept)?(?:-base=(?P<base>[0-9a-f]{8}))?"
+    r"\.ckpt(?P<damaged>\.damaged)?"
 )
-"""The name of an autosave, also of one that is kept for good, or was set aside because it is damaged."""
+"""The name of an autosave, also of one that is kept for good, or was set aside because it is damaged.
+
+``base`` is the key of the file with the tensors that it shares with others, if there is one.
+"""
 
 KEPT_FOLDER = "kept"
 """The directory, in that of a fit, of the autosaves that are kept for good and are no longer among the newest."""
@@ -42,6 +46,24 @@ PREDICTIONS_NAME = re.compile(r"predictions-rank=(?P<rank>\d+)-(?P<number>\d{8,}
 
 METADATA_NAME = "meta.pt"
 """In an autosave that is a directory of shards, the file with everything outside the shards. Lightning's name."""
+
+
+def autosave_name(sequence: int, *, epoch: int, batch: int, keep: bool = False, base: str | None = None) -> str:
+    """Return the name of an autosave.
+
+    Args:
+        sequence: Its number in its series.
+        epoch: The epoch that the run is in, from 0.
+        batch: The number of finished batches in the epoch.
+        keep: Whether it is never removed.
+        base: The key of the base that it refers to, if any.
+
+    Example:
+        >>> autosave_name(3, epoch=0, batch=20, base="0a1b2c3d")
+        'autosave-00000003-epoch=0-batch=20-base=0a1b2c3d.ckpt'
+    """
+    shared = "" if base is None else f"-base={base}"
+    return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}{'-kept' if keep else ''}{shared}.ckpt"
 
 
 def sequence_of(name: str) -> int:

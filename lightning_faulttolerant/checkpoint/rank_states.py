@@ -26,6 +26,7 @@ from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.background import Staging
 from lightning_faulttolerant.checkpoint.described import TensorInfo
+from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -176,7 +177,7 @@ def identity_of(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReader:
-    """Which states of a checkpoint a rank needs: its own, or all if another number of ranks has saved.
+    """Which states of a checkpoint a rank needs: its own, or all if a different number of ranks has saved.
 
     Args:
         rank: The number of this rank.
@@ -218,7 +219,7 @@ class RankReader:
     def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
         with contextlib.ExitStack() as stack:
             with damage_named(path):
-                file = stack.enter_context(local_copy(path))
+                file = stack.enter_context(opened_whole(path, local_copy))
                 left_out = None if verifies_all else self._not_needed(file, path)
                 verification = verify_open_file(path, file, without=left_out)
             if self.num_ranks > 1 and (verifies_all or left_out is not None):

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_directory, object_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
@@ -22,16 +22,18 @@ from lightning_faulttolerant.checkpoint.autosave_directory import (
     METADATA_NAME,
     PREDICTIONS_NAME,
     SUPERSEDED_NAME,
+    autosave_name,
     sequence_of,
     superseded_number,
 )
+from lightning_faulttolerant.checkpoint.base_files import BASE_NAME, bases_in, remove_unused
+from lightning_faulttolerant.checkpoint.increments import Increments
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_names, leave
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
-from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
+from lightning_faulttolerant.checkpoint.verify import load_path, read_back, verify_autosave, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENT_NAME, INCIDENTS_FOLDER
 from lightning_faulttolerant.storage.atomic_file import (
-    flushed_meanwhile,
     is_of_this_process,
     is_unchanged_for_long,
     leftovers,
@@ -63,6 +65,7 @@ class AutosaveSeries:
         directory: A path or a URL; created at the first save.
         keep_last: How many to keep, at least 1. With 2, a file that goes bad on the disk costs one interval.
         check: Called before anything is published or deleted; raises if the directory is no longer ours.
+        incremental: Whether files contain only the tensors that changed, and refer to a base for the others.
 
     Example:
         >>> import tempfile
@@ -77,18 +80,23 @@ class AutosaveSeries:
     directory: str | os.PathLike[str]
     keep_last: int = field(default=2, kw_only=True)
     check: Callable[[], None] = field(default=_is_still_ours, kw_only=True)
+    incremental: bool = field(default=False, kw_only=True)
     store: Store = field(init=False, repr=False, compare=False)
     _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
     """The autosaves that verified in this process."""
     _committed: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
     """The URLs of the directories that are known to be complete."""
     num_bytes: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """The size of the autosave that this process wrote last, by its path."""
+    """The size of the autosave that this process wrote last, and of its base if that is new, by its path."""
+    _increments: Increments | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
+        if self.incremental:
+            increments = Increments(self.store, self.check, num_bases=min(self.keep_last, 2))
+            object.__setattr__(self, "_increments", increments)
 
     def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:
         """Write an autosave, verify it, and only then delete the ones beyond ``keep_last``.
@@ -111,10 +119,13 @@ class AutosaveSeries:
             RunInUseError: If another process has taken over the directory; nothing was changed.
         """
         listing = self.store.listing()
-        name = self._next_name(listing, epoch=epoch, batch=batch, keep=keep)
+        number = self._next_number(listing)
+        self._remove_unused_bases(listing)  # a new one may need the room
+        increment = self._increments and self._increments.prepare(checkpoint)
+        name = autosave_name(number, epoch=epoch, batch=batch, keep=keep, base=increment and increment.base)
         path = self.store.path(name)
         with self.store.writer(name) as file:
-            save_to_file(checkpoint, file)
+            save_to_file(checkpoint, file) if increment is None else increment.write(file)
             num_bytes = file.tell()
             self.check()
             damage = None if is_url(path) else read_back(file)
@@ -125,8 +136,12 @@ class AutosaveSeries:
                 " Earlier autosaves were kept. Check the disk, or save to another one."
             ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
+        if self._increments is not None and increment is not None:
+            self._increments.note_written(increment)
+            num_bytes += increment.num_bytes_of_new_base
         self._note(name, num_bytes)
         self._prune([*self._autosaves(self.store, listing), name])
+        self._remove_unused_bases(listing)
         return path
 
     def begin_directory(self, *, epoch: int, batch: int, keep: bool = False) -> str:
@@ -143,7 +158,7 @@ class AutosaveSeries:
         Raises:
             OSError: If it can't be created.
         """
-        name = self._next_name(self.store.listing(), epoch=epoch, batch=batch, keep=keep)
+        name = autosave_name(self._next_number(self.store.listing()), epoch=epoch, batch=batch, keep=keep)
         if not is_url(self.store.url):
             return autosave_directory.begin(self.store.path(name))
         object_directory.begin(self.store, name)
@@ -198,7 +213,7 @@ class AutosaveSeries:
         with contextlib.suppress(FileNotFoundError):
             object_directory.delete(self.store, name)
 
-    def _next_name(self, listing: Listing, *, epoch: int, batch: int, keep: bool) -> str:
+    def _next_number(self, listing: Listing) -> int:
         self._remove_leftovers(listing)
         lasting = self._lasting(listing)
         names = (name for _, name in self._all_names(listing))
@@ -206,7 +221,7 @@ class AutosaveSeries:
         sequence = 1 + max(map(sequence_of, known), default=0)
         if lasting and not self._autosaves(self.store, listing):  # they are from a run that began before this one
             self._move_aside(lasting, listing, "earlier-run")
-        return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}{'-kept' if keep else ''}.ckpt"
+        return sequence
 
     def newest(self) -> str | None:
         """Return the newest autosave that verifies; damaged ones that are newer are set aside under another name.
@@ -290,7 +305,8 @@ class AutosaveSeries:
     def remove_all(self) -> None:
         """Delete every file that this series wrote, set aside or left over, and the directory if nothing else is in it.
 
-        Autosaves that were saved with ``keep`` stay, but they are no longer in the series. So do incidents.
+        Autosaves that were saved with ``keep`` stay, but they are no longer in the series. So do incidents, and the
+        bases that kept autosaves refer to.
 
         Raises:
             OSError: If a file can't be deleted.
@@ -306,6 +322,8 @@ class AutosaveSeries:
             if is_url(store.url):  # a move that was interrupted may have left a part of an autosave
                 self._remove_uncommitted(store, store.listing())
             store.remove_if_empty()
+        if bases_in(listing.files):
+            remove_unused(self.store)
         self.store.remove_if_empty()
 
     def _note(self, name: str, num_bytes: int) -> None:
@@ -325,6 +343,13 @@ class AutosaveSeries:
                 self._sound.discard(name)
                 with contextlib.suppress(FileNotFoundError):  # another process deleted it
                     leave(self.store, name)
+
+    def _remove_unused_bases(self, listing: Listing) -> None:
+        used = frozenset() if self._increments is None else self._increments.bases
+        if any(base not in used for base in bases_in(listing.files)):
+            self.check()
+            own = () if self._increments is None else self._increments.own
+            remove_unused(self.store, besides=used, own=own)
 
     def _is_sound(self, name: str) -> bool:
         # Each was verified when it was written. Those of earlier processes may have gone bad or been cut since.
@@ -405,7 +430,8 @@ class AutosaveSeries:
         own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
         surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
         for name, target in (*leftovers(names, other_hosts=True), *own.items()):
-            if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
+            is_ours = AUTOSAVE_NAME.fullmatch(target) or BASE_NAME.fullmatch(target)
+            if is_ours and (name in surely_dead or self._is_abandoned(name)):
                 _logger.info("Removing %s, left by a killed writer", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
@@ -421,17 +447,6 @@ class AutosaveSeries:
 
     def _is_abandoned(self, name: str) -> bool:
         return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))
-
-
-def read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
-    """Return the damage of a file that was just written, and is not closed yet; ``None`` if it verifies."""
-    # The read comes from memory, whether or not the disk has the data yet. So the read and the flush can overlap.
-    with flushed_meanwhile(file):
-        try:
-            verify_file(file.name)
-        except DamagedCheckpointError as damage:
-            return damage
-    return None
 
 
 def _name_in_folder(name: str) -> str:

@@ -20,11 +20,13 @@ from typing import IO, Any
 import torch
 
 from lightning_faulttolerant.checkpoint import autosave_directory
-from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
+from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.storage.atomic_file import flushed_meanwhile
 from lightning_faulttolerant.storage.store import is_url, local_copy, local_path, open_file
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +65,8 @@ def verify_path(path: str | os.PathLike[str]) -> Verification:
 def verify_file(path: str | os.PathLike[str]) -> Verification:
     """Read a checkpoint file once and compare all that can be compared; nothing is unpickled.
 
-    The memory needed does not depend on the file's size. It is 8 MiB, or about 40 MiB for a URL.
+    If an autosave refers to tensors in a base, these are read and compared, too. The memory needed does not depend on
+    the file's size. It is 8 MiB, or about 40 MiB for a URL.
 
     Args:
         path: A file written by ``torch.save``, or the URL of one.
@@ -76,8 +79,23 @@ def verify_file(path: str | os.PathLike[str]) -> Verification:
         OSError: If it can't be read for a reason that is not damage, such as a missing permission.
         CheckpointError: If the package for this kind of URL is not installed.
     """
-    with damage_named(path), open_file(path, whole=True) as file:
+    with damage_named(path), opened_whole(path) as file:
         return verify_open_file(path, file)
+
+
+def read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
+    """Return the damage of a file that was just written, and is not closed yet; ``None`` if it verifies.
+
+    Only its own bytes are compared, not those of a base that it refers to.
+    """
+    # The read comes from memory, whether or not the disk has the data yet. So the read and the flush can overlap.
+    with flushed_meanwhile(file):
+        try:
+            with damage_named(file.name), open_file(file.name, whole=True) as written:
+                verify_open_file(file.name, written)
+        except DamagedCheckpointError as damage:
+            return damage
+    return None
 
 
 def load_file(
@@ -105,7 +123,7 @@ def load_file(
         # One open file for both steps: the loaded bytes are the verified ones, even if another process puts a new file
         # at the path in between.
         with damage_named(path):
-            file = stack.enter_context(local_copy(path))
+            file = stack.enter_context(opened_whole(path, local_copy))
             verification = verify_open_file(path, file)
         return load_open_file(file, verification, map_location=map_location, weights_only=weights_only)
 
@@ -221,7 +239,7 @@ def verify_open_file(path: str | os.PathLike[str], file: IO[bytes], *, without: 
     num_bytes = file.seek(0, os.SEEK_END)
     if is_legacy(file):
         return Verification(path=os.fspath(path), has_checksums=False, reason=_LEGACY, num_bytes=num_bytes)
-    damage = find_damage(file, without=without)
+    damage = find_whole_damage(file, without=without)
     if damage is not None:
         raise DamagedCheckpointError(describe_damage(path, damage))
     reason = "" if has_checksums(file) else _CHECKSUMS_OFF
@@ -264,7 +282,8 @@ def _load(
     file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool, mapped: bool
 ) -> object:
     # The verified file, even if another process puts a new one at its path. torch maps only what it opens by a path.
-    source = f"/proc/self/fd/{file.fileno()}" if mapped else ""
+    # An autosave that is joined with its base is no file of the operating system.
+    source = f"/proc/self/fd/{file.fileno()}" if mapped and not isinstance(file, JoinedFile) else ""
     is_mapped = os.path.exists(source) and not is_legacy(file)
     try:
         # Some file systems can't map files. If the load fails for another reason, it fails again below.

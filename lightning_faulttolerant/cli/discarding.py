@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     for path in aside:
         print(f"set aside: {safe(path)}")
-    print("The next start begins from the beginning.")
+    print("The next start starts from scratch.")
     return 0
 
 

@@ -11,13 +11,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
 from lightning_faulttolerant.checkpoint.described import LongData, Made, Named, Storage, TensorInfo
+from lightning_faulttolerant.checkpoint.joined_file import references_in
+from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.summary import Summary, read_state_summaries, read_summary, walk
 from lightning_faulttolerant.cli.found import content_path, open_checkpoint
 from lightning_faulttolerant.cli.part import mapping, own_mapping, part_of, whole_number
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
+from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
 from lightning_faulttolerant.storage.store import open_file, split_path
 
@@ -250,6 +253,7 @@ def run(arguments: argparse.Namespace) -> int:
     with remote_errors(path), open_checkpoint(path) as file:
         summary = read_summary(file, name=path)
         found = describe(summary, path=path, states=read_state_summaries(file, summary, name=path))
+        found["base"] = _base(file, path)
     incident = _incident(path)
     if arguments.json:
         print(json.dumps({**found, "incident": None if incident is None else asdict(incident)}, indent=2))
@@ -257,6 +261,18 @@ def run(arguments: argparse.Namespace) -> int:
         for line in chain(_lines(found), _incident_lines(incident)):
             print(line)
     return 0
+
+
+def _base(file: IO[bytes], path: str) -> dict[str, object] | None:
+    """Return the base that an autosave refers to, and the number and the size of its tensors there."""
+    try:
+        references = references_in(file)
+    except ValueError as error:
+        raise DamagedCheckpointError(describe_damage(path, str(error))) from error
+    if references is None:
+        return None
+    sizes = [place.num_bytes for place in references.records.values()]
+    return {"name": references.base, "num_tensors": len(sizes), "num_bytes": sum(sizes)}
 
 
 def _incident(path: str) -> Incident | None:
@@ -283,6 +299,11 @@ def _incident_lines(incident: Incident | None) -> Iterator[str]:
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield safe(found["path"])
     yield _line("size", f"{size_text(found['num_bytes'])}, of which {size_text(found['num_bytes_read'])} were read")
+    if found["base"] is not None:
+        base = found["base"]
+        yield _line(
+            "base", f"{base['name']}, with {base['num_tensors']} of its tensors, {size_text(base['num_bytes'])}"
+        )
     if found["lightning"] is not None:
         place = f"epoch {found['epoch']}, step {found['global_step']}"
         yield _line("Lightning", f"{found['lightning']}; {place}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from lightning_faulttolerant.checkpoint import object_directory
 from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
+from lightning_faulttolerant.checkpoint.base_files import remove_unused, unused_bases
 from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
 from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli.found import FoundFile
@@ -22,6 +23,9 @@ from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 DESCRIPTION = """\
 Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. Only files with the names of
 autosaves are deleted: no file of ModelCheckpoint, no file that you have put there, no link.
+
+The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
+autosave refers to them.
 
 Autosaves of keep_every, and incidents, are never deleted. If no autosave of a fit verifies, none is deleted.
 Newer ones that don't verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of
@@ -40,6 +44,8 @@ class _Plan:
     deleted: list[FoundFile] = field(default_factory=list)
     damaged: list[FoundFile] = field(default_factory=list)
     unreadable: list[FoundFile] = field(default_factory=list)
+    bases: dict[str, int] = field(default_factory=dict)
+    """The sizes of the bases that are not used any more, by their names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_plan(folder, plan, arguments)
             status = 2 if plan.unreadable else status
             number += len(plan.deleted)
-            freed += sum(file.num_bytes for file in plan.deleted)
+            freed += sum(file.num_bytes for file in plan.deleted) + sum(plan.bases.values())
     would = "would be deleted" if arguments.dry_run else "deleted"
     print(f"{number} autosave{'' if number == 1 else 's'} {would}, {size_text(freed)}")
     return status
@@ -105,7 +111,7 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
     try:
         # Search again: a run may have continued here before the lock was acquired.
         plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
-        for plan in plans.values():
+        for folder, plan in plans.items():
             for file in plan.deleted:
                 lock.check()
                 store = open_store(file.folder)
@@ -113,17 +119,29 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
                     object_directory.delete(store, file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
+            lock.check()
+            remove_unused(open_store(folder))
     finally:
         lock.release()
     return plans
 
 
 def _plans(what: found.Found, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
-    return {
+    plans = {
         folder: _plan(files, arguments)
         for folder, files in _series(what).items()
         if _run_directory(folder) == run_directory
     }
+    for folder, plan in plans.items():
+        plan.bases = _bases(folder, plan.deleted)
+    return plans
+
+
+def _bases(folder: str, deleted: list[FoundFile]) -> dict[str, int]:
+    store = open_store(folder)
+    begin = f"{folder.rstrip('/')}/"
+    unused = unused_bases(store, without=[file.path.removeprefix(begin) for file in deleted])
+    return {name: store.size(name) for name in unused}
 
 
 def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
@@ -175,6 +193,8 @@ def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None
     print(f"{safe(shown)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
     for file in plan.deleted:
         print(f"  {verb} {safe(os.path.relpath(file.path, folder))}, {size_text(file.num_bytes)}")
+    for name, num_bytes in plan.bases.items():
+        print(f"  {verb} {safe(name)}, {size_text(num_bytes)}")
     if not plan.kept and (plan.damaged or plan.unreadable):
         print("  no autosave here verifies: nothing of this fit was deleted")
     elif plan.damaged:

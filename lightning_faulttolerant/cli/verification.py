@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, cast
 
-from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
+from lightning_faulttolerant.checkpoint.joined_file import find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from lightning_faulttolerant.cli import found
 from lightning_faulttolerant.cli.found import FoundFile, open_checkpoint
@@ -79,10 +80,14 @@ def verdict_of(path: str) -> CheckpointVerdict:
 
 def _verdict_of_path(path: str) -> CheckpointVerdict:
     try:
-        with open_checkpoint(path, whole=True) as file:
-            return _verdict_of_file(cast("IO[bytes]", _ProgressFile(file, path)))
+        with opened_whole(path, _opened) as file:
+            return _verdict_of_file(file)
     except (FileNotFoundError, IsADirectoryError):
         return _verdict_of_directory(path)
+
+
+def _opened(path: str) -> IO[bytes]:
+    return cast("IO[bytes]", _ProgressFile(open_checkpoint(path, whole=True), path))
 
 
 def _verdict_of_directory(path: str) -> CheckpointVerdict:
@@ -105,7 +110,7 @@ def _verdict_of_directory(path: str) -> CheckpointVerdict:
 def _verdict_of_file(file: IO[bytes]) -> CheckpointVerdict:
     if is_legacy(file):
         return CheckpointVerdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
-    damage = find_damage(file)
+    damage = find_whole_damage(file)
     if damage is not None:
         return CheckpointVerdict(word=DAMAGED, reason=damage)
     if not has_checksums(file):
@@ -147,6 +152,12 @@ class _ProgressFile:
 
     def seekable(self) -> bool:
         return True
+
+    def __enter__(self) -> _ProgressFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 DESCRIPTION = """\

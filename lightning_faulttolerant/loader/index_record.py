@@ -156,7 +156,7 @@ class IndexRecord:
     start determine the order. ``not_compared`` names what the digests can't compare. If each sample is seeded,
     ``epoch`` counts the earlier iterations, ``num_samples`` the samples handed out. ``order`` and ``share`` say what
     all ranks consume, if known; ``deal`` is set if other ranks began. ``has_other_workers`` says whether the run had
-    another number of workers before a resume.
+    a different number of workers before a resume.
     """
 
     first_batch: int = 0

@@ -236,7 +236,7 @@ class IndexSide:
             plan: The position to resume it at.
             new_workers: Whether its workers are created for it.
             epoch: The number of earlier iterations, if each sample is seeded.
-            has_other_workers: Whether the run had another number of workers before a resume.
+            has_other_workers: Whether the run had a different number of workers before a resume.
         """
         if new_workers:
             self._birth = None

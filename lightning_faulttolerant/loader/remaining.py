@@ -1,4 +1,4 @@
-"""The rest of an epoch, for another number of ranks than the one that began it.
+"""The rest of an epoch, for a different number of ranks than the one that began it.
 
 The order of an epoch is one permutation of the data set, of which each rank takes every n-th index. The samples that
 all ranks together have consumed are therefore its beginning, for any number of ranks. The rest is split the same way.

@@ -1,6 +1,6 @@
 """Loaders that need no states of earlier workers: those that seed each sample, and those with other ranks or workers.
 
-A loader that continues with another number of ranks or workers resumes its order exactly. The saved random states
+A loader that continues with a different number of ranks or workers resumes its order exactly. The saved random states
 belong to workers that no longer exist, so new workers begin with their own. A loader that seeds each sample has no such
 states, and loses nothing. Its resumed iteration begins with the next batch directly.
 """
@@ -118,7 +118,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[object
     share, rank, num_ranks = side.current_share(), side.rank_place.rank, side.rank_place.num_replicas
     if share is None:
         raise NotExactError(
-            f"Another number of ranks began this epoch, and a {type(side.own_sampler).__name__} does not say which "
+            f"A different number of ranks began this epoch, and a {type(side.own_sampler).__name__} does not say which "
             f"samples belong to rank {rank} of {num_ranks}. Some would come twice, others never. Let "
             "Lightning insert its own distributed sampler (use_distributed_sampler=True, without your own sampler), "
             "or continue with as many ranks as before."
@@ -171,7 +171,7 @@ class SeededSamples:
 
     @property
     def has_other_workers(self) -> bool:
-        """Whether the run had another number of workers before a resume."""
+        """Whether the run had a different number of workers before a resume."""
         return len(self._had_workers) > 1
 
     def begin(self, *, is_resumed: bool) -> int:

@@ -38,8 +38,11 @@ from lightning_faulttolerant.loader.samplers import (
     order_follows_from_start,
     put_epochs,
 )
+from lightning_faulttolerant.samplers.order import EpochPart, drawn_permutation, indices_of, order_of
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
+
+_CHUNK = 16_384
 
 
 class SamplerStates:
@@ -248,14 +251,22 @@ def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(seed)
     length = len(sampler.data_source)
-    yield from torch.randperm(length, generator=generator)[num_indices:].tolist()
+    rest = drawn_permutation(length, generator)[num_indices:].clone()  # the whole is no longer needed
+    for start in range(0, len(rest), _CHUNK):
+        yield from rest[start : start + _CHUNK].tolist()
     # torch draws once more for the leftover part of a pass, which is empty here. A user's generator advances by it.
-    torch.randperm(length, generator=generator)
+    if sampler.generator is not None:
+        torch.randperm(length, generator=generator)
 
 
 def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator[int]:
-    # Its order is a list, drawn from its own generator at the start. The list's iterator steps forward in C.
-    return islice(iter(sampler), num_indices, None)
+    length, ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]  # torch asks for it, too
+    part = EpochPart(length=length, rank=sampler.rank, num_replicas=ranks, drop_last=sampler.drop_last)
+    if (sampler.num_samples, sampler.total_size) != (part.num_own, part.num_own * ranks):
+        return islice(iter(sampler), num_indices, None)  # other code has changed it, or its data set
+    seed = int(sampler.seed + sampler.epoch)
+    order = order_of("torch", length=length, seed=seed, epoch=0, shuffle=sampler.shuffle)
+    return indices_of(order, part, skip=num_indices)
 
 
 _SKIPS: dict[type, Callable[[Any, int], Iterator[Any]]] = {

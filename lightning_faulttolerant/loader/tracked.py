@@ -89,7 +89,7 @@ class TrackedLoader:
         self._resumed: _Resumed | None = None
         self._is_asked = self._is_taken = False
         self._has_other_workers = False
-        """Whether the run had another number of workers before a resume."""
+        """Whether the run had a different number of workers before a resume."""
         self.exactness = Exactness() if exactness is None else exactness
         self.owner = IterationOwner() if owner is None else owner
         self.iteration: Iteration | None = None
@@ -179,7 +179,7 @@ class TrackedLoader:
 
     @property
     def can_be_resized(self) -> bool:
-        """Whether another number of workers or ranks can continue in this order."""
+        """Whether a different number of workers or ranks can continue in this order."""
         return self.iterable is None or self._streamed.is_dealt
 
     @property

@@ -169,7 +169,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     """Deal batches to ranks, each with samples of one group (images of similar shape, texts of similar length).
 
     Batches are formed from the epoch's order for all ranks together, and dealt in turn: rank r takes every
-    ``num_replicas``-th batch, starting at r. Progress counts batches. Another number of ranks can continue a state:
+    ``num_replicas``-th batch, starting at r. Progress counts batches. A different number of ranks can continue a state:
     they are dealt the rest of the batches. So can another batch size: new batches are formed from the samples that were
     not consumed. No sample is lost.
 

@@ -1,4 +1,4 @@
-"""Torch's distributed sampler with a position that can be saved and resumed, even by another number of ranks.
+"""Torch's distributed sampler with a position that can be saved and resumed, even by a different number of ranks.
 
 A position in an order of samples: the base of the samplers that yield one index after another.
 
@@ -196,9 +196,10 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
     """Deal the samples of a data set to ranks, in an order that can be continued from any position.
 
     The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning. Rank r takes
-    every ``num_replicas``-th index, starting at r. A state is therefore one global count. If another number of ranks or
-    another batch size resumes it, the rest is dealt again. No sample is lost. None repeats except for the padding at
-    the end of the epoch: at most ``num_replicas - 1`` samples from the beginning of the order, as in torch.
+    every ``num_replicas``-th index, starting at r. A state is therefore one global count. If a different number of
+    ranks or another batch size resumes it, the rest is dealt again. No sample is lost. None repeats except for
+    the padding at the end of the epoch: at most ``num_replicas - 1`` samples from the beginning of the
+    order, as in torch.
 
     It is a ``DistributedSampler``, so Lightning keeps it in place and calls its ``set_epoch``. ``FaultTolerance`` keeps
     its position, and `advance` is not called. In your own loop, call `advance` with the number of samples consumed. All
@@ -217,8 +218,8 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
         order: ``"torch"``: exactly the order of torch's ``DistributedSampler``, which takes 8 bytes a sample and the
             time to draw them all. ``"feistel"``: computed on demand, in constant memory and with a constant time to
             seek, for 10**12 samples as for 10**3.
-        on_world_size_change: The treatment of a state of another number of ranks. ``"reshard"`` deals the rest again;
-            ``"error"`` raises a ``FingerprintMismatchError``.
+        on_world_size_change: The treatment of a state of a different number of ranks. ``"reshard"`` deals the rest
+            again; ``"error"`` raises a ``FingerprintMismatchError``.
         len_mode: The value of ``len`` after a resume. ``"full"`` is the length of the whole epoch, which Lightning
             expects. The other value is ``"remaining"``.
 

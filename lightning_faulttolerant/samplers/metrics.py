@@ -233,8 +233,8 @@ class MetricsTracker:
 
         Args:
             state_dict: A state of a tracker with the same `reduce_op`, or the original's ``{"epoch_reports", "agg"}``.
-            strict: Whether it is an error if the state holds unreduced values of another rank, or of another number of
-                ranks. Otherwise they are left out and logged.
+            strict: Whether it is an error if the state holds unreduced values of another rank, or of a different number
+                of ranks. Otherwise they are left out and logged.
 
         Raises:
             NotExactError: If it holds such values, and `strict`; or if it was reduced with other operations.

@@ -30,6 +30,7 @@ from lightning_faulttolerant.streaming.world import current_world
 
 OrderName = Literal["torch", "feistel"]
 ORDERS = ("torch", "feistel")
+_MOST_INT32 = 2**31 - 1
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1  # the range of torch's seeds; torch takes a negative one modulo 2**64
 
 
@@ -59,7 +60,7 @@ class SequentialOrder:
 
 
 class TorchOrder:
-    """The order of ``torch.utils.data.DistributedSampler``: a permutation that is drawn whole, 8 bytes a sample.
+    """The order of ``torch.utils.data.DistributedSampler``: a permutation that is drawn whole, 4 bytes a sample.
 
     It is drawn when it is first needed, and is not pickled with the object.
 
@@ -76,8 +77,8 @@ class TorchOrder:
     def at(self, positions: Tensor) -> Tensor:
         """Return the indices at `positions`."""
         if self._permutation is None:
-            self._permutation = torch.randperm(self.length, generator=seeded(self._seed), device="cpu")
-        return self._permutation[positions]
+            self._permutation = drawn_permutation(self.length, seeded(self._seed))
+        return self._permutation[positions].to(torch.int64)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_permutation": None}
@@ -109,6 +110,15 @@ def check_order(name: str) -> None:
 def seeded(seed: int) -> torch.Generator:
     """Return a torch generator that starts from a seed. A seed plus epoch may exceed the range that torch accepts."""
     return torch.Generator().manual_seed(seed & _MOST_SEED)
+
+
+def drawn_permutation(length: int, generator: torch.Generator) -> Tensor:
+    """Return the numbers of ``torch.randperm(length)``, shape ``(length,)``: int32 if they fit, else int64.
+
+    torch draws the same numbers for each type. The shuffle waits for memory: half of it takes less time.
+    """
+    dtype = torch.int32 if length <= _MOST_INT32 else torch.int64
+    return torch.randperm(length, generator=generator, dtype=dtype, device="cpu")
 
 
 def checked_seed(seed: int, *, order: str) -> int:

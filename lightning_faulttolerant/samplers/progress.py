@@ -121,7 +121,7 @@ def check_not_too_far(consumed: int, most: int, unit: str) -> None:
     if consumed > most:
         raise AdvancedTooFarError(
             f"The state says that {consumed} {unit} were consumed, but the epoch has {most}. It was saved with other"
-            " data or another number of ranks. Nothing was loaded."
+            " data or a different number of ranks. Nothing was loaded."
         )
 
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 _NUM_SUMS = 127
 _ROWS_AT_ONCE = 1_024
+_NUM_COLUMNS, _ROWS_IN_CACHE = 257, 256  # an odd number: negated, all doubles of a row change its sum
 _PLAIN = (Tensor, nn.Parameter)
 LAZY = "not made yet"
 """Stands for the shape of a tensor that follows from the first batch, as in torch's lazy modules."""
@@ -225,7 +226,7 @@ class TensorMarks:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._marks = [_mark(t) for t in self._tensors]
-        self._sums = [bit_sums(t) for t in self._tensors]
+        self._sums = [quick_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
@@ -234,7 +235,7 @@ class TensorMarks:
             return False
         if [_mark(t) for t in now] != self._marks:
             return False
-        return all(torch.equal(bit_sums(t), s) for t, s in zip(now, self._sums, strict=True))
+        return all(torch.equal(quick_sums(t), s) for t, s in zip(now, self._sums, strict=True))
 
 
 def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -253,12 +254,7 @@ def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat.view(torch.uint8)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
+    flat = _bytes_of(tensor, alignment=8)
     num_whole = flat.numel() // 8 * 8
     total = flat[:num_whole].view(torch.int64).sum()
     return total if num_whole == flat.numel() else total + flat[num_whole:].sum(dtype=torch.int64)
@@ -267,6 +263,23 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 def _mark(tensor: Tensor) -> tuple[int, int]:
     # A tensor that was made in inference mode has no counter.
     return shard_of(tensor).data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+@torch.no_grad()
+def quick_sums(tensor: Tensor) -> Tensor:
+    """Return sums of a tensor's bits like `bit_sums`, in a fraction of the time, but in more memory.
+
+    The tensor is split into rows of 8-byte words. The sums are those of each column and of each row, modulo 2**64: the
+    words are not widened.
+    """
+    flat = _bytes_of(tensor, alignment=8)
+    num_whole = flat.numel() // 8 * 8
+    words = flat[:num_whole].view(torch.int64)
+    rows = words[: words.numel() // _NUM_COLUMNS * _NUM_COLUMNS].view(-1, _NUM_COLUMNS)
+    # In blocks of a few rows, the words stay in the CPU's cache for the second sum.
+    parts = torch.split(rows, _ROWS_IN_CACHE) if words.device.type == "cpu" else [rows]
+    columns = torch.stack([part.sum(0) for part in parts]).sum(0)
+    return torch.cat([columns, *(part.sum(1) for part in parts), words[rows.numel() :], flat[num_whole:]])
 
 
 @torch.no_grad()
@@ -294,16 +307,20 @@ def _sums_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the bytes of a tensor as whole words, and the remaining bytes, if there are any."""
-    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat.view(torch.uint8)
-    if flat.storage_offset() % 4:
-        flat = flat.clone()
+    flat = _bytes_of(tensor, alignment=4)
     num_whole = flat.numel() // 4 * 4
     if num_whole == flat.numel():
         return flat.view(torch.int32), []
     return flat[:num_whole].view(torch.int32), [flat[num_whole:]]
+
+
+def _bytes_of(tensor: Tensor, *, alignment: int) -> Tensor:
+    """Return the bytes of a tensor, of this rank's part if it is in shards. They begin at a multiple of `alignment`."""
+    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    flat = flat.view(torch.uint8)
+    return flat.clone() if flat.storage_offset() % alignment else flat
 
 
 def plain_copy(value: Tensor) -> Tensor:

@@ -96,7 +96,13 @@ class LocalStore:
 
     def tree(self) -> list[str]:
         """List all files in it and below it, without following links to directories."""
-        found = (os.path.join(folder, name) for folder, _, names in os.walk(self.directory) for name in names)
+
+        def fail(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or never there
+                raise error
+
+        walked = os.walk(self.directory, onerror=fail)
+        found = (os.path.join(folder, name) for folder, _, names in walked for name in names)
         return sorted(Path(path).relative_to(self.directory).as_posix() for path in found)
 
     def delete(self, name: str) -> None:

@@ -243,6 +243,10 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         """
         return self._ordering.deal(start.sample, self._book.seeding, world, start.batch_size or 1)
 
+    def bytes_of_samples(self, num_samples: int) -> int:
+        """Return how many bytes so many samples have at most, if all samples are equally large."""
+        return self._shards.bytes_of_samples(num_samples)
+
     def _readers(self) -> Readers:
         return Readers.of(self._world(), self.batch_size or 1)
 

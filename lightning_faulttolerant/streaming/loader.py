@@ -5,24 +5,29 @@ It collates as torch's `default_collate` does, faster for dicts of integers and 
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.batch_memory import BatchMemory, WorkerPart
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.epochs import Channel, IterationStart
+
+_BATCHES_IN_USE = 2  # of one worker: besides those fetched ahead, the one that is used, and the next one
 
 
 class StreamingDataLoader(DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` for a `StreamingDataset`, resumable in the middle of an epoch.
 
     A batch counts once it is handed out in the main process; batches that workers have fetched ahead don't count. The
-    state is the same on every rank, and may be loaded with another number of ranks or workers.
+    state is the same on every rank, and may be loaded with a different number of ranks or workers.
 
     An iteration that is left early is over: the next one is the whole next epoch. To continue in the same epoch, load
     the loader's own state: ``loader.load_state_dict(loader.state_dict())``.
@@ -71,10 +76,34 @@ class StreamingDataLoader(DataLoader[Any]):
         are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
         start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
-        with dataset.told_by(self._channel, is_read_here=not self.num_workers):
+        with dataset.told_by(self._channel, is_read_here=not self.num_workers), self._sharing(are_lent=are_lent):
             batches = super().__iter__()
         self._batches = _Place(dataset, start, drop_last=self.drop_last)
         return batches, self._batches
+
+    @contextlib.contextmanager
+    def _sharing(self, *, are_lent: bool) -> Iterator[None]:
+        """Let workers that are created in the block share memory with this process for all their batches."""
+        memory = self._new_memory() if are_lent and self.num_workers else None
+        if memory is None:
+            yield
+            return
+        self.collate_fn = SharedCollate(memory)  # torch's iterator keeps it, and with it the memory
+        try:
+            yield
+        finally:
+            self.collate_fn = collate
+
+    def _new_memory(self) -> BatchMemory | None:
+        context = self.multiprocessing_context or multiprocessing.get_context()
+        if context.get_start_method() != "fork":
+            return None
+        assert isinstance(self.dataset, StreamingDataset)
+        batch_bytes = self.dataset.bytes_of_samples(self.batch_size or 1)
+        per_worker = (self.prefetch_factor or 0) + _BATCHES_IN_USE
+        with contextlib.suppress(OSError):
+            return BatchMemory(num_workers=self.num_workers, batches_per_worker=per_worker, batch_bytes=batch_bytes)
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was handed out; below 1 kB, the same on every rank.
@@ -180,34 +209,65 @@ def collate(samples: Sequence[Any]) -> Any:
     Args:
         samples: The samples, at least one.
     """
+    return _collated(samples, None)
+
+
+@final
+class SharedCollate:
+    """`collate` of workers that share memory with their main process. Its batches become dicts there.
+
+    Args:
+        memory: The memory.
+    """
+
+    def __init__(self, memory: BatchMemory) -> None:
+        self._memory = memory
+
+    def __call__(self, samples: Sequence[Any]) -> object:
+        """Return a batch for torch to send."""
+        info = get_worker_info()
+        part = None if info is None or type(samples[0]) is not dict else self._memory.part_of(info.id)
+        return collate(samples) if part is None else part.batch(_collated(samples, part))
+
+
+def _collated(samples: Sequence[Any], part: WorkerPart | None) -> Any:
     first = samples[0]
     if type(first) is not dict:
         return default_collate(samples)  # type: ignore[arg-type]
-    return {name: _column([sample[name] for sample in samples]) for name in first}
+    return {name: _column([sample[name] for sample in samples], part) for name in first}
 
 
-def _column(values: list[Any]) -> Any:
+def _column(values: list[Any], part: WorkerPart | None) -> Any:
     """Return the batch of one column."""
     kinds = set(map(type, values))
     if len(kinds) == 1:
         (kind,) = kinds
         if kind is int:
-            return _integers(values)
+            return _integers(values, part)
         if kind is np.ndarray:
-            return _stacked(values) if _alike(values) else default_collate(_own(values))
+            return _stacked(values, part) if _alike(values) else default_collate(_own(values))
     return default_collate(values)
 
 
-def _integers(values: list[int]) -> object:
+def _integers(values: list[int], part: WorkerPart | None) -> object:
     try:
-        return torch.from_numpy(np.array(values, dtype=np.int64))
+        numbers = np.array(values, dtype=np.int64)
     except OverflowError:
         return default_collate(values)  # raises in its own words
+    stored = None if part is None else part.array(numbers.shape, numbers.dtype)
+    if stored is None:
+        return torch.from_numpy(numbers)
+    stored[0][:] = numbers
+    return stored[1]
 
 
-def _stacked(arrays: list[np.ndarray[Any, Any]]) -> torch.Tensor:
+def _stacked(arrays: list[np.ndarray[Any, Any]], part: WorkerPart | None) -> object:
     """Return the arrays stacked, as np.stack does, which takes three times as long for many small ones."""
     length, *rest = arrays[0].shape
+    stored = None if part is None else part.array((len(arrays), length, *rest), arrays[0].dtype)
+    if stored is not None:
+        np.concatenate(arrays, out=stored[0].reshape(len(arrays) * length, *rest))
+        return stored[1]
     num_elements = len(arrays) * arrays[0].size
     batch = torch.from_numpy(np.empty(0, arrays[0].dtype))
     if get_worker_info() is None:

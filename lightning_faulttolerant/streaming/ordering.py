@@ -106,8 +106,8 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object], what: Ma
 def mismatch(differing: Sequence[str]) -> FingerprintMismatchError:
     """Return the error that reports a state of other data, or of another order."""
     return FingerprintMismatchError(
-        "The state was saved with other data or in another order than this data set has, so its position would mean"
-        f" other samples. Saved -> now: {'; '.join(differing)}. Use the data set that saved it, or pass"
+        "The state was saved with other data or in another order than this data set has, so its position would refer to"
+        f" different samples. Saved -> now: {'; '.join(differing)}. Use the data set that saved it, or pass"
         " strict=False to load_state_dict to continue at this position anyway."
     )
 

@@ -197,6 +197,7 @@ Wait = Callable[[int, int], object]
 
 _MAX_BLOCK_SAMPLES = 2048
 _BLOCK_BYTES = 1 << 20
+_COLUMNS_BYTES = 4096  # each column begins at a multiple of some bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +363,10 @@ class Shards:
         """Return one sample."""
         shards, places = self.locate(np.array([number], np.int64))
         return self.reader(int(shards[0]))[int(places[0])]
+
+    def bytes_of_samples(self, num_samples: int) -> int:
+        """Return how many bytes so many samples have in memory at most, if all samples are equally large."""
+        return num_samples * (self._mean_bytes + 1) + _COLUMNS_BYTES
 
     def samples_ahead(self, wanted: int, *, num_readers: int) -> int:
         """Return how many samples ahead one of a machine's readers may fetch shards, so that all of them find room.

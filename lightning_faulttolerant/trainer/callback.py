@@ -14,7 +14,7 @@ from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
-from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.process import Registered, without_collections
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run import nested_fits as under_way
 from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
@@ -74,6 +74,10 @@ class FaultTolerance(AnyCallback):
             a checkpoint. At most one autosave is written at a time. With `every_n_train_steps` the next one waits for
             it; otherwise the next one is skipped. Training always waits for the first autosave of a fit, and for those
             of a stop, an exception, and the end.
+        incremental: Write only the tensors that changed, and let each autosave refer to a file next to it, the base,
+            for the others. The base is written first, and again when it pays. To find what changed, tensors are
+            compared with a copy in memory, which takes as much memory as those that don't change. An autosave can't be
+            used without its base: ``lightning-faulttolerant export`` makes one plain file of both.
         stop_signals: Names of the signals that stop the run. The run first finishes its batch and saves its state.
         grace_seconds: How long the process has to end after the first signal. State that can't be saved in this time
             is not saved, and the last autosave stays.
@@ -131,6 +135,7 @@ class FaultTolerance(AnyCallback):
         train_time_interval: timedelta | None = None,
         overhead_budget: float | None = None,
         async_save: bool = False,
+        incremental: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
         deadline: datetime | timedelta | str | None = None,
@@ -157,9 +162,8 @@ class FaultTolerance(AnyCallback):
             skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
-            overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
-            has_own_budget=overhead_budget is not None,
             async_save=async_save,
+            incremental=incremental,
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,
             deadline=checked_deadline(deadline),
@@ -172,7 +176,7 @@ class FaultTolerance(AnyCallback):
             ledger=checked_ledger(ledger),
             hang=hang,
             hang_timeout=hang_timeout,
-            trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
+            **_with_defaults(overhead_budget, trust_autosaves),
         )
         self._set_up()
 
@@ -247,6 +251,7 @@ class FaultTolerance(AnyCallback):
             return
         self._begin(module.trainer)
 
+    @without_collections()
     def _begin(self, trainer: Any) -> None:
         """Begin a fit or an evaluation, unless it is only a trial."""
         is_fit = trainer.state.fn == "fit"
@@ -351,3 +356,11 @@ class FaultTolerance(AnyCallback):
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
+
+
+def _with_defaults(overhead_budget: float | None, trust_autosaves: bool | None) -> dict[str, Any]:
+    return {
+        "overhead_budget": DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
+        "has_own_budget": overhead_budget is not None,
+        "trust_autosaves": read_trust() if trust_autosaves is None else trust_autosaves,
+    }

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
-from lightning_faulttolerant.trainer.process import OBJECTS, Registered
+from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring
 from lightning_faulttolerant.trainer.resume.resume import Resume
@@ -155,6 +155,7 @@ class Session(AnySession):
 
         return around
 
+    @without_collections()
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         warm_up()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
+from lightning_faulttolerant.trainer.process import without_collections
 from lightning_faulttolerant.trainer.settings.environment import read_switch
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ def callbacks_from_environment() -> list[FaultTolerance]:
     follow_trainer(is_on=switch in _ON)
     if switch not in _ON and not writes_ledger:
         return []
-    from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
+    with without_collections():
+        from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
 
-    callback = FaultTolerance()
+        callback = FaultTolerance()
     callback.is_from_environment = True
     return [callback]
 

@@ -15,7 +15,21 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, goodput, growth, ledger, overhead, parts, report, resume, runs, samplers, save
+from benchmarks import (
+    gather,
+    goodput,
+    growth,
+    incremental,
+    ledger,
+    overhead,
+    parts,
+    report,
+    resume,
+    runs,
+    samplers,
+    save,
+    start,
+)
 from benchmarks.ranks import in_ranks
 
 
@@ -123,6 +137,33 @@ def test_resumed_fit_begins_where_it_was_cut(tmp_path: Path) -> None:
     found = resume.measure("RandomSampler", 0, num_samples=2000, at=0.9, rounds=1, directory=tmp_path)
     assert found["fresh_s"] > 0
     assert found["ratio"] == pytest.approx(found["resumed_s"] / found["fresh_s"])
+
+
+def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
+    """Both ways have a size and a time, and the ratios are those of Lightning's to ours."""
+    found = figures_of(incremental.main, [], tmp_path)
+    sizes = found["bytes"]
+    assert found["ratio"]["bytes"] == sizes[incremental.LIGHTNINGS] / sizes[incremental.INCREMENTAL] > 2
+    assert all(value > 0 for value in found["seconds"].values())
+
+
+@pytest.mark.slow
+def test_resumed_fit_is_compared_with_torchdata(tmp_path: Path) -> None:
+    """With torchdata's loader, Lightning resumes at the same batch, which takes time, too."""
+    options = {"num_samples": 2000, "at": 0.9, "rounds": 1, "directory": tmp_path, "torchdata": True}
+    found = resume.measure("DistributedSampler", 0, **options)
+    theirs = found[resume.TORCHDATA]
+    assert theirs["ratio"] == pytest.approx(found["resumed_s"] / theirs["resumed_s"])
+
+
+@pytest.mark.slow
+def test_start_of_a_process_is_timed_with_us_and_without(tmp_path: Path) -> None:
+    """Each kind of start comes to its step, and each time is compared with that without us."""
+    figures = figures_of(start.main, [], tmp_path)
+    [found] = figures["cases"].values()
+    assert list(found) == list(start.VARIANTS)
+    assert found["without"]["ratio"] == 1
+    assert found["resumed"]["ratio"] == pytest.approx(found["resumed"]["seconds"] / found["without"]["seconds"])
 
 
 def test_each_way_to_save_is_timed(tmp_path: Path) -> None:

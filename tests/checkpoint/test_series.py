@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series, verify_file
+from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series
+from lightning_faulttolerant.checkpoint.verify import read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from tests.processes import dead_process_id
 
@@ -119,7 +120,7 @@ def test_nothing_is_deleted_before_the_new_file_verifies(autosaves, monkeypatch)
     autosaves = AutosaveSeries(autosaves.directory, keep_last=1)
     first = _save(autosaves, 0)
     seen = []
-    monkeypatch.setattr(series, "verify_file", lambda path: (seen.append(_paths(autosaves)), verify_file(path)))
+    monkeypatch.setattr(series, "read_back", lambda file: (seen.append(_paths(autosaves)), read_back(file))[1])
     second = _save(autosaves, 1)
     assert seen == [[first]]
     assert _paths(autosaves) == [second]

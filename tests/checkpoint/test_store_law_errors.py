@@ -16,6 +16,7 @@ from lightning_faulttolerant.testing import FaultyFiles, fail_with, lose, write_
 from tests.checkpoint.writers import (
     DIRECTORY,
     FILE_WRITERS,
+    INCREMENTAL,
     SHARDS,
     WRITERS,
     content,
@@ -34,7 +35,9 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 @pytest.mark.parametrize(
     ("writer", "number"),
     [
-        *((writer, number) for writer in FILE_WRITERS for number in ERRORS),
+        *((writer, number) for writer in FILE_WRITERS if writer is not INCREMENTAL for number in ERRORS),
+        *((INCREMENTAL, number) for number in (errno.ENOSPC, errno.EIO)),
+        *(pytest.param(INCREMENTAL, number, marks=pytest.mark.slow) for number in ERRORS[2:]),
         (DIRECTORY, errno.EACCES),
         *(pytest.param(SHARDS, number, marks=pytest.mark.slow) for number in (errno.ENOSPC, errno.EIO)),
         *(pytest.param(DIRECTORY, number, marks=pytest.mark.slow) for number in ERRORS if number != errno.EACCES),

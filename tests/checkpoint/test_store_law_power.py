@@ -12,7 +12,7 @@ import pytest
 from lightning_faulttolerant.checkpoint import AutosaveSeries, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, kill_before
-from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, SERIES, SHARDS, Writer, exit_code
+from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, INCREMENTAL, SERIES, SHARDS, Writer, exit_code
 
 KEEPS = ["synced", "names", "removals"]
 
@@ -35,7 +35,16 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
 @pytest.mark.parametrize(
     ("writer", "num_before", "keeps"),
     [
-        *((writer, num_before, keeps) for writer in FILE_WRITERS for num_before in (0, 1, 3) for keeps in KEEPS),
+        *(
+            (writer, num_before, keeps)
+            for writer in FILE_WRITERS
+            for num_before in (0, 1, 3)
+            for keeps in KEEPS
+            if writer is not INCREMENTAL
+        ),
+        *((INCREMENTAL, num_before, "removals") for num_before in (0, 3)),
+        *(pytest.param(INCREMENTAL, 0, keeps, marks=pytest.mark.slow) for keeps in ("synced", "names")),
+        *(pytest.param(INCREMENTAL, 3, keeps, marks=pytest.mark.slow) for keeps in ("synced", "names")),
         pytest.param(DIRECTORY, 2, "synced", marks=pytest.mark.slow),
         (SHARDS, 2, "synced"),
         *(pytest.param(SHARDS, 2, keeps, marks=pytest.mark.slow) for keeps in ("names", "removals")),

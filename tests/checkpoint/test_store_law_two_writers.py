@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file
 from lightning_faulttolerant.testing import FaultyFiles
@@ -100,18 +101,22 @@ def test_a_reader_meets_no_half_file_while_another_process_saves(tmp_path):
     assert len(seen) > 1
 
 
-def _fill(directory: Path, first: int, barrier) -> None:
-    series = AutosaveSeries(directory, keep_last=100)
+FROZEN = torch.ones(1000)
+
+
+def _fill(directory: Path, first: int, barrier, incremental: bool) -> None:
+    series = AutosaveSeries(directory, keep_last=100, incremental=incremental)
     barrier.wait()
     for number in range(first, first + 15):
-        series.save(content(number), epoch=0, batch=number, global_step=number)
+        series.save({**content(number), "frozen": FROZEN}, epoch=0, batch=number, global_step=number)
         time.sleep(0.001)
 
 
-def test_two_series_writers_lose_nothing(tmp_path):
+@pytest.mark.parametrize("incremental", [False, True], ids=["whole", "incremental"])
+def test_two_series_writers_lose_nothing(tmp_path, incremental):
     """Even without the lock, all autosaves that two processes save at the same time must exist and verify."""
     barrier = FORK.Barrier(2)
-    processes = [FORK.Process(target=_fill, args=(tmp_path, first, barrier)) for first in (100, 200)]
+    processes = [FORK.Process(target=_fill, args=(tmp_path, first, barrier, incremental)) for first in (100, 200)]
     for process in processes:
         process.start()
     for process in processes:

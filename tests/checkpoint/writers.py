@@ -82,6 +82,21 @@ def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
     return Writer(name=f"series-{keep_last}{'-behind' if is_in_background else ''}", save=save, newest=newest)
 
 
+def _save_incrementally(directory: Path, number: int) -> None:
+    for base in directory.glob("base-*"):  # of earlier processes: old enough to be deleted
+        os.utime(base, (0, 0))
+    changing = {"optimizer_states": torch.full((NUM_WEIGHTS,), number, dtype=torch.int16)}
+    saved = {**content(number), "ones": torch.ones(NUM_WEIGHTS), **changing}
+    AutosaveSeries(directory, keep_last=2, incremental=True).save(saved, epoch=0, batch=number, global_step=number)
+
+
+def _load_incremental(path: str | Path) -> dict[str, Any]:
+    checkpoint = load_file(path)
+    assert torch.equal(checkpoint["ones"], torch.ones(NUM_WEIGHTS))
+    assert checkpoint["optimizer_states"].unique().tolist() == [checkpoint["number"]]
+    return checkpoint
+
+
 def _behind(job: Callable[[], Any]) -> None:
     """Do a job in the background writer's thread, as an asynchronous save does."""
     writer = BackgroundWriter("test")
@@ -203,6 +218,13 @@ SHARDS = Writer(
 )
 ONE_PATH = Writer(name="one-path", save=_save_to_one_path, newest=_one_path, removes_leftovers=False)
 SERIES = _series(2)
+INCREMENTAL = Writer(
+    name="incremental",
+    save=_save_incrementally,
+    newest=lambda directory: AutosaveSeries(directory).newest(),
+    load=_load_incremental,
+    seconds=0.04,
+)
 CHECKPOINT_IO = Writer(
     name="checkpoint-io",
     save=_save_by_lightning,
@@ -210,7 +232,7 @@ CHECKPOINT_IO = Writer(
     load=AtomicCheckpointIO().load_checkpoint,
     removes_leftovers=False,
 )
-FILE_WRITERS = [_series(1, is_in_background=True), SERIES, ONE_PATH, CHECKPOINT_IO]
+FILE_WRITERS = [_series(1, is_in_background=True), SERIES, INCREMENTAL, ONE_PATH, CHECKPOINT_IO]
 WRITERS = [*FILE_WRITERS, DIRECTORY, SHARDS]
 
 

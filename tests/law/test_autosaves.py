@@ -318,7 +318,7 @@ def test_any_validation_data_that_is_run_whole(num_workers: int) -> None:
 
 
 def test_other_surroundings_are_reported(tmp_path: Path) -> None:
-    """Another number of threads leaves the state exact, and the report says that the last bits may differ."""
+    """A different number of threads leaves the state exact, and the report says that the last bits may differ."""
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
 
     def main() -> None:

@@ -1,4 +1,4 @@
-"""A run resumes with another number of ranks: each sample comes once, and an epoch's values cover all samples."""
+"""A run resumes with a different number of ranks: each sample comes once, and an epoch's values cover all samples."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.slow
 def test_random_generators_are_an_error_unless_allowed() -> None:
-    """With captured states another number of ranks is refused; if the user allows it, the report lists the losses."""
+    """With captured states a different number of ranks is refused; if the user allows it, the report lists losses."""
     first = Leg(num_ranks=2, kill=(0, 3), num_workers=0)
     run(Plan(), first, Leg(num_ranks=1), error="pass FaultTolerance(elastic=True)")
     done = run(Plan(), first, Leg(num_ranks=1, options={"elastic": True}))
@@ -320,7 +320,7 @@ def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int |
 
 @pytest.mark.slow
 def test_a_finished_fit_trains_on_with_other_ranks() -> None:
-    """A finished fit continues for another epoch with another number of ranks, from the start of that epoch."""
+    """A finished fit continues for another epoch with a different number of ranks, from the start of that epoch."""
     legs = [Leg(num_ranks=2, arguments={"max_epochs": 1}), Leg(num_ranks=3, arguments={"max_epochs": 2})]
     done = run(PER_SAMPLE, *legs)
     assert consumed(done[1:], 0) == []

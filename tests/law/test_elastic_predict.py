@@ -1,4 +1,4 @@
-"""A ``predict`` continues with another number of ranks: each sample is predicted once, and comes back once."""
+"""A ``predict`` continues with a different number of ranks: each sample is predicted once, and comes back once."""
 
 from __future__ import annotations
 
@@ -244,7 +244,9 @@ def test_another_number_of_ranks(way: tuple[int, int], signum: int, tmp_path: Pa
     first = min(entry["batch"] for entry in done.entries[1] if entry["what"] == "batch")
     assert f"Resumed NOT EXACTLY before batch {first} of predict" in done.output, done.output
     assert first == 3 or (signum == signal.SIGTERM and first > 3)  # to agree takes a moment
-    assert f"{ranks(way[0])} when it was saved, {ranks(way[1])} now: batches consist of other samples" in done.output
+    assert (
+        f"{ranks(way[0])} when it was saved, {ranks(way[1])} now: batches consist of different samples" in done.output
+    )
 
 
 def ranks(number: int) -> str:
@@ -388,14 +390,14 @@ def test_ranks_without_a_batch(tmp_path: Path) -> None:
 
 UNLIKE = {
     "not elastic": (Plan(options={}), {}, "the number of ranks is 1, but was 2 in "),
-    "shuffled": (Plan(loader={"shuffle": True}), {}, "has another order than Lightning's own sampler"),
-    "shuffled now": (Plan(), {"shuffle": True}, "has another order than Lightning's own sampler"),
+    "shuffled": (Plan(loader={"shuffle": True}), {}, "has a different order than Lightning's own sampler"),
+    "shuffled now": (Plan(), {"shuffle": True}, "has a different order than Lightning's own sampler"),
     "batch sampler": (
         Plan(loader={"batch_size": 1, "batch_sampler": OwnBatches(range(26), 2, drop_last=False)}),
         {},
-        "has another order than Lightning's own sampler",
+        "has a different order than Lightning's own sampler",
     ),
-    "no batches": (Plan(loader={"batch_size": None}), {}, "has another order than Lightning's own sampler"),
+    "no batches": (Plan(loader={"batch_size": None}), {}, "has a different order than Lightning's own sampler"),
     "limited": (Plan(arguments={"limit_predict_batches": 6}), {}, "limit_predict_batches=6 counts the batches of one"),
     "limited to one": (Plan(arguments={"limit_predict_batches": 1}), {}, "limit_predict_batches=1 counts the batches"),
     "batch norm": (Plan(module=AdaptsNet), {}, "a batch norm takes the mean of each batch"),

@@ -506,7 +506,7 @@ def test_other_weights_start_over(tmp_path: Path) -> None:
     assert ended(main(1.0), tmp_path, lambda: [FaultTolerance(**options), Strike("test", 2)])[0] == 143
     code, output = ended(main(2.0), tmp_path, lambda: [FaultTolerance(**options)])
     assert code == 0, output
-    assert "This test starts over: it begins with other weights." in output
+    assert "This test starts over: it begins with different weights." in output
     result = torch.load(tmp_path / "result.pt")
     assert ended(main(2.0), tmp_path / "alone")[0] == 0
     assert result == torch.load(tmp_path / "alone" / "result.pt")

@@ -24,6 +24,7 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
 from tests.faults import KillWhenWritten
 from tests.gpus import needs_gpu
+from tests.modules import FrozenNet
 from tests.processes import run
 from tests.rank_runs import assert_ranks_go_on, for_ranks
 from tests.runs import (
@@ -174,6 +175,14 @@ def test_written_behind_training(batch: int) -> None:
     options = {"every_n_train_steps": 1, "async_save": True}
     more = {"train": eight_batches(), **ON_GPU}
     [cost] = assert_exact(list, KillWhenWritten(batch), module=GpuNet, options=options, **more)
+    assert cost.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=str)
+def test_incremental_autosaves(options: dict[str, Any]) -> None:
+    """Tensors on the GPU are compared with what the bases hold, and those that change unnoticed are saved."""
+    options = {"every_n_train_steps": 1, "incremental": True, **options}
+    [cost] = assert_exact(list, KillAt(4), module=FrozenNet, options=options, **ON_GPU)
     assert cost.exit_code == -signal.SIGKILL
 
 

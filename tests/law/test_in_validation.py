@@ -428,7 +428,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
 @pytest.mark.parametrize("options", [{"elastic": True}, {"worker_rng": "per_sample"}], ids=str)
 def test_another_number_of_ranks_repeats_the_run(options: dict[str, Any], tmp_path: Path) -> None:
-    """If another number of ranks may continue the fit, the start of the run is saved, and they repeat it."""
+    """If a different number of ranks may continue the fit, the start of the run is saved, and they repeat it."""
     code, told = stopped_with_one_rank(tmp_path, **options)
     assert code == 0, told
     assert "at the validation run after batch 3 of epoch 0" in told, told  # of the 3 of each rank

@@ -290,6 +290,7 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "train_time_interval": [("'0:30:00'", timedelta(minutes=30)), ("'1 day, 0:00:00'", timedelta(days=1))],
     "overhead_budget": [("0.05", 0.05), ("1", 1.0)],
     "async_save": [("true", True)],
+    "incremental": [("true", True)],
     "stop_signals": [("[SIGTERM, SIGUSR1]", ("SIGTERM", "SIGUSR1")), ("[]", ())],
     "grace_seconds": [("20", 20.0)],
     "deadline": [

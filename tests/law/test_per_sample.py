@@ -290,7 +290,7 @@ def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
 @each_change
 @pytest.mark.parametrize("place", ["train", "validation"])
 def test_iterable_data_set_is_refused_with_other_workers(place: str, before: int, after: int) -> None:
-    """With another number of workers an iterable data set is refused, also in validation."""
+    """With a different number of workers an iterable data set is refused, also in validation."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = after if list(directory.rglob("autosave-*.ckpt")) else before

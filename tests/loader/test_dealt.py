@@ -179,7 +179,7 @@ def test_new_workers_draw_anew() -> None:
 
 
 def test_other_workers_go_on_in_the_order() -> None:
-    """With another number of workers the order continues, and new workers draw no number that was drawn before."""
+    """With a different number of workers the order continues, and new workers draw no number that was drawn before."""
     for before, after in ((2, 0), (0, 3), (2, 3)):
         expected = permutation(1)
         consumed, states = Ranks(1, 2, num_workers=before).run(3)
@@ -266,7 +266,7 @@ def test_other_data_is_refused() -> None:
     ],
 )
 def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -> None:
-    """A loader whose position is known only to one rank's state can't continue on another number of ranks."""
+    """A loader whose position is known only to one rank's state can't continue on a different number of ranks."""
     with pytest.raises(NotExactError, match=reason):
         state_for_others([state, state], num_left=None)
 

@@ -91,6 +91,28 @@ def test_rest_is_what_the_sampler_gives(name: str, data: st.DataObject) -> None:
     assert outcome(fast, rest) == expected
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_rest_of_many_is_what_the_sampler_gives(name: str) -> None:
+    """Indices that become Python numbers part by part are the same, over the ends of the parts."""
+    torch.manual_seed(1)
+    expected = outcome(None, islice(iter(KNOWN[name](50_000)), 100, None))
+    torch.manual_seed(1)
+    rest = rest_of(KNOWN[name](50_000), 100)
+    assert rest is not None
+    assert outcome(None, rest) == expected
+
+
+def test_distributed_sampler_that_was_changed_yields_what_it_would_yield() -> None:
+    """Other code may have set another number of samples: torch then complains, and so does the rest."""
+    sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
+    sampler.num_samples = 4
+    with pytest.raises(AssertionError, match="does not match num_samples"):
+        list(rest_of(sampler, 1) or ())
+    sampler.total_size = 8
+    sampler.drop_last = True
+    assert list(rest_of(sampler, 1) or ()) == list(sampler)[1:]
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_others_are_left_alone(name: str) -> None:
     """For a sampler that must be run through, nothing is drawn and nothing is returned."""

@@ -21,7 +21,7 @@ from lightning_faulttolerant import (
     InterruptibleDistributedSampler,
     InterruptibleSampler,
 )
-from lightning_faulttolerant.samplers.order import EpochPart, SequentialOrder, SkipsIndices
+from lightning_faulttolerant.samplers.order import EpochPart, SequentialOrder, SkipsIndices, drawn_permutation
 from tests.samplers.made import sampler_of
 
 
@@ -388,3 +388,13 @@ def test_nothing_is_no_state(make: Any) -> None:
     """The error names the value."""
     with pytest.raises(ValueError, match="This is not a state of a sampler: it is None"):
         make().load_state_dict(None)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 1000, 70_000])
+def test_permutation_has_the_numbers_of_torch(length: int) -> None:
+    """In half the memory, it has the numbers that torch's samplers draw, and the generator is where they leave it."""
+    own, torchs = (torch.Generator().manual_seed(5) for _ in range(2))
+    found = drawn_permutation(length, own)
+    assert found.dtype == torch.int32
+    assert found.tolist() == torch.randperm(length, generator=torchs).tolist()
+    assert torch.equal(own.get_state(), torchs.get_state())

@@ -77,7 +77,7 @@ def test_list_without_an_argument(script: str, project: Project) -> None:
 @pytest.mark.takes_long("four processes, each with a training")
 @pytest.mark.parametrize("script", ["train.py", pytest.param("timed.py", marks=pytest.mark.slow)])
 def test_discard(script: str, project: Project) -> None:
-    """After ``discard`` with the name that ``list`` shows, the next start begins from the beginning."""
+    """After ``discard`` with the name that ``list`` shows, the next start starts from scratch."""
     name = interrupted(project, script)
     assert name in project.tool("list").stdout
     discarded = project.tool("discard", name)

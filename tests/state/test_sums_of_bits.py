@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_faulttolerant.state.tensors import bit_sums, sums_of_bits
+from lightning_faulttolerant.state.tensors import bit_sums, quick_sums, sums_of_bits
+
+Sums = Callable[[Tensor], Tensor]
 
 TENSORS = {
     "float": torch.linspace(0, 1, 7),
@@ -38,24 +43,39 @@ def test_copies_have_the_same_sums() -> None:
     assert sums_of_bits(TENSORS) == sums_of_bits({name: tensor.clone() for name, tensor in TENSORS.items()})
 
 
+BOTH = pytest.mark.parametrize("sums", [bit_sums, quick_sums])
+
+
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("width", [1, 3, 64, 127, 254, 1016])
-def test_rows_that_change_places_are_seen(dtype: torch.dtype, width: int) -> None:
+def test_rows_that_change_places_are_seen(sums: Sums, dtype: torch.dtype, width: int) -> None:
     """Rows of any width that change places have other sums, although the tensor holds the same elements."""
     tensor = torch.randn(600, width).mul(50).to(dtype)
-    before = bit_sums(tensor).clone()
+    before = sums(tensor).clone()
     for one, other in ((0, 1), (0, 599), (7, 401), (598, 599)):
         swapped = tensor.clone()
         swapped[[one, other]] = tensor[[other, one]]
-        assert torch.equal(swapped, tensor) or not torch.equal(bit_sums(swapped), before)
-    assert not torch.equal(bit_sums(-tensor), before)
-    assert torch.equal(bit_sums(tensor.clone()), before)
+        assert torch.equal(swapped, tensor) or not torch.equal(sums(swapped), before)
+    assert not torch.equal(sums(-tensor), before)
+    assert torch.equal(sums(tensor.clone()), before)
 
 
+@BOTH
 @pytest.mark.parametrize("name", TENSORS)
-def test_sums_of_each_kind(name: str) -> None:
+def test_sums_of_each_kind(sums: Sums, name: str) -> None:
     """Small tensors of each kind have sums, and copies have the same sums."""
     tensor = TENSORS[name]
-    assert torch.equal(bit_sums(tensor), bit_sums(tensor.clone()))
+    assert torch.equal(sums(tensor), sums(tensor.clone()))
     other = tensor.flip(0) if tensor.dim() else tensor + 1
-    assert torch.equal(other, tensor) or not torch.equal(bit_sums(other), bit_sums(tensor))
+    assert torch.equal(other, tensor) or not torch.equal(sums(other), sums(tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [257 * 256, 257 * 512, 2**16, 2**17])
+def test_changes_of_all_elements_are_seen(dtype: torch.dtype, length: int) -> None:
+    """The quick sums, which are modulo 2**64, differ if all elements are negated, doubled, or moved by one."""
+    tensor = torch.randn(length).mul(50).to(dtype)
+    before = quick_sums(tensor)
+    for other in (-tensor, 2 * tensor, tensor.roll(1), tensor.roll(257)):
+        assert not torch.equal(quick_sums(other), before)

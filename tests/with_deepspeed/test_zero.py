@@ -131,7 +131,7 @@ def test_checkpoints_that_others_ask_for_go_on() -> None:
 
 
 def test_another_number_of_ranks_is_refused() -> None:
-    """The engine does not split the state of an optimizer again, so another number of ranks must be an error."""
+    """The engine does not split the state of an optimizer again, so a different number of ranks must be an error."""
     plan = elastic_runs.Plan(options={"elastic": True}, arguments={"limit_val_batches": 0})
     two, one = ({"num_ranks": n, "arguments": {"strategy": DeepSpeedOnCpu(stage=1)}} for n in (2, 1))
     elastic_runs.run(

@@ -42,16 +42,16 @@ _FIRST_RUN_LEFT = (
 
 DATA_ORDER = Cause(
     part="data order",
-    text="The batch has other samples.",
+    text="The batch has different samples.",
     advice=(
         _GENERATOR,
         f"If the order depends on state outside Python (a counter in a C library, a file), {_SAVE}.",
-        "Sort lists of files: os.listdir, glob, and sets may give another order in each process.",
+        "Sort lists of files: os.listdir, glob, and sets may give a different order in each process.",
     ),
 )
 AUGMENTATION = Cause(
     part="augmentation",
-    text="The batch has the same samples, but other contents: an augmentation or the data set's state differs.",
+    text="The batch has the same samples, but different contents: an augmentation or the data set's state differs.",
     advice=(
         "State of a data set or a transform outside Python (a C library, a file) starts again in each process. Make it"
         " a function of the sample's index and the epoch.",
@@ -62,10 +62,10 @@ AUGMENTATION = Cause(
 )
 ITERABLE_DATA = Cause(
     part="augmentation",
-    text="The batch has other contents. It has no indices to compare: its samples differ, or their contents.",
+    text="The batch has different contents. It has no indices to compare: its samples differ, or their contents.",
     advice=(
         "An iterable data set continues exactly if it has state_dict and load_state_dict, or if reading it again "
-        "yields the same samples. Look for files in another order, and for a shared source that advances.",
+        "yields the same samples. Look for files in a different order, and for a shared source that advances.",
         *AUGMENTATION.advice[:2],
     ),
 )
@@ -115,7 +115,7 @@ LEARNING_RATES = Cause(
 )
 METRICS = Cause(
     part="metrics",
-    text="Training continues equal, but a metric differs: its sum is not the same.",
+    text="Training is the same, but a metric differs: its sum is not the same.",
     advice=(
         "A torchmetrics.Metric continues if the module holds it, also in a list or a dict. One in a callback needs a"
         " state_dict of that callback.",
@@ -164,7 +164,7 @@ def surroundings(values: str) -> Cause:
     """Return the cause for processes that ran with other threads, versions, or devices."""
     return Cause(
         part="surroundings",
-        text=f"The processes ran in different surroundings: {values}. The last bits of sums depend on them.",
+        text=f"The processes ran in different environments: {values}. The last bits of sums depend on them.",
         advice=(
             "Fix them for the drill and for runs that must be exact: OMP_NUM_THREADS or torch.set_num_threads for"
             " threads, one kind of machine, one set of packages.",

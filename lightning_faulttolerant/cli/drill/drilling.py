@@ -169,7 +169,7 @@ def of_interrupted(
     notes = [f"Not compared (--ignore): {', '.join(settings.ignored)}."] if settings.ignored else []
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:
-        notes.append(f"Equal, although the processes ran in different surroundings: {others}.")
+        notes.append(f"Equal, although the processes ran in different environments: {others}.")
     if any(strike.exit_code == -signal.SIGTERM for strike in strikes):
         notes.append(_NOT_HANDED_ON)
     if _inexact(found, len(ran.processes)):

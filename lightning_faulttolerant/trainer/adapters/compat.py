@@ -273,7 +273,7 @@ def metadata_state(item: _ResultMetric) -> dict[str, object]:
 
 
 class _AdoptingMetadata(_Metadata):
-    """Arguments of a value that another number of ranks logged: the way to sync it comes from its next ``log``.
+    """Arguments of a value that a different number of ranks logged: the way to sync it comes from its next ``log``.
 
     Lightning does not record whether a single rank's value was to be synced, and treats a difference as an error.
     """

@@ -1,6 +1,6 @@
 """Values that were logged in the epoch so far, as a state: sums, means, extremes, and logged metrics.
 
-For another number of ranks, they are merged by each value's reduction, and each rank gets its part of the total. A
+For a different number of ranks, they are merged by each value's reduction, and each rank gets its part of the total. A
 value that is synced remains the value of all ranks together. For a value that each rank has on its own, a mean keeps
 its weights and a sum its size.
 """

@@ -28,7 +28,7 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._results": "values logged in validation",
     "trainer.test_loop._seen_batches_per_dataloader": "the step of values logged in an evaluation that continues",
     "trainer.predict_loop._predictions": "the predictions of a resumed predict",
-    "trainer.predict_loop._predict_step": "the numbers of batches that another number of ranks continues with",
+    "trainer.predict_loop._predict_step": "the numbers of batches that a different number of ranks continues with",
     "trainer.predict_loop._store_data_for_prediction_writer": "the indices of these batches",
     "trainer.test_loop._print_results": "the table of results of a finished test",
     "trainer.test_loop._stage": "the table of results of a finished test",

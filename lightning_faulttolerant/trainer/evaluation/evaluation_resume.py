@@ -1,8 +1,8 @@
 """The resume of an evaluation: whether its autosave fits, and what is restored before the next batch.
 
-If another number of ranks continues a ``predict``, each rank gets a state from those that saved. After a stop no sample
-is predicted twice, after a kill only those since the last autosave. Predictions may depend on the rank or the batch
-that a sample was in. If that is possible, the whole ``predict`` runs again instead.
+If a different number of ranks continues a ``predict``, each rank gets a state from those that saved. After a stop no
+sample is predicted twice, after a kill only those since the last autosave. Predictions may depend on the rank or the
+batch that a sample was in. If that is possible, the whole ``predict`` runs again instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ State = Mapping[str, Any]
 
 
 class OtherRanks:
-    """The state of one rank of a ``predict`` that another number of ranks has saved.
+    """The state of one rank of a ``predict`` that a different number of ranks has saved.
 
     Args:
         trainer: The trainer that predicts.
@@ -126,7 +126,7 @@ class OtherRanks:
     def _tell(self, *, is_per_sample: bool) -> None:
         ranks = f"{ranks_in_words(len(self._states))} when it was saved, {ranks_in_words(self._trainer.world_size)} now"
         if VALIDATION_RUN in self._states[0]:
-            difference = "batches consist of other samples, so the last bits of a prediction may differ"
+            difference = "batches consist of different samples, so the last bits of a prediction may differ"
         else:
             difference = "each rank also returns predictions of other ranks"
         self.not_exact.append(f"{ranks}: {difference}")
@@ -161,7 +161,7 @@ class SavedEvaluation:
         checkpoint: Its content.
         part: Our part of it.
         rank: The number of this rank.
-        options: Say whether another number of ranks may continue.
+        options: Say whether a different number of ranks may continue.
         num_before_kill: How many batches are known to have run before a kill; ``None`` without a kill.
     """
 
@@ -182,7 +182,7 @@ class SavedEvaluation:
         self.num_before_kill = num_before_kill
         self.position = TrainerPosition.from_state_dict(part["position"])
         self.other_ranks: OtherRanks | None = None
-        """What another number of ranks takes over, if one continues."""
+        """What a different number of ranks takes over, if one continues."""
         if part["world_size"] != trainer.world_size and self._may_be_resized(trainer, options):
             is_per_sample = options.worker_rng == "per_sample"
             self.other_ranks = OtherRanks(trainer, part, checkpoint, rank=rank, is_per_sample=is_per_sample)
@@ -210,7 +210,7 @@ class SavedEvaluation:
 
     @property
     def dealt(self) -> list[Mapping[str, object]]:
-        """What is left of each loader, if another number of ranks began."""
+        """What is left of each loader, if a different number of ranks began."""
         states: list[Mapping[str, object]] = list(self.state.get(DEALT, {}).get("loaders", ()))
         return states if any(state["consumed"] for state in states) and not self.position.is_finished else []
 
@@ -306,7 +306,7 @@ class EvaluationResume:
             if self._saved.other_ranks.reason:
                 return f"{ranks}: {self._saved.other_ranks.reason}"
         if has_weights and self._saved.state.get(SUMS) != self._evaluation.sums:
-            return "it begins with other weights"
+            return "it begins with different weights"
         found = {**self._fingerprint.model(), **self._fingerprint.settings()}
         saved = self._saved.fingerprint
         if self._saved.other_ranks is not None:

@@ -2,9 +2,9 @@
 
 An evaluation begins with weights that its script loads, so its autosaves hold them only if they have changed since.
 
-Another number of ranks can continue a ``predict``. Lightning's own sampler gives rank r every n-th sample, each sample
-once. The samples that no rank has predicted yet are split the same way among the ranks that continue. Their batches get
-numbers that no earlier batch of the loader had.
+A different number of ranks can continue a ``predict``. Lightning's own sampler gives rank r every n-th sample, each
+sample once. The samples that no rank has predicted yet are split the same way among the ranks that continue. Their
+batches get numbers that no earlier batch of the loader had.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ class Dealing:
         for number, loader in enumerate(map(user_loader, runs.loaders_of(trainer.predict_loop))):
             length = runs.num_in_order(loader, rank=rank, num_ranks=num_ranks)
             if length is None:
-                self._reason = f"loader predict/{number} has another order than Lightning's own sampler"
+                self._reason = f"loader predict/{number} has a different order than Lightning's own sampler"
                 self._dealt = []
                 return
             num_own = len(range(rank, length, num_ranks))
             self._dealt.append(_Dealt(loader=loader, rest=Rest(length=length), first=0, num_own=num_own))
 
     def state_dict(self, *, is_finished: bool) -> dict[str, object]:
-        """Return what is left at this place, and why another number of ranks can't continue here, if so."""
+        """Return what is left at this place, and why a different number of ranks can't continue here, if so."""
         loop = self._trainer.predict_loop
         loader, index = (len(self._dealt), 0) if is_finished or not self._dealt else runs.place_in_loaders(loop)
         begun = [one.num_batches if i < loader else index * (i == loader) for i, one in enumerate(self._dealt)]

@@ -50,7 +50,7 @@ class ValidationRun:
     Args:
         trainer: The trainer that runs the fit.
         loaders: The trainer's loaders.
-        may_be_resized: Whether another number of ranks may continue the fit. They can't continue inside a run.
+        may_be_resized: Whether a different number of ranks may continue the fit. They can't continue inside a run.
     """
 
     def __init__(self, trainer: Trainer, loaders: Loaders, *, may_be_resized: bool) -> None:
@@ -99,7 +99,7 @@ class ValidationRun:
 
     def _why_repeated(self) -> str | None:
         if self._may_be_resized and function_of(self._trainer) == FIT:
-            return "another number of ranks may continue it"
+            return "a different number of ranks may continue it"
         if isinstance(self._trainer.strategy, FSDPStrategy) and function_of(self._trainer) == FIT:
             return "FSDP1 stores its gradients in another form there"
         if swaps_in_its_own_way(self._trainer):

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, opened_whole
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart, part_in
 from lightning_faulttolerant.storage.store import is_url, local_copy
 from lightning_faulttolerant.trainer.compat import callbacks as callbacks_of
@@ -47,19 +48,21 @@ def load(path: str) -> dict[str, Any]:
     content: dict[str, object]
     if not is_url(path) and os.path.isdir(path):
         path = os.path.join(path, METADATA_NAME)
-    if is_url(path):
-        with _copy(path) as file:
+    with opened_whole(path, _copy) as file:
+        if is_url(path) or isinstance(file, JoinedFile):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    else:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content
 
 
-def _copy(url: str) -> IO[bytes]:
+def _copy(path: str) -> IO[bytes]:
     try:
-        return local_copy(url)
+        return local_copy(path)
     except (FileNotFoundError, IsADirectoryError):
-        return local_copy(f"{url.rstrip('/')}/{METADATA_NAME}")
+        if not is_url(path):
+            raise
+        return local_copy(f"{path.rstrip('/')}/{METADATA_NAME}")
 
 
 def part_of(path: str | None) -> CheckpointPart | None:

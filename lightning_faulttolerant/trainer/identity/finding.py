@@ -132,7 +132,12 @@ class Finder:
         with FITS:
             known = run.record
             match = self._match(run, known)
-            series = run.begin_fit(keep_last=self._options.keep_last, number=match.number, function=self._function)
+            series = run.begin_fit(
+                keep_last=self._options.keep_last,
+                number=match.number,
+                function=self._function,
+                incremental=self._options.incremental,
+            )
             autosaves = series.paths()
             fit = known.fits.get(match.number) if autosaves else None
             start = self._fingerprint.state_dict() if fit is None else fit.start  # from the first start

@@ -1,9 +1,9 @@
-"""A run that continues with another number of ranks: the state that each rank gets from the ranks that saved.
+"""A run that continues with a different number of ranks: the state that each rank gets from the ranks that saved.
 
 The order of the epoch in progress resumes exactly. State that the ranks share (metrics, logged values, gradients) is
 merged. Random generators belong to ranks: the numbers they would have drawn are lost with them.
 
-The random generators of a rank when another number of ranks continues, and what the report says about them.
+The random generators of a rank when a different number of ranks continues, and what the report says about them.
 
 A rank that existed before continues with its own. The others begin with states that follow from rank 0's.
 
@@ -160,7 +160,7 @@ State = Mapping[str, Any]
 
 
 class Resized:
-    """The state of one rank of a run that was saved by another number of ranks.
+    """The state of one rank of a run that was saved by a different number of ranks.
 
     Args:
         trainer: The trainer of the run that continues.
@@ -204,18 +204,18 @@ class Resized:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
         if tensor_parallel_size(self._trainer) > 1:
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}) under tensor parallelism: "
-                "several ranks see the same batches, and the sums of each would be counted as if it had separate "
-                "batches. Start with as many ranks as before."
+                f"The checkpoint can't continue with a different number of ranks ({self.ranks}) under tensor"
+                " parallelism: several ranks see the same batches, and the sums of each would be counted as if it had"
+                " separate batches. Start with as many ranks as before."
             )
         if isinstance(self._trainer.strategy, DeepSpeedStrategy):
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}) under DeepSpeed: its "
+                f"The checkpoint can't continue with a different number of ranks ({self.ranks}) under DeepSpeed: its "
                 "engine does not split the state of an optimizer again. Start with as many ranks as before."
             )
         if self._position.where == IN_VALIDATION:
             raise NotExactError(
-                f"The checkpoint was saved {self._position}. Another number of ranks can't continue this run "
+                f"The checkpoint was saved {self._position}. A different number of ranks can't continue this run "
                 f"({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True, or with "
                 'worker_rng="per_sample", its start is saved instead, and any number of ranks can continue from there.'
             )
@@ -241,7 +241,7 @@ class Resized:
         return self._trainer.accumulate_grad_batches
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
-        reason = "sums over ranks have another order, so their last bits differ"
+        reason = "sums over ranks have a different order, so their last bits differ"
         self.notes.append(f"{self.ranks}: {reason}")
         if is_per_sample:
             self.notes.append(other_draws("the training"))
@@ -277,8 +277,8 @@ class Resized:
                 reasons.append(f"{place}: {error}")
         if reasons:
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}): {'; '.join(reasons)}. Some"
-                " samples would come twice, others never. Start with as many ranks as before."
+                f"The checkpoint can't continue with a different number of ranks ({self.ranks}): {'; '.join(reasons)}."
+                " Some samples would come twice, others never. Start with as many ranks as before."
             )
         return {**first, "places": places}
 
@@ -289,8 +289,8 @@ class Resized:
         in_shards = (FSDPStrategy, ModelParallelStrategy)
         if isinstance(self._trainer.strategy, in_shards) or not all(isinstance(g, Tensor) for g in merged.values()):
             raise NotExactError(
-                f"The checkpoint can't continue with another number of ranks ({self.ranks}): it was saved inside an "
-                "open accumulation window, whose gradients are in shards, and shards of gradients can't be split "
+                f"The checkpoint can't continue with a different number of ranks ({self.ranks}): it was saved inside an"
+                " open accumulation window, whose gradients are in shards, and shards of gradients can't be split "
                 "again. Continue with as many ranks as before, or from a checkpoint after an optimizer step."
             )
         places = self._states[0]["loaders"]["places"]
@@ -327,7 +327,7 @@ class Resized:
         if compat.step_fetches(trainer) and position.batch:
             raise NotExactError(
                 "training_step takes the dataloader_iter and fetches by itself, so the batches of the epoch can't be "
-                "counted for another number of ranks. Continue with as many ranks as before."
+                "counted for a different number of ranks. Continue with as many ranks as before."
             )
         num_left = 0 if position.where == EPOCH_END else now if deal is None else deal.num_batches
         if num_left > now:

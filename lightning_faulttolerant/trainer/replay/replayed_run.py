@@ -111,7 +111,7 @@ class ReplayedRun:
         reason = str(ends[-1]["reason"]) if ends else "no end"
         if not ends or reason == FINISHED or reason.startswith(STOPPED):
             raise ReplayError(
-                f"The history of the run in {self._directory} tells of no exception in fit {self._number}, but of"
+                f"The history of the run in {self._directory} shows no exception in fit {self._number}, but"
                 f" {reason}. There is none to replay. Name a step instead: --until STEP."
             )
         return str(ends[-1]["text"]), StepPlace(epoch=ends[-1]["epoch"], batch=ends[-1]["batch"])

@@ -58,7 +58,7 @@ class _Content:
         callback_states: The states of Lightning's callbacks, by their keys.
         state: The state of this rank by the names in `TITLES`; empty once it is restored.
         position: Where it was taken; ``None`` if the fit does not continue from there.
-        resized: Builds the state, if another number of ranks saved.
+        resized: Builds the state, if a different number of ranks saved.
     """
 
     part: CheckpointPart | None
@@ -210,7 +210,7 @@ class Resume:
         lost, resized.lost = resized.lost, []
         if lost and self._options.strict and not self._options.elastic:
             raise NotExactError(
-                f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
+                f"{self._path} can't be carried over to a different number of ranks ({resized.ranks}) exactly:\n"
                 + "\n".join(f"  - {line}" for line in lost)
                 + "\n"
                 "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "

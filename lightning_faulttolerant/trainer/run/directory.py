@@ -287,13 +287,16 @@ class RunDirectory:
         """Return the fits that have autosaves, by number. A fit that is missing from `record` is ``None``."""
         return {fit_number(name): record.fits.get(fit_number(name)) for name in self._fits()}
 
-    def begin_fit(self, *, keep_last: int, number: int | None = None, function: str = "fit") -> AutosaveSeries:
+    def begin_fit(
+        self, *, keep_last: int, number: int | None = None, function: str = "fit", incremental: bool = False
+    ) -> AutosaveSeries:
         """Begin a fit or an evaluation, and return its series of autosaves.
 
         Args:
             keep_last: The maximum number of autosaves.
             number: The number of the fit. Default: the number of the script's next fit.
             function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
+            incremental: Whether the autosaves contain only the tensors that changed.
         """
         self.fit = number or 1 + max(self.begun, default=0)
         self.num_open += 1
@@ -301,7 +304,8 @@ class RunDirectory:
             self._script.begin_fit(self.directory, self.fit)
         else:
             self._script.held[self.directory].append(self.fit)
-        return AutosaveSeries(self._store.path(f"{function}-{self.fit}"), keep_last=keep_last, check=self._lock.check)
+        place = self._store.path(f"{function}-{self.fit}")
+        return AutosaveSeries(place, keep_last=keep_last, check=self._lock.check, incremental=incremental)
 
     def start_again(self, number: int, start: Mapping[str, object]) -> None:
         """Note that a fit or an evaluation starts over, with another start."""

@@ -258,7 +258,7 @@ def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, object]:
 
 
 def as_carried_over(saved: Mapping[str, object], now: Mapping[str, object]) -> dict[str, Any]:
-    """Return a saved `trainer_fingerprint`, with the values of `now` where another number of ranks may differ."""
+    """Return a saved `trainer_fingerprint`, with the values of `now` where a different number of ranks may differ."""
     return {**saved, **{name: now[name] for name in ("world_size", "accumulate_grad_batches")}}
 
 

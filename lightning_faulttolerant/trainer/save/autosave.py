@@ -328,6 +328,8 @@ class Autosaver:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
             tell("async_save=True: training waits for the autosaves of a strategy that shards.")
+        if is_first and self._options.incremental:
+            tell("incremental=True has no effect on the autosaves of a strategy that shards: they are written whole.")
         by_first(self._ranks, "check", self._series, lambda series: self._check(series, without_shards(checkpoint)))
         keep = self.pace.kept_steps.keeps(position)
         flush = self._run_state.files.flush

@@ -166,7 +166,16 @@ _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
 DEFAULT_BUDGET = 0.01
 """The `overhead_budget` if the user sets none."""
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
-_FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save", "attribute", "stop_on_incident")
+_FLAGS = (
+    "save_on_exception",
+    "auto_resume",
+    "strict",
+    "elastic",
+    "async_save",
+    "incremental",
+    "attribute",
+    "stop_on_incident",
+)
 _HANG = HANG_NAMES[1:]
 _EPOCH_AND_BATCH = re.compile(r"\d+:\d+")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
@@ -190,6 +199,7 @@ class Options:
     elastic: bool = False
     worker_rng: str = "capture"
     async_save: bool = False
+    incremental: bool = False
     deadline: float | None = None
     ledger: str | None = None
     trust_autosaves: bool | None = None
@@ -276,7 +286,7 @@ class Options:
 
     @property
     def allows_other_ranks(self) -> bool:
-        """Whether another number of ranks may continue the run."""
+        """Whether a different number of ranks may continue the run."""
         return self.elastic or self.worker_rng == "per_sample"
 
     @property

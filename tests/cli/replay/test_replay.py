@@ -223,7 +223,7 @@ def test_without_an_exception_there_is_none_to_replay(finished: Path) -> None:
     before = content(finished)
     found = replay(finished, "--at-exception")
     assert found.exit_code == 2
-    assert "tells of no exception in fit 1, but of finished" in found.output
+    assert "shows no exception in fit 1, but finished" in found.output
     assert content(finished) == before
 
 

@@ -120,7 +120,7 @@ DAMAGES = {
     "a line does not end": edited("shard.00000.csv", lambda data: data.replace(b"0.0,-5\n", b"0.0,-55")),
     "meta cut": edited("shard.00000.csv.meta", lambda data: data[:20]),
     "meta empty": edited("shard.00000.csv.meta", lambda data: b""),
-    "another number of samples": edited("shard.00000.csv.meta", lambda data: b"\x00" + data[1:]),
+    "a different number of samples": edited("shard.00000.csv.meta", lambda data: b"\x00" + data[1:]),
     "another first offset": edited("shard.00000.csv.meta", lambda data: data[:4] + b"\x05" + data[5:]),
 }
 

@@ -1,4 +1,4 @@
-"""Logged values move to another number of ranks: means keep their weights, and nothing is counted twice."""
+"""Logged values move to a different number of ranks: means keep their weights, and nothing is counted twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight of the gradients of an open accumulation window for another number of ranks."""
+"""The weight of the gradients of an open accumulation window for a different number of ranks."""
 
 from __future__ import annotations
 
