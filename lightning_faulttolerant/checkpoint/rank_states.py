@@ -57,7 +57,7 @@ class StateBytes:
     crc32: int
 
 
-def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, Any]:
+def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, object]:
     """Return a rank's state as bytes, or unchanged if ``weights_only=True`` would not load it.
 
     Args:
@@ -71,7 +71,7 @@ def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, Any]:
     return StateBytes(data, zlib.crc32(data))
 
 
-def joined(states: Sequence[StateBytes | dict[str, object]]) -> dict[str, Any]:
+def joined(states: Sequence[StateBytes | dict[str, object]]) -> dict[str, object]:
     """Return the states of all ranks in the form that our part of a checkpoint keeps.
 
     Args:

@@ -62,15 +62,15 @@ class Alone:
         """Return the process's name for messages."""
         return "this process"
 
-    def to_all(self, step: str, value: object) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[object]:
         """Return this rank's value."""
         return [value]
 
-    def to_first(self, step: str, value: object) -> list[Any]:
+    def to_first(self, step: str, value: object) -> list[object]:
         """Return this rank's value."""
         return [value]
 
-    def from_first(self, step: str, value: object) -> Any:
+    def from_first(self, step: str, value: object) -> object:
         """Return this rank's value."""
         return value
 
@@ -116,7 +116,7 @@ class RankGroup:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def to_all(self, step: str, value: object) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[object]:
         """Send a value to all ranks, and return all values in order."""
         answers: list[object] = [None] * len(self._ranks)
         try:
@@ -125,7 +125,7 @@ class RankGroup:
             raise self._silence(step, error) from error
         return self._checked(answers)
 
-    def to_first(self, step: str, value: object) -> list[Any] | None:
+    def to_first(self, step: str, value: object) -> list[object] | None:
         """Send a value to the first rank; return all values in order on that rank, and ``None`` on the others."""
         answers: list[object] | None = [None] * len(self._ranks) if self.rank == 0 else None
         try:
@@ -134,7 +134,7 @@ class RankGroup:
             raise self._silence(step, error) from error
         return None if answers is None else self._checked(answers)
 
-    def from_first(self, step: str, value: object) -> Any:
+    def from_first(self, step: str, value: object) -> object:
         """Return the first rank's value on every rank."""
         received = [(step, value if self.rank == 0 else None)]
         try:

@@ -159,7 +159,7 @@ class _Plain:
     def __init__(self) -> None:
         self._num_left = _MAX_VALUES
 
-    def of(self, value: object, *, depth: int) -> Any:
+    def of(self, value: object, *, depth: int) -> object:
         self._num_left -= 1
         if depth > _MAX_DEPTH or self._num_left < 0:
             return _LEFT_OUT

@@ -210,7 +210,7 @@ def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | 
         yield from _of_object(value, seen)
 
 
-def _of_object(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[bytes | memoryview]:
     if isinstance(value, Mapping):
         yield f"{len(value)}".encode()
         for key, child in value.items():

@@ -79,7 +79,7 @@ class ForeignEpochs:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._copy: weakref.ref[Any] | None = None
+        self._copy: weakref.ref[object] | None = None
         self.library = library_of(loader.dataset)
         self._dataset = loader.dataset
         self._counts_itself = self.library == LITDATA and is_loader_of(type(loader))
@@ -147,12 +147,12 @@ def refills_its_buffer(value: object, depth: int = 3) -> bool:
     return depth > 0 and any(refills_its_buffer(child, depth - 1) for child in held[:_LOOKED_AT])
 
 
-def drawn_orders(dataset: object) -> dict[str, Sequence[Any]]:
+def drawn_orders(dataset: object) -> dict[str, Sequence[object]]:
     """Return the orders of one of their data sets. `shuffle` without a seed draws them immediately."""
     indices = getattr(dataset, "_indices", None)
     if indices is not None:
         return {"indices": _Column(indices.column(0))}
-    found: dict[str, Sequence[Any]] = {}
+    found: dict[str, Sequence[object]] = {}
     source, depth = getattr(dataset, "_ex_iterable", None), 0
     while source is not None:  # one wraps another: a buffer, a map, and finally the reader of the shards
         for name, value in (getattr(source, "kwargs", None) or {}).items():
@@ -162,7 +162,7 @@ def drawn_orders(dataset: object) -> dict[str, Sequence[Any]]:
     return found
 
 
-def _shard(item: object) -> Any:
+def _shard(item: object) -> object:
     # Shards of a table look alike from outside. Their first rows differ, and reading them runs no data set code.
     table = getattr(item, "_data", None)
     return item if table is None else table.slice(0, 1).to_pydict()

@@ -50,7 +50,7 @@ class GuardedSamples:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -58,13 +58,13 @@ class GuardedSamples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         try:
             return self._dataset[index]
         except Exception:  # noqa: BLE001 - torch raises it in the main process
             return unloaded_now()
 
-    def __getitems__(self, indices: Any) -> list[Any]:
+    def __getitems__(self, indices: Any) -> list[object]:
         """Return the samples of a batch, or one that says why they could not be loaded."""
         try:
             at_once = getattr(self._dataset, "__getitems__", None)

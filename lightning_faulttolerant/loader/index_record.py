@@ -61,7 +61,7 @@ class _HoldsObjectError(Exception):
     """A batch contains a value that is neither plain nor composed of plain values."""
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: Any) -> object:
     if type(value) is list and value and all(type(item) is int for item in value):
         with contextlib.suppress(struct.error):  # too large for 8 bytes
             return ["ints", struct.pack(f"<{len(value)}q", *value)]
@@ -78,7 +78,7 @@ def _pack(value: Any) -> Any:
     raise _HoldsObjectError
 
 
-def _unpack(item: list[Any]) -> Any:
+def _unpack(item: list[Any]) -> object:
     kind, *values = item
     if kind == "ints":
         return list(struct.unpack(f"<{len(values[0]) // 8}q", values[0]))
@@ -115,7 +115,7 @@ class RandomStates:
     held: Mapping[str, bytes]
     sampler_epochs: list[Any]
     """The epoch of each sampler that has ``set_epoch``. For this package's samplers, their whole position."""
-    objects: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, object] = field(default_factory=dict)
     """The changes on the objects of the sampler, or of the workers that were created."""
 
     def states(self) -> dict[str, bytes]:
@@ -134,7 +134,7 @@ class RandomStates:
         """Return the moment that `state` describes, or ``None`` for ``None``: it had not come yet."""
         return None if state is None else cls(**state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the moment as plain dicts."""
         more = {"objects": dict(self.objects)} if self.objects else {}
         return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs), **more}
@@ -213,7 +213,7 @@ class IndexPlan:
         return self.digests[len(self.digests) - 1 - (self.handed_out - self.position) :][:1]
 
     @property
-    def objects(self) -> list[Mapping[str, Any]]:
+    def objects(self) -> list[Mapping[str, object]]:
         """The changes on the loader's objects at each of its moments."""
         return [moment.objects for moment in (self.birth, self.start, self.first) if moment is not None]
 

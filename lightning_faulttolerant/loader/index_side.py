@@ -63,7 +63,7 @@ class IndexIterator(Iterator[object]):
         self._started = started
         self._is_open = False
         self._ahead: deque[object] = deque()
-        self._draw: Callable[[], Any] = self._open_and_draw
+        self._draw: Callable[[], object] = self._open_and_draw
         self._passes_on = self._only_counts = False
 
     def open(self) -> None:
@@ -80,11 +80,11 @@ class IndexIterator(Iterator[object]):
         with contextlib.suppress(StopIteration):
             self._ahead.append(self._draw())
 
-    def _open_and_draw(self) -> Any:
+    def _open_and_draw(self) -> object:
         self.open()
         return self._draw()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._only_counts:
             batch, record = self._draw(), self._record
             record.handed_out += 1
@@ -94,7 +94,7 @@ class IndexIterator(Iterator[object]):
         self._only_counts = self._passes_on and not self._ahead and not self._record.digests
         return batch
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if not self._is_open:
             self.open()
         record, seeding = self._record, self._side.seeding
@@ -125,7 +125,7 @@ class SampleSeeding:
         """Count the samples of each iteration from `num_samples` on, which other ranks have consumed before."""
         self._num_before = num_samples
 
-    def of(self, batch: Any, record: IndexRecord) -> Any:
+    def of(self, batch: Any, record: IndexRecord) -> object:
         """Return the next batch of an iteration with its seed, and count its samples."""
         step, begin = self._rank_place.num_replicas, self._num_before if record.deal is None else record.deal.begin
         place = begin + record.num_samples * step + self._rank_place.rank
@@ -203,7 +203,7 @@ class IndexSide:
         self._begun = _Begun(may_start=False)
         self.record = IndexRecord()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or "_sampler" not in vars(self):
             raise AttributeError(name)
         return getattr(self._sampler, name)
@@ -214,7 +214,7 @@ class IndexSide:
         return not self.states.may_draw and not self._begun.is_first_due and self._parked is None
 
     @property
-    def own_sampler(self) -> Any:
+    def own_sampler(self) -> object:
         """The loader's sampler."""
         return self._sampler
 
@@ -384,7 +384,7 @@ class IndexSide:
             )
         return rest
 
-    def draw(self, indices: Iterator[object]) -> Any:
+    def draw(self, indices: Iterator[object]) -> object:
         """Draw the next batch, and record the states in which the sampler drew random numbers for it."""
         states = self.states
         if self._parked is not None:
@@ -403,7 +403,7 @@ class IndexSide:
             if after is not before:
                 self._note_draws(before, after)
 
-    def _draw_parked(self, indices: Iterator[object], parked: _Parked) -> Any:
+    def _draw_parked(self, indices: Iterator[object], parked: _Parked) -> object:
         states = self.states
         aside = states.now()
         states.restore(parked.moment)

@@ -55,7 +55,7 @@ class _Mark(NamedTuple):
     num_samples: int
     digest: int
     has_ended: bool
-    objects: Mapping[str, Any] | None
+    objects: Mapping[str, object] | None
     remembered: Values | None
     state: bytes | None
 
@@ -96,7 +96,7 @@ class IterableRecord:
     digest: int = 0
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
-    objects: Mapping[str, Any] | None = None
+    objects: Mapping[str, object] | None = None
     positions: deque[tuple[int, _Mark]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
 
     def position(self) -> Position:
@@ -174,19 +174,19 @@ class IterableSide(IterableDataset[Any]):
         self._current = _Current()
         self._way: str | None = None
         self._plain_values = ValuesOfDataset(dataset)
-        self._owed: list[dict[str, Any]] = []
+        self._owed: list[dict[str, object]] = []
         self.record = IterableRecord()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self.user_dataset)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in _OWN:
             raise AttributeError(name)
         return getattr(self.user_dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -356,7 +356,7 @@ class IterableSide(IterableDataset[Any]):
             " load_state_dict, or `set_epoch`; or pass strict=False."
         )
 
-    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> object:
         """Note that all samples of a batch are drawn, then collate it with the user's function."""
         record = self._current.record
         if record is not None:
@@ -422,7 +422,7 @@ class _Samples(Iterator[object]):
         self._samples = samples
         self._record = record
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         side, record = self._side, self._record
         side._current.record = record
         if record is None:

@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -127,7 +126,7 @@ class Iteration:
     workers: IterationWorkers | None
     num_out: int = 0
     iterable: IterableRecord | None = None
-    dataset: Any = None
+    dataset: object = None
     dataset_states: deque[tuple[int, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
 
     def __post_init__(self) -> None:
@@ -173,7 +172,7 @@ class CountedBatches(Iterator[object]):
         resumed = None if iteration.workers is None else iteration.workers.resumed_states
         self._num_unheard = 0 if resumed is None else len(resumed) + 1
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
@@ -186,7 +185,7 @@ class CountedBatches(Iterator[object]):
             iteration.count()
         return batch
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         try:
             batch = next(self._batches)
         finally:

@@ -83,7 +83,7 @@ class DatasetObjects:
         state = self._state.state_dict()
         return state if state[NODES] or state[LOST] else {}
 
-    def between(self) -> dict[str, Any] | None:
+    def between(self) -> dict[str, object] | None:
         """Return the state that the next iteration depends on; ``None`` if it is part of the trained module's state."""
         return None if self.is_fed else self._state.state_dict()
 
@@ -91,7 +91,7 @@ class DatasetObjects:
         """Restore a state of `at_start` or `between`; return a line for each thing that could not be restored."""
         return self._state.load_state_dict(state)
 
-    def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, object]]:
         """Return the current values to restore after `states` are loaded; nothing if no module is trained."""
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
 
@@ -132,7 +132,7 @@ class LoaderObjects:
             drops_saved=True,
         )
         self._dataset = loader.dataset
-        self._owed_memory: Mapping[str, Any] = {}
+        self._owed_memory: Mapping[str, object] = {}
         self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, rules)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
         if known is not None and known._dataset is loader.dataset:
@@ -143,7 +143,7 @@ class LoaderObjects:
             self._copied = ObjectState({**roots, **users_namespaces(roots)}, COPIES_RULES)
             self._shared = ObjectState(self._copied.things_of(is_shared))
 
-    def of_start(self) -> dict[str, Any]:
+    def of_start(self) -> dict[str, object]:
         """Return the changes on the sampler and on everything that it may read."""
         if isinstance(self._dataset, IterableDataset):  # its iteration reports its position
             return {}
@@ -164,7 +164,7 @@ class LoaderObjects:
         """Return the changes in memory that workers share with this process. It has only a current state."""
         return self._shared.state_dict() if len(self._shared) else {}
 
-    def owe_memory(self, state: Mapping[str, Any]) -> None:
+    def owe_memory(self, state: Mapping[str, object]) -> None:
         """Let `put_back` restore a state of `of_memory`, before workers are created."""
         self._owed_memory = state
 
@@ -237,7 +237,7 @@ class LiveObjects:
             roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))
         return roots
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the changes since this object was created; an empty dict if there are none."""
         self._state.add(self._roots())
         return _if_any(self._state.state_dict())
@@ -257,7 +257,7 @@ class LiveObjects:
         own = {name: state[name] for name in (NODES, TABLE, LOST)}
         return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
 
-    def begin_load(self, *states: Mapping[str, Any]) -> None:
+    def begin_load(self, *states: Mapping[str, object]) -> None:
         """Prepare to load `states`: shared objects that other loaders have loaded are reset to earlier values."""
         shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
         for other in self._older:
@@ -275,7 +275,7 @@ class LiveObjects:
         """Restore the current values of globals after the block. The block may load them from these `states`."""
         return kept_as_now(self._globals, [state[_GLOBALS] for state in states if _GLOBALS in state])
 
-    def live(self) -> dict[str, Any]:
+    def live(self) -> dict[str, object]:
         """Return the iterators, threads, and queues that the next iteration may continue from, by path."""
         return {path: value for path, value in _things_in(self._roots()).items() if _is_live(value)}
 
@@ -322,7 +322,7 @@ def _if_any(state: dict[str, object]) -> dict[str, object]:
     return state if state[NODES] or state[LOST] else {}
 
 
-def digest_of(state: Mapping[str, Any]) -> Any:
+def digest_of(state: Mapping[str, Any]) -> object:
     """Return a value that distinguishes the changes on objects, without the parts that could not be carried."""
     around = state.get(_GLOBALS, {})
     return digests_of({name: [state.get(name), around.get(name)] for name in (NODES, TABLE)})
@@ -364,7 +364,7 @@ class WorkerObjects:
         self._far_seconds, self._far_at = 0.0, 0.0
         self._lost: dict[str, str] = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the changes, and those that are too large to carry; an empty dict if there are none."""
         self._changing.update(dict.fromkeys(self._near.take_changed()))
         self._look_far()
@@ -419,7 +419,7 @@ def _at_moments(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from _of_position(position)
 
 
-def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
     moments = (position.get("start") or {}, position.get("first") or {}, position)
     for objects in (moment.get("objects") or {} for moment in moments):
         # Iterators are created again where the iteration begins again, and the resulting samples are compared.

@@ -33,7 +33,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd number with well-spread bits
 _MAX_TRIES = 4
 
 
-def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
+def why_not_per_sample(loader: DataLoader[object]) -> str | None:
     """Return why the samples of `loader` can't be seeded one by one, or ``None`` if they can."""
     if isinstance(loader.dataset, IterableDataset):
         return (
@@ -146,7 +146,7 @@ class PerSampleDataset:
         self._before: tuple[Any, ...] | None = None
         self._current: SeededIndices | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -158,7 +158,7 @@ class PerSampleDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         return self._fetch(index) if isinstance(index, SeededIndices) else self._dataset[index]
 
     def __getitems__(self, indices: Any) -> list[object]:
@@ -200,13 +200,13 @@ class PerSampleDataset:
             self._put_back()
             raise
 
-    def _take(self, batch: SeededIndices, held: HeldGenerators) -> Any:
+    def _take(self, batch: SeededIndices, held: HeldGenerators) -> object:
         if not self._is_batched:
             return self._sample(batch, batch.place, batch.indices, held)
         first, step = batch.place, batch.step
         return [self._sample(batch, first + i * step, index, held) for i, index in enumerate(batch.indices)]
 
-    def _sample(self, batch: SeededIndices, place: int, index: Any, held: HeldGenerators) -> Any:
+    def _sample(self, batch: SeededIndices, place: int, index: Any, held: HeldGenerators) -> object:
         for _ in range(_MAX_TRIES):
             seeded = seed_generators(batch.seed, batch.epoch, place, held)
             sample = self._dataset[index]
@@ -219,7 +219,7 @@ class PerSampleDataset:
             'worker_rng="capture".'
         )
 
-    def collate(self, samples: Any) -> Any:
+    def collate(self, samples: Any) -> object:
         """Collate a batch with the user's function, after the seeds of its last sample."""
         batch, held = self._current, self._held
         if batch is None or held is None:  # another iteration beside the followed one

@@ -163,7 +163,7 @@ class RemainingBatches:
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
 
 
-def deal_as_json(deal: RemainingBatches) -> dict[str, Any]:
+def deal_as_json(deal: RemainingBatches) -> dict[str, object]:
     """Return the state of a deal in a form that JSON can hold."""
     state: dict[str, Any] = dict(deal.state_dict())
     state["order"]["generator"] = base64.b64encode(zlib.compress(deal.order.generator)).decode()

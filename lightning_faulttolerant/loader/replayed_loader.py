@@ -124,7 +124,7 @@ def is_replayed(loader: object) -> bool:
     return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy says it is not Hashable
 
 
-def why_not_replayed(loader: Any) -> str | None:
+def why_not_replayed(loader: object) -> str | None:
     """Return why `loader` can't be drawn from again, or ``None`` if it can, as far as that is known in advance."""
     for name, inner in torch_loaders_in(loader).items():
         reason = why_not_drawn_again(inner)

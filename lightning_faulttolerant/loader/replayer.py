@@ -40,8 +40,8 @@ class ChainIteration:
     """
 
     num_before: int = 0
-    objects: Mapping[str, Any] = field(default_factory=dict)
-    first: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, object] = field(default_factory=dict)
+    first: Mapping[str, object] = field(default_factory=dict)
     num_out: int = 0
     has_ended: bool = False
     digests: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_DIGESTS))
@@ -114,7 +114,7 @@ class Chain:
         run.num_out += 1
         run.digests.append((run.num_out, sample_digest(batch, run.digests[-1][1])))
 
-    def state_dict(self, run: ChainIteration, consumed: int | None) -> dict[str, Any]:
+    def state_dict(self, run: ChainIteration, consumed: int | None) -> dict[str, object]:
         """Return the state that `play` needs to draw everything again up to a position.
 
         Args:
@@ -259,7 +259,7 @@ class Replayer:
             chain.note_iterator(now, after)
         return batches, iteration
 
-    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, object]:
         """Return the position.
 
         Args:
@@ -337,7 +337,7 @@ class Replayer:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""
         return self.objects.at_start()
 
-    def live(self) -> list[Any]:
+    def live(self) -> list[object]:
         """Return the iterators and similar objects in the loader, which a replay creates again."""
         return list(self.objects.live().values())
 
@@ -350,7 +350,7 @@ class ReplayedBatches(Iterator[object]):
         self._replayer = replayer
         self._iteration = iteration
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if not self._iteration.num_out:
             self._iteration.note_first(self._replayer.objects_at_start())
         before = self._replayer.moment()

@@ -29,7 +29,7 @@ from lightning_faulttolerant.state.generators import fresh_torch_state
 DEAL = "deal"
 
 
-def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | None) -> dict[str, Any]:
+def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | None) -> dict[str, object]:
     """Return one state, for each of any number of ranks, from the states of all ranks of a training loader.
 
     Args:
@@ -191,7 +191,7 @@ class SeededSamples:
             self._seeds.seed_workers(loader.generator)
             return make_iterator()
 
-    def state_dict(self, record: IndexRecord | None = None, consumed: int | None = None) -> dict[str, Any]:
+    def state_dict(self, record: IndexRecord | None = None, consumed: int | None = None) -> dict[str, object]:
         """Return the position of the loader: in the iteration of `record`, or between iterations."""
         num_begun = self._seeds.num_begun if record is None else record.epoch + 1
         return {

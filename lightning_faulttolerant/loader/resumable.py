@@ -216,7 +216,7 @@ class _MethodOf:
         self._loader = weakref.ref(loader)
         self._name = name
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         loader = self._loader()
         if loader is None:
             raise ReferenceError("the loader whose state is requested no longer exists")

@@ -58,7 +58,7 @@ class SamplerStates:
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        sampler: Iterable[object],
         *,
         held: HeldGenerators,
         exactness: Exactness,
@@ -102,7 +102,7 @@ class SamplerStates:
             start: The moment when the sampler starts.
             is_resumed: Whether the iteration is resumed: `start` then has no objects.
         """
-        objects: Mapping[str, Any] = {}
+        objects: Mapping[str, object] = {}
         if self._objects is not None:
             knows = not is_resumed and not self._is_endless
             objects = of_workers_in(start.objects) if knows else self._objects.of_workers()
@@ -123,7 +123,7 @@ class SamplerStates:
         if missing:
             self._exactness.refuse(f"The order of samples begins again: {lacks_generators(missing)}")
 
-    def own_progress(self) -> list[Any]:
+    def own_progress(self) -> list[object]:
         """Return the positions that this package's samplers keep: the user may advance them."""
         return [s.progress_state() if is_interruptible(s) else None for s in self._samplers_with_epoch()]
 
@@ -131,7 +131,7 @@ class SamplerStates:
         """Set this package's samplers to the positions that `own_progress` returned."""
         put_epochs(self._samplers_with_epoch(), states)
 
-    def _epochs(self) -> list[Any]:
+    def _epochs(self) -> list[object]:
         return epochs_of(self._samplers_with_epoch())
 
     def _samplers_with_epoch(self) -> list[Any]:
@@ -188,7 +188,7 @@ class Replay:
         )
         return self._rest(found, indices)
 
-    def _drawn(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[Any]:
+    def _drawn(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[object]:
         num_drawn = 0
         for number, states in DrawLog(self._plan.log).states():
             yield from islice(indices, number - num_drawn)
@@ -199,7 +199,7 @@ class Replay:
     def _is_recent(self, again: list[object]) -> bool:
         return pack_indices(again) == pack_indices(list(self._plan.recent))
 
-    def _rest(self, again: list[object], indices: Iterator[object]) -> Iterator[Any]:
+    def _rest(self, again: list[object], indices: Iterator[object]) -> Iterator[object]:
         kept = list(self._plan.recent)
         if any(isinstance(batch, NotKept) for batch in kept):
             kept = again
@@ -232,7 +232,7 @@ class _Once(Iterable[int]):
 
 def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
     if is_interruptible(sampler):
-        rest: Iterator[Any] = sampler.iter_from(num_indices)
+        rest: Iterator[object] = sampler.iter_from(num_indices)
         return rest
     skip = _SKIPS.get(type(sampler))
     if skip is None or not order_follows_from_start(sampler) or num_indices > len(sampler):

@@ -99,7 +99,7 @@ class StreamedEpochs:
         for stream in self._streams:
             stream.book.note(*stream.book.place, is_moved=True)
 
-    def state_dict(self, *, in_iteration: bool) -> list[dict[str, Any]]:
+    def state_dict(self, *, in_iteration: bool) -> list[dict[str, object]]:
         """Return where each data set begins an iteration: the current one or the next one.
 
         Raises:

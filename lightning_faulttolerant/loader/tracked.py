@@ -289,7 +289,7 @@ class TrackedLoader:
         new_workers, had_others = not self._has_living_workers, self._has_other_workers
         self.index_side.begin(plan, new_workers=new_workers, epoch=epoch, has_other_workers=had_others)
 
-    def state_dict(self, consumed: int | None, iteration: Iteration | None = None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: Iteration | None = None) -> dict[str, object]:
         """Return the position.
 
         Args:
@@ -311,7 +311,7 @@ class TrackedLoader:
         more |= {"foreign": self._foreign.state_dict(in_iteration=in_iteration), "memory": self.objects.of_memory()}
         return {**self._state(consumed, iteration), **more}
 
-    def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
+    def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, object]:
         if iteration is None:
             iteration = self.iteration
         if iteration is None or consumed is None or self._is_asked:

@@ -123,14 +123,14 @@ class WorkerSide:
         # If there are more workers than before and strict is off, the new ones keep the states they started with.
         self._states.begin(start.states[worker_id] if worker_id < len(start.states) else None)
 
-    def collate(self, samples: object) -> Any:
+    def collate(self, samples: object) -> object:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples) if self._guarded is None else self._guarded_batch(samples)
         if self._states is not None:
             self._states.leave_after_batch()
         return batch
 
-    def _guarded_batch(self, samples: object) -> Any:
+    def _guarded_batch(self, samples: object) -> object:
         error = error_in(samples)
         if error is not None:
             return error
@@ -321,7 +321,7 @@ class _Generators:
         self._states: Mapping[str, bytes] | None = None
         self._packed = b""
 
-    def packed(self, iterable: IterableSide | None, dataset: Any, objects: Mapping[str, object]) -> bytes:
+    def packed(self, iterable: IterableSide | None, dataset: object, objects: Mapping[str, object]) -> bytes:
         """Return the state of the worker, with the parts that are passed, if any."""
         self.held.refresh()  # objects often create their generator on first use
         if objects or iterable is not None or dataset is not None or len(self.held):

@@ -56,7 +56,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from lightning_faulttolerant.records.slow_ranks import SlowRank
 
@@ -410,7 +409,7 @@ class Parent:
     global_step: int
     changed: tuple[str, ...] = ()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the parent as plain values."""
         return {**asdict(self), "changed": list(self.changed)}
 

@@ -217,7 +217,7 @@ def read_outcomes(request: ReplayRequest) -> dict[int, ReplayOutcome]:
     return outcomes
 
 
-def _place(found: dict[str, Any] | None) -> Any:
+def _place(found: dict[str, Any] | None) -> object:
     return None if found is None else StepPlace(**found)
 
 

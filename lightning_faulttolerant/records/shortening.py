@@ -171,7 +171,7 @@ def _sum(one: Line | None, other: Line) -> Line:
     return {**other, **sums, "since": one.get("since"), "longest": longest}
 
 
-def _began(autosave: Line) -> Any:
+def _began(autosave: Line) -> object:
     """Return when training began to wait for an autosave. A capture may have been taken long before."""
     taken = autosave.get("taken", autosave.get("time"))
     if autosave.get("behind") is True or not isinstance(taken, (int, float)):

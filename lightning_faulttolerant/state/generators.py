@@ -169,7 +169,7 @@ class HeldGenerators:
         return missing
 
     def _resolve(self, path: Path) -> object:
-        value: Any = self._roots
+        value: object = self._roots
         try:
             for kind, key in path:
                 value = take_step(value, kind, key)
@@ -198,7 +198,7 @@ class _Watched:
     """A container, or the attributes of an object, and their content at the last check."""
 
     path: Path
-    value: Any
+    value: object
     container: Any
     kind: str
     left_out: Sequence[str]
@@ -314,7 +314,7 @@ def _parts(blob: bytes) -> tuple[str, str, bytes]:
     return kind, spawning, state
 
 
-def make_generator(blob: bytes) -> Any:
+def make_generator(blob: bytes) -> object:
     """Return a new generator with the kind and the state in `blob`."""
     kind, spawning, state = _parts(blob)
     generator: object

@@ -78,7 +78,7 @@ def with_metrics_state(module: nn.Module) -> list[nn.Module]:
     return [child for child in _children(module).values() if _is_kept(child)]
 
 
-def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
+def metrics_state(module: nn.Module) -> dict[str, dict[str, object]]:
     """Return a copy of the state of each metric, collection and tracker, by path."""
     children = _children(module)
     metrics = {name: metric_state(metric) for name, metric in _of_kind(Metric, children).items()}
@@ -112,7 +112,7 @@ def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, object]]) 
             trackers[name].increment()
 
 
-def metric_state(metric: Metric) -> dict[str, Any]:
+def metric_state(metric: Metric) -> dict[str, object]:
     """Return a copy of one metric's state."""
     values = {name: _copy(value) for name, value in metric.metric_state.items()}
     return {"values": values, "attributes": _attributes(metric), "update_count": metric.update_count}
@@ -129,7 +129,7 @@ def load_metric(metric: Metric, state: Mapping[str, Any]) -> list[str]:
     return sorted(state["values"].keys() - metric.metric_state.keys())
 
 
-def _groups_state(collection: MetricCollection) -> dict[str, Any]:
+def _groups_state(collection: MetricCollection) -> dict[str, object]:
     # Groups are found in the first update, by states that happen to be equal then. In another run they may differ.
     return {
         "groups": [list(group) for group in collection.compute_groups.values()],
@@ -273,7 +273,7 @@ def _merge_none(values: Sequence[object], default: object, rank: int) -> tuple[o
     return _merge_unknown(values, default, rank)
 
 
-_MERGES: dict[Callable[..., Any] | None, Merge] = {
+_MERGES: dict[Callable[..., object] | None, Merge] = {
     dim_zero_sum: _merge_sum,
     dim_zero_mean: _merge_mean,
     dim_zero_max: _merge_max,

@@ -382,7 +382,7 @@ def _kept(elements: Sequence[object], keys: Keys) -> dict[str, object]:
     return {**found, "order": zlib.compress(places.tobytes(), _LEVEL)}
 
 
-def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> Any:
+def _order(elements: Sequence[object], kept: Mapping[str, Any]) -> object:
     """Return the indices of the elements in the order that was kept; ``None`` if the elements are others."""
     if len(elements) != kept["length"]:
         return None

@@ -60,7 +60,7 @@ class Content:
     """
 
     value: Any
-    owner: Any
+    owner: object
     name: str
     digest: str
 
@@ -68,7 +68,7 @@ class Content:
         """Replace the elements, in the same object if it allows that."""
         if orders.fill(self.value, elements):
             return
-        made: Any = None
+        made: object = None
         if isinstance(self.value, tuple):
             made = tuple(elements)
         else:  # a read-only array

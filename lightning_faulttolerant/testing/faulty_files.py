@@ -376,7 +376,7 @@ class PowerLoss:
         image.write_to(self._root)
         return isinstance(error, PowerLost)
 
-    def _take(self, step: Step, carry_out: Callable[..., object]) -> Any:
+    def _take(self, step: Step, carry_out: Callable[..., object]) -> object:
         with self._lock:  # one step at a time, so that the recorded state matches the done steps
             if self._image is None and self._at is not None and step.number >= self._at:
                 self._image = self._disk.image(self._keeps)

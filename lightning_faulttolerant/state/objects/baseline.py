@@ -44,7 +44,7 @@ def hold(value: object) -> object:
     return Weak(value) if is_data and is_large(value) else value
 
 
-def held(value: object) -> Any:
+def held(value: object) -> object:
     """Return the value that `hold` was called with; ``None`` if it no longer exists."""
     return value() if type(value) is Weak else value
 
@@ -265,7 +265,7 @@ def _array_mark(array: Any) -> Mark:
     return is_same
 
 
-def _content(array: Any) -> Any:
+def _content(array: Any) -> object:
     """Return a value that differs if the contents of two arrays differ; for a large one, the sums of its bits."""
     place = (array.shape, array.dtype)
     if array.nbytes <= SMALL_BYTES:

@@ -117,11 +117,11 @@ class Decoder:
     def __init__(self, graph: Graph, table: Sequence[Any]) -> None:
         self._graph = graph
         self._table = table
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, object] = {}
         self._unfilled: list[int] = []
         self._is_at_once = False
 
-    def decode(self, encoded: Any) -> Any:
+    def decode(self, encoded: Any) -> object:
         """Return the value that `encoded` stands for.
 
         Raises:
@@ -131,7 +131,7 @@ class Decoder:
         self._fill_made()
         return value
 
-    def _decode(self, encoded: Any) -> Any:
+    def _decode(self, encoded: Any) -> object:
         if not isinstance(encoded, list):
             return encoded
         kind, *rest = encoded
@@ -210,26 +210,26 @@ class Decoder:
             raise NothingThereError(f"the class {name} no longer exists")
         return found
 
-    def _part(self, name: str) -> Any:
+    def _part(self, name: str) -> object:
         found = found_part(name, self._graph)
         if found is None and name != "builtins:NoneType":
             raise NothingThereError(f"{name} no longer exists")
         return found
 
-    def _method(self, owner: object, name: str) -> Any:
+    def _method(self, owner: object, name: str) -> object:
         found = found_method(owner, name)
         if found is None:
             raise NothingThereError(f"{type(owner).__name__}.{name} no longer exists")
         return found
 
-    def _enum(self, kind: str, name: str, encoded: Sequence[object]) -> Any:
+    def _enum(self, kind: str, name: str, encoded: Sequence[object]) -> object:
         found = self._class(name)
         try:
             return found[encoded] if kind == "enum" else found(self._decode(encoded))
         except (KeyError, ValueError) as error:
             raise NothingThereError(f"{name} no longer has {encoded}") from error
 
-    def _items(self, items: Any, *, has_hashes: bool = False) -> list[Any]:
+    def _items(self, items: Any, *, has_hashes: bool = False) -> list[object]:
         if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
             numbers: list[object] = items[1].tolist()
             return numbers
@@ -259,7 +259,7 @@ class Decoder:
         while self._unfilled:
             self._fill_one(self._unfilled.pop())
 
-    def _empty_one(self, kind: str, *rest: Any) -> Any:
+    def _empty_one(self, kind: str, *rest: Any) -> object:
         """Return a new object; one that can change is still without its content."""
         if kind in _CONTAINERS:
             return self._empty_container(kind, *rest)
@@ -300,7 +300,7 @@ class Decoder:
             raise NothingThereError(f"a {rest[0]} can't be recreated from its bytes")
         raise NothingThereError(f"a {kind} comes from a newer version of the package")
 
-    def _empty_container(self, kind: str, items: Iterable[object], more: Any, *own: Any) -> Any:
+    def _empty_container(self, kind: str, items: Iterable[object], more: Any, *own: Any) -> object:
         value: Any = _empty(self._class(own[0]) if own else BUILTINS[kind])
         if kind == "defaultdict":
             defaultdict.__init__(value, None if more == ["same factory"] else self._hashable(more))
@@ -342,7 +342,7 @@ _MAPPINGS = ("dict", "defaultdict", "OrderedDict", "Counter")
 _CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
 
 
-def _progress_bar(name: str, position: object, total: object, description: Any, is_shown: bool) -> Any:
+def _progress_bar(name: str, position: object, total: object, description: Any, is_shown: bool) -> object:
     """Return a progress bar that continues where the old one was."""
     kind = found_progress_bar(name)
     if kind is None:
@@ -351,7 +351,7 @@ def _progress_bar(name: str, position: object, total: object, description: Any, 
     return kind(total=total, initial=position, desc=description, disable=not is_shown)
 
 
-def _plain(value: Any) -> list[Any]:
+def _plain(value: Any) -> list[object]:
     """Return copies of the items of plain data; pairs for a dict."""
     copied = copy.deepcopy(value)
     return list(copied.items()) if isinstance(copied, dict) else copied
@@ -367,7 +367,7 @@ def _check_order(value: set[Any], wanted: list[object]) -> None:
         raise NothingThereError("a set of numbers has the same items, but yields them in another order; sort it")
 
 
-def _empty(kind: type) -> Any:
+def _empty(kind: type) -> object:
     """Return a new object of a class, created by its first base that is Python's own, without running its code."""
     maker = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
     return maker.__new__(kind)  # type: ignore[call-overload]  # mypy: takes it for `type`

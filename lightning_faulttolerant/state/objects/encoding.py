@@ -159,7 +159,7 @@ class Encoder:
         """
         return self._or_nothing(self._encode, value)
 
-    def state(self, state_dict: object) -> Any:
+    def state(self, state_dict: object) -> object:
         """Return the encoded form of a ``state_dict``: like `encode`, but tensors are copies without a graph.
 
         Raises:
@@ -171,7 +171,7 @@ class Encoder:
         finally:
             self._has_graphs = True
 
-    def content(self, value: object) -> list[Any]:
+    def content(self, value: object) -> list[object]:
         """Return the content of an object that the fit began with, to be restored into that object.
 
         Raises:
@@ -180,7 +180,7 @@ class Encoder:
         encoded: list[object] = self._or_nothing(self._content_or_bytes, value)
         return encoded
 
-    def _content_or_bytes(self, value: object) -> list[Any]:
+    def _content_or_bytes(self, value: object) -> list[object]:
         try:
             return self._content(value)
         except CantCarryError as error:
@@ -357,7 +357,7 @@ class Encoder:
         finally:
             self._place = before
 
-    def _content(self, value: Any) -> list[Any]:
+    def _content(self, value: Any) -> list[object]:
         if self._has_plain and type(value) in (list, dict):
             plain = self._plain(value)
             if plain is not None:
@@ -391,7 +391,7 @@ class Encoder:
             return ["cell", self._items(kinds.contents_of_cell(value))]
         raise why_not(value)
 
-    def _plain(self, value: object) -> list[Any] | None:
+    def _plain(self, value: object) -> list[object] | None:
         """Return the encoded form of plain data; ``None`` for other values, and if other objects refer to its parts."""
         found = plain_of(value)
         if found is None or self._graph.may_have_met(found.ids) or not self._new.numbers.keys().isdisjoint(found.ids):
@@ -404,7 +404,7 @@ class Encoder:
         self._kept_plain.append(value)
         return ["plain", found.copy()]
 
-    def _tensor(self, tensor: Tensor) -> list[Any]:
+    def _tensor(self, tensor: Tensor) -> list[object]:
         self._limit.take(tensor.numel() * tensor.element_size())
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
@@ -431,7 +431,7 @@ class Encoder:
             return ["same factory"]  # the factory of the existing dict
         return self._encode(value.default_factory)
 
-    def _items(self, items: Iterable[object]) -> Any:
+    def _items(self, items: Iterable[object]) -> object:
         values = list(items)
         self._limit.take(8 * len(values))
         if len(values) >= _MIN_NUMBERS:

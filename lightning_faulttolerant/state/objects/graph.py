@@ -40,8 +40,8 @@ class Node:
 
     kept: object
     mark: Mark | None = None
-    attributes: dict[str, Any] | None = None
-    state: Any = None
+    attributes: dict[str, object] | None = None
+    state: object = None
     raw: tuple[list[str], list[int]] | None = None
 
     @property

@@ -45,7 +45,7 @@ def items_of(value: object) -> list[object]:
     return [key for key, _ in pairs_of(value)] if isinstance(value, dict) else list(_own(value).__iter__(value))
 
 
-def pairs_of(value: dict[object, object]) -> list[tuple[Any, Any]]:
+def pairs_of(value: dict[object, object]) -> list[tuple[object, object]]:
     """Return the keys and values of a dict, in its order."""
     own: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     return list(own.items(value))

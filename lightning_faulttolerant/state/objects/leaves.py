@@ -80,7 +80,7 @@ def encode_array(array: Any) -> list[object]:
     Raises:
         CantCarryError: If its dtype differs when it is read again.
     """
-    dtype: Any = array.dtype.str
+    dtype: object = array.dtype.str
     if array.dtype.names is not None or array.dtype.subdtype is not None:
         dtype = [[name, kind, *map(list, shape)] for name, kind, *shape in array.dtype.descr]
     if array.dtype != _dtype(dtype):
@@ -151,7 +151,7 @@ class Plain:
     ids: frozenset[int]
     num_bytes: int
 
-    def copy(self) -> Any:
+    def copy(self) -> object:
         """Return a copy, including everything inside."""
         # Safe: the bytes are our own, of plain data.
         return pickle.loads(pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL)) if self.ids else self.value.copy()

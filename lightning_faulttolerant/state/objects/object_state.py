@@ -231,7 +231,7 @@ class ObjectState:
         changed = self._parts_changed(node) | set(always)
         if without:
             changed = {part for part in changed if _path_of(path, part) not in without}
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         drops = self._rules.drops_saved
         if not changed or node.value is None:
             return found
@@ -315,7 +315,7 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
 
 def contents_of(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for path, content in state[NODES].items():
         found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
         found.update((f"{path}.{name}", encoded) for name, encoded in content.get("attributes", ()))

@@ -40,7 +40,7 @@ class Layer:
     roots: list[int]
     before: list[Any]
     places: dict[int, int]
-    flat: tuple[list[Any], list[Any]] | None = None
+    flat: tuple[list[object], list[object]] | None = None
 
     @property
     def is_marked(self) -> bool:

@@ -199,7 +199,7 @@ def _windows(throughput: Throughput) -> dict[str, Any]:
     }
 
 
-def _as_plain(window: Iterable[object]) -> list[Any]:
+def _as_plain(window: Iterable[object]) -> list[object]:
     # A NumPy or torch number becomes a Python number: a checkpoint must load with weights_only=True.
     return [value.item() if hasattr(value, "item") else value for value in window]
 

@@ -205,13 +205,13 @@ class SavedEvaluation:
     @property
     def drawn(self) -> Mapping[str, object]:
         """What the script drew before the first start."""
-        found: Mapping[str, Any] = (self.state.get(OBJECTS) or {}).get(DRAWN, {})
+        found: Mapping[str, object] = (self.state.get(OBJECTS) or {}).get(DRAWN, {})
         return found
 
     @property
     def dealt(self) -> list[Mapping[str, object]]:
         """What is left of each loader, if a different number of ranks began."""
-        states: list[Mapping[str, Any]] = list(self.state.get(DEALT, {}).get("loaders", ()))
+        states: list[Mapping[str, object]] = list(self.state.get(DEALT, {}).get("loaders", ()))
         return states if any(state["consumed"] for state in states) and not self.position.is_finished else []
 
     def note_about_repeated(self, function: str) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ class EvaluationResume:
     @property
     def run(self) -> Mapping[str, Any]:
         """The place of the loop."""
-        found: Mapping[str, Any] = self._saved.state[VALIDATION_RUN]
+        found: Mapping[str, object] = self._saved.state[VALIDATION_RUN]
         return found
 
     @property

@@ -106,7 +106,7 @@ class Experiments:
             if isinstance(logger, MLFlowLogger):
                 _finalize_once_as(logger, _KILLED)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, object]]:
         """Return the run of each logger that has begun one, and how much was logged to it so far."""
         loggers = [(key, logger) for key, logger in self._keyed() if compat.has_begun(logger)]
         return [
@@ -340,7 +340,7 @@ class MLflowPoints:
         params: Sequence[object] = (),
         *args: object,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         if run_id != self._run_id:
             return log_batch(run_id, metrics, params, *args, **kwargs)
         new = [one for one in metrics if not self._passes(one.key, one.step, one.value)]
@@ -358,7 +358,7 @@ class MLflowPoints:
         step: int | None = None,
         *args: object,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         if run_id == self._run_id and self._passes(key, step or 0, value):
             return None
         return log_metric(run_id, key, value, timestamp, step, *args, **kwargs)

@@ -336,7 +336,7 @@ class CheckpointFiles:
         return [callback for callback in found if isinstance(callback, ModelCheckpoint)]
 
 
-def _absolute(state: Mapping[str, Any], anchor: str) -> dict[str, Any]:
+def _absolute(state: Mapping[str, Any], anchor: str) -> dict[str, object]:
     """Return a state of a ModelCheckpoint, Lightning's or ours, with all paths absolute."""
     made = dict(state)
     for name, value in state.items():

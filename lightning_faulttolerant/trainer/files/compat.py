@@ -112,7 +112,7 @@ def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -
     return state
 
 
-def as_saved(attributes: Mapping[str, object], path: str, step: int) -> dict[str, Any]:
+def as_saved(attributes: Mapping[str, object], path: str, step: int) -> dict[str, object]:
     """Return `attributes` of `model_checkpoint_state` as they are after `path` is written."""
     return {**attributes, "_last_global_step_saved": step, "_last_checkpoint_saved": path}
 

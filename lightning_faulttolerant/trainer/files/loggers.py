@@ -30,7 +30,7 @@ FileLogger = compat.FileLogger
 class _FileFollower(Protocol):
     """Knows how much a logger has logged so far, without reading its files."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return how much was logged."""
 
     def flush(self) -> None:
@@ -118,7 +118,7 @@ class LoggerFiles:
         compat.set_version(logger, state["version"])
         return True
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, object]]:
         """Return how much each logger that has begun its files has logged so far."""
         states = []
         for key, logger in self._keyed():
@@ -174,7 +174,7 @@ class _CSVRows:
         if not row.keys() <= set(self._columns):
             self._columns = tuple(sorted({*self._columns, *row}))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"num_rows": self._num_rows, "columns": list(self._columns)}
 
     def flush(self) -> None:
@@ -204,7 +204,7 @@ class _TensorBoardSteps:
         if step is not None and step > self._last_step:
             self._last_step = _last_steps[self._logger] = int(step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         # Values that an earlier run logged to the same directory, below the step where this run begins, stay too.
         return {"purge_step": max(self._last_step + 1, compat.logged_step(self._trainer))}
 

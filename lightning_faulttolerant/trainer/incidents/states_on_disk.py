@@ -59,7 +59,7 @@ class StatesOnDisk:
         """Return a rank's name for messages."""
         return f"rank {rank}"
 
-    def to_all(self, step: str, value: object) -> list[Any]:
+    def to_all(self, step: str, value: object) -> list[object]:
         """Not possible: files only go to rank 0.
 
         Raises:
@@ -67,11 +67,11 @@ class StatesOnDisk:
         """
         raise NotImplementedError(step)
 
-    def from_first(self, step: str, value: object) -> Any:
+    def from_first(self, step: str, value: object) -> object:
         """Return nothing on each rank: rank 0 sends no digests, so the others leave their whole states."""
         return {}
 
-    def to_first(self, step: str, value: Any) -> list[Any] | None:
+    def to_first(self, step: str, value: Any) -> list[object] | None:
         """Leave this rank's state; on rank 0, return those of all ranks in order.
 
         Args:

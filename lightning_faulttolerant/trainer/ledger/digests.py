@@ -134,7 +134,7 @@ def digest(value: object) -> str:
     return state.text()
 
 
-def exact(value: Any) -> Any:
+def exact(value: Any) -> object:
     """Return a number as text that loses no bit, or anything else in a form that JSON can hold."""
     value = shard_of(value)
     if isinstance(value, Tensor):

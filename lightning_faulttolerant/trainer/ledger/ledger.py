@@ -335,7 +335,7 @@ class FitLedger:
             known["order"] = None if self._order is None else self._order.of_batch()
         return known
 
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> Any:
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if step_fetches(self._trainer):
             outcome = self._run_fetching(original, *args, **kwargs)
         else:

@@ -194,7 +194,7 @@ class Loaders:
         self._continued.check = Continued().check
         self._continued.resumed = ResumedPlaces()
 
-    def process(self, loader: Any) -> Any:
+    def process(self, loader: Any) -> object:
         """Return the replacement for a loader that Lightning has processed."""
         loader = user_loader(loader)  # a user's CombinedLoader that is used again still holds our copies
         stage, index = self._next_place
@@ -418,7 +418,9 @@ class Loaders:
         Args:
             keeps_generators: Whether it may hold the state of a generator, which is 3 KB long.
         """
-        found: dict[str, dict[str, Any] | None] = {place: None for place in self.untracked if place.startswith(TRAIN)}
+        found: dict[str, dict[str, object] | None] = {
+            place: None for place in self.untracked if place.startswith(TRAIN)
+        }
         for place, tracker in self._training().items():
             has_indices = isinstance(tracker, TrackedLoader) and tracker.iterable is None
             record = getattr(tracker.iteration, "record", None) if has_indices else None

@@ -151,7 +151,7 @@ class PrefetchState(NamedTuple):
     ``iterations`` holds each tracker's own iteration, and how many batches it had yielded.
     """
 
-    iterations: Mapping[str, tuple[Any, int]]
+    iterations: Mapping[str, tuple[object, int]]
     combined: Mapping[str, object] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
@@ -236,7 +236,7 @@ class KnownLoaders:
     untracked: dict[str, object] = field(default_factory=dict)
     own: dict[str, OwnState] = field(default_factory=dict)
     whole: list[OfWholeLoader] = field(default_factory=list)
-    combined: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    combined: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
     def clear(self) -> None:
         """Forget the loaders. Their fingerprints stay."""
