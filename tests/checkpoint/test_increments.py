@@ -341,6 +341,30 @@ def test_a_copy_without_its_base_is_refused_with_its_name(series: AutosaveSeries
         (place / base.name).unlink()
 
 
+def test_the_base_is_found_however_the_path_is_written(
+    series: AutosaveSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to any directory, and through links to the autosave or to its directory."""
+    for step in range(3):
+        save(series, checkpoint(step, **frozen()), keep=step == 0)
+    kept_folder = Path(series.directory) / "kept"
+    [kept] = kept_folder.iterdir()
+    (kept_folder / "within").mkdir()
+    (tmp_path / "link.ckpt").symlink_to(kept)
+    (tmp_path / "linked").symlink_to(kept_folder)
+    for place, path in {
+        kept_folder: kept.name,
+        kept_folder / ".": f"./{kept.name}",
+        kept_folder / "within": f"../{kept.name}",
+        kept_folder.parent: f"kept/{kept.name}",
+        tmp_path: "link.ckpt",
+        tmp_path / "linked": f"./{kept.name}",
+        tmp_path / "linked" / "within": f"{tmp_path}/linked/{kept.name}",
+    }.items():
+        monkeypatch.chdir(place)
+        assert load_file(path)["global_step"] == 0
+
+
 def test_flipped_bytes_are_detected(series: AutosaveSeries) -> None:
     """A changed byte of the autosave, or one of the base that it uses, must be detected or change nothing."""
     path = save(series, {"small": torch.arange(130), "global_step": 0})
