@@ -167,6 +167,31 @@ def test_a_change_that_torch_does_not_count_is_saved(series: AutosaveSeries, cha
     assert content_of(loaded) == content_of(quiet)
 
 
+class _Interrupted(dict[Any, Any]):
+    """Raises once when something is deleted, as a signal handler may."""
+
+    is_armed = True
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        if self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+
+def test_a_change_is_saved_after_a_save_that_was_interrupted(series: AutosaveSeries) -> None:
+    """A signal handler may raise while the tensor is being forgotten."""
+    quiet = torch.zeros(NUM_VALUES)
+    for step in range(2):
+        save(series, checkpoint(step, quiet=quiet))
+    quiet[7] = 1
+    assert series._increments is not None
+    series._increments._copies = _Interrupted(series._increments._copies)
+    with pytest.raises(KeyboardInterrupt):
+        save(series, checkpoint(2, quiet=quiet))
+    assert torch.equal(load_file(save(series, checkpoint(2, quiet=quiet)))["state_dict"]["quiet"], quiet)
+
+
 @pytest.mark.parametrize("num_values", [NUM_VALUES - 1, NUM_VALUES + 1, 300, 0])
 def test_a_tensor_of_another_size_is_saved(series: AutosaveSeries, num_values: int) -> None:
     """Also if it begins as the one before, which it replaces."""
