@@ -38,7 +38,7 @@ MIN_BYTES = 1024
 _NOT_IN_FIRST_BASE = ("optimizer_states",)
 # It may contain bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
 _NEVER_IN_BASE = (KEY,)
-_WITHIN_OBJECTS = ""
+_WITHIN_OBJECTS = None  # no key of a container that is searched
 _TEXT = "Tensors that the autosaves next to this file refer to. They can't be loaded without it."
 
 

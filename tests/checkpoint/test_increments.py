@@ -264,6 +264,16 @@ def test_tensors_of_a_librarys_own_class(series: AutosaveSeries) -> None:
         assert torch.equal(loaded.as_subclass(Tensor), own.as_subclass(Tensor))
 
 
+def test_no_key_stands_for_a_tensor_within_an_object(series: AutosaveSeries) -> None:
+    """Not even an empty one, with a list below it, is mistaken for the number of such a tensor."""
+    own = torch.ones(NUM_VALUES).as_subclass(Quantized)
+    for step in range(3):
+        path = save(series, {**checkpoint(step), "": [torch.zeros(NUM_VALUES)], "own": own})
+        loaded = load_file(path, weights_only=False)
+        assert torch.equal(loaded[""][0], torch.zeros(NUM_VALUES))
+        assert torch.equal(loaded["own"].as_subclass(Tensor), torch.ones(NUM_VALUES))
+
+
 def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:
     """It has no copies of what the earlier one contains; the old base goes with the last autosave that refers to it."""
     save(series, checkpoint(0, **frozen()))
