@@ -38,7 +38,7 @@ MIN_BYTES = 1024
 _NOT_IN_FIRST_BASE = ("optimizer_states",)
 # It may contain bytes that a trusted resume unpickles. They stay in the file whose permissions are checked.
 _NEVER_IN_BASE = (KEY,)
-_WITHIN_OBJECTS = ""
+_WITHIN_OBJECTS = None  # no key of a container that is searched
 _TEXT = "Tensors that the autosaves next to this file refer to. They can't be loaded without it."
 
 
@@ -192,9 +192,10 @@ class Increments:
     def _forget_changed(self, known: Mapping[Path, torch.UntypedStorage]) -> None:
         for path in list(self._copies):
             if path not in known or not is_equal(known[path], self._copies[path]):
-                del self._copies[path]
+                # The copy last: a signal handler may raise in between, and only what has a copy is compared.
                 for base in self._bases:
                     base.places.pop(path, None)
+                del self._copies[path]
         # One that was deleted or replaced is written again.
         self._bases = [base for base in self._bases if base.places and self._is_there(base)]
 

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
@@ -23,7 +23,7 @@ from lightning_faulttolerant.checkpoint.base_files import BASE_NAME
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.zip_records import Record, end_of
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.store import open_file, split_path
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file, split_path
 
 REFERENCES = "base.json"
 """The name of the record with the references."""
@@ -154,16 +154,24 @@ def _opened(path: str) -> IO[bytes]:
 
 
 def _opened_base(path: str | os.PathLike[str], name: str, opens: Opener) -> IO[bytes]:
-    directory = split_path(path)[0]
-    above = split_path(directory)[0] if directory else os.pardir
-    for folder in (directory, above):
+    for folder in _folders(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return opens(f"{folder}/{name}" if folder else name)
+            return opens(f"{folder.rstrip('/')}/{name}")
     reason = (
         f"it refers to tensors in {name}, which is neither next to it nor in the directory above. Put that file back, "
         "or take another autosave. `lightning-faulttolerant export` makes one file of both, which can be copied alone"
     )
     raise DamagedCheckpointError(describe_damage(path, reason))
+
+
+def _folders(path: str | os.PathLike[str]) -> Iterable[str]:
+    """Return where the base of an autosave may be: next to it or above, and also where a link leads to."""
+    if is_url(path):
+        directory = split_path(path)[0]
+        return directory, split_path(directory)[0]
+    given = local_path(path)
+    directories = [os.path.dirname(place) for place in (os.path.abspath(given), os.path.realpath(given))]
+    return dict.fromkeys(folder for directory in directories for folder in (directory, os.path.dirname(directory)))
 
 
 def find_whole_damage(file: IO[bytes], *, without: str | None = None) -> str | None:

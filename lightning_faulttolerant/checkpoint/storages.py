@@ -13,7 +13,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-Path = tuple[str | int, ...]
+Path = tuple[str | int | None, ...]
 
 _serialization: Any = torch.serialization
 

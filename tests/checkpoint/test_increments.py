@@ -167,6 +167,31 @@ def test_a_change_that_torch_does_not_count_is_saved(series: AutosaveSeries, cha
     assert content_of(loaded) == content_of(quiet)
 
 
+class _Interrupted(dict[Any, Any]):
+    """Raises once when something is deleted, as a signal handler may."""
+
+    is_armed = True
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        if self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+
+def test_a_change_is_saved_after_a_save_that_was_interrupted(series: AutosaveSeries) -> None:
+    """A signal handler may raise while the tensor is being forgotten."""
+    quiet = torch.zeros(NUM_VALUES)
+    for step in range(2):
+        save(series, checkpoint(step, quiet=quiet))
+    quiet[7] = 1
+    assert series._increments is not None
+    series._increments._copies = _Interrupted(series._increments._copies)
+    with pytest.raises(KeyboardInterrupt):
+        save(series, checkpoint(2, quiet=quiet))
+    assert torch.equal(load_file(save(series, checkpoint(2, quiet=quiet)))["state_dict"]["quiet"], quiet)
+
+
 @pytest.mark.parametrize("num_values", [NUM_VALUES - 1, NUM_VALUES + 1, 300, 0])
 def test_a_tensor_of_another_size_is_saved(series: AutosaveSeries, num_values: int) -> None:
     """Also if it begins as the one before, which it replaces."""
@@ -237,6 +262,16 @@ def test_tensors_of_a_librarys_own_class(series: AutosaveSeries) -> None:
         loaded = load_file(path, weights_only=False)["own"][0]
         assert type(loaded) is Quantized
         assert torch.equal(loaded.as_subclass(Tensor), own.as_subclass(Tensor))
+
+
+def test_no_key_stands_for_a_tensor_within_an_object(series: AutosaveSeries) -> None:
+    """Not even an empty one, with a list below it, is mistaken for the number of such a tensor."""
+    own = torch.ones(NUM_VALUES).as_subclass(Quantized)
+    for step in range(3):
+        path = save(series, {**checkpoint(step), "": [torch.zeros(NUM_VALUES)], "own": own})
+        loaded = load_file(path, weights_only=False)
+        assert torch.equal(loaded[""][0], torch.zeros(NUM_VALUES))
+        assert torch.equal(loaded["own"].as_subclass(Tensor), torch.ones(NUM_VALUES))
 
 
 def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:
@@ -339,6 +374,30 @@ def test_a_copy_without_its_base_is_refused_with_its_name(series: AutosaveSeries
         shutil.copy(base, place)
         assert load_file(copy)["global_step"] == 0
         (place / base.name).unlink()
+
+
+def test_the_base_is_found_however_the_path_is_written(
+    series: AutosaveSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to any directory, and through links to the autosave or to its directory."""
+    for step in range(3):
+        save(series, checkpoint(step, **frozen()), keep=step == 0)
+    kept_folder = Path(series.directory) / "kept"
+    [kept] = kept_folder.iterdir()
+    (kept_folder / "within").mkdir()
+    (tmp_path / "link.ckpt").symlink_to(kept)
+    (tmp_path / "linked").symlink_to(kept_folder)
+    for place, path in {
+        kept_folder: kept.name,
+        kept_folder / ".": f"./{kept.name}",
+        kept_folder / "within": f"../{kept.name}",
+        kept_folder.parent: f"kept/{kept.name}",
+        tmp_path: "link.ckpt",
+        tmp_path / "linked": f"./{kept.name}",
+        tmp_path / "linked" / "within": f"{tmp_path}/linked/{kept.name}",
+    }.items():
+        monkeypatch.chdir(place)
+        assert load_file(path)["global_step"] == 0
 
 
 def test_flipped_bytes_are_detected(series: AutosaveSeries) -> None:
