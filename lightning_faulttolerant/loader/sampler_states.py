@@ -251,7 +251,10 @@ def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(seed)
     length = len(sampler.data_source)
-    rest = drawn_permutation(length, generator)[num_indices:].clone()  # the whole is no longer needed
+    is_on_cpu = generator.device.type == "cpu"  # another device draws other numbers for another type
+    order = drawn_permutation(length, generator) if is_on_cpu else torch.randperm(length, generator=generator)
+    rest = order[num_indices:].clone()  # the whole is no longer needed
+    del order
     for start in range(0, len(rest), _CHUNK):
         yield from rest[start : start + _CHUNK].tolist()
     # torch draws once more for the leftover part of a pass, which is empty here. A user's generator advances by it.

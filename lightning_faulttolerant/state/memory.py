@@ -342,7 +342,7 @@ def _torch_parts() -> tuple[tuple[int, int], tuple[int, int]] | None:
     """
     generator, words = torch.Generator(), None
     for seed in (3, 7, 11):
-        torch.rand(seed, generator=generator.manual_seed(seed))
+        torch.rand(seed, generator=generator.manual_seed(seed), device="cpu")
         found = _words_in(generator)
         if found is None or found < _MARGIN_BYTES or words not in (None, found):
             return None
@@ -350,7 +350,7 @@ def _torch_parts() -> tuple[tuple[int, int], tuple[int, int]] | None:
     assert words is not None
     end_of_words = words + _WORDS_BYTES
     first, end = words, end_of_words
-    torch.randn(1, generator=generator)  # leaves a cached Gaussian
+    torch.randn(1, generator=generator, device="cpu")  # leaves a cached Gaussian
     for base, other in _neighbors(generator):
         before, after = (_image_after(generator, state) for state in (base, other))
         shown = range(words - _MARGIN_BYTES, end_of_words + _MARGIN_BYTES)

@@ -162,3 +162,20 @@ def test_rest_that_is_not_the_samplers_is_not_taken(monkeypatch: pytest.MonkeyPa
     _, resumed = resume(BatchSampler(RandomSampler(range(20), generator=own), 2, drop_last=False), state, 4)
     assert list(resumed) == rest
     assert torch.equal(own.get_state(), end)
+
+
+def test_the_order_of_a_generator_on_another_device_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The permutation is created with torch's own call: on a GPU, the type of its numbers could change them."""
+
+    class OfGpu:
+        device = torch.device("cuda")
+
+    def randperm(length: int, **arguments: object) -> torch.Tensor:
+        assert arguments == {"generator": sampler.generator}
+        return torch.arange(length).flip(0)
+
+    sampler = RandomSampler(range(5), generator=OfGpu())
+    monkeypatch.setattr(torch, "randperm", randperm)
+    rest = rest_of(sampler, 2)
+    assert rest is not None
+    assert list(rest) == list(sampler)[2:] == [2, 1, 0]

@@ -250,3 +250,12 @@ def test_torch_is_read_by_its_getter_where_memory_has_another_layout(monkeypatch
     monkeypatch.setattr(memory, "_MARGIN_BYTES", 8)  # the seed is not in this part
     assert memory.memory_of_torch(torch.Generator()) is None
     memory._torch_parts.cache_clear()
+
+
+def test_looks_do_not_depend_on_the_default_device() -> None:
+    """The private generators that show where the states are draw on the CPU, even if the user's default is a GPU."""
+    expected = memory._torch_parts()
+    memory._torch_parts.cache_clear()
+    with torch.device("cuda"):  # nothing is created there: this machine need not have one
+        assert memory._torch_parts() == expected
+        assert look() == rng_state()

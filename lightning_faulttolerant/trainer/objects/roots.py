@@ -177,7 +177,7 @@ def _functions() -> Iterator[object]:
 
 @functools.cache
 def _of_optimizers() -> frozenset[str]:
-    names = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    names = vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
     # Schedulers replace the first two by functions, and count with the third.
     return frozenset({*names, "step", "profile_hook_step", "_opt_called"})
 

@@ -20,6 +20,6 @@ def warm_up() -> None:
     """Save and load a checkpoint in memory, once in this process."""
     import_for_dump()
     file = io.BytesIO()
-    save_to_file({"weights": {"a": torch.zeros(1)}}, file)
+    save_to_file({"weights": {"a": torch.zeros(1, device="cpu")}}, file)
     file.seek(0)
     torch.load(file, map_location="cpu", weights_only=True)

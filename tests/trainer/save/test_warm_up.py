@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.save import warm_up
@@ -31,3 +32,10 @@ def test_first_save_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, max_epochs=1)
     assert came
     assert not [name for name in came[0] if name.startswith(needed)]
+
+
+def test_nothing_is_created_on_the_default_device() -> None:
+    """A user's default device may be a GPU, and is not begun to be used by us."""
+    warm_up.warm_up.cache_clear()
+    with torch.device("cuda"):  # this machine need not have one
+        warm_up.warm_up()
