@@ -95,7 +95,7 @@ class AutosaveSeries:
             raise ValueError(f"keep_last is {self.keep_last}, but must be at least 1: a resume needs a file.")
         object.__setattr__(self, "store", open_store(self.directory))
         if self.incremental:
-            increments = Increments(self.store, self.check, num_bases=min(self.keep_last, 2))
+            increments = Increments(self.store, self.check, num_bases=2)
             object.__setattr__(self, "_increments", increments)
 
     def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int, keep: bool = False) -> str:

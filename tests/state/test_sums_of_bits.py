@@ -71,6 +71,17 @@ def test_sums_of_each_kind(sums: Sums, name: str) -> None:
     assert torch.equal(other, tensor) or not torch.equal(sums(other), sums(tensor))
 
 
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float64, 257), (torch.float64, 514), (torch.float32, 514)])
+def test_an_even_number_of_signs_is_seen(dtype: torch.dtype, columns: int) -> None:
+    """Signs that flip in an even number of rows and columns do not cancel out."""
+    tensor = torch.randn(512, columns).to(dtype)
+    before = quick_sums(tensor)
+    for flipped in (slice(2), slice(1, 4, 2), slice(None, None, 2)):
+        other = tensor.clone()
+        other[:, flipped] *= -1
+        assert not torch.equal(quick_sums(other), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [257 * 256, 257 * 512, 2**16, 2**17])
 def test_changes_of_all_elements_are_seen(dtype: torch.dtype, length: int) -> None:
