@@ -120,7 +120,7 @@ def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str,
         plugin.save_checkpoint(dump(), directory / f"{type(plugin).__name__}.ckpt")
         return lambda: None
 
-    def behind() -> Callable[[], object]:
+    def in_background() -> Callable[[], object]:
         plugin = AsyncCheckpointIO(TorchCheckpointIO())
         plugin.save_checkpoint(dump(), directory / "AsyncCheckpointIO.ckpt")
         return plugin.teardown
@@ -128,7 +128,7 @@ def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str,
     return {
         LIGHTNINGS: partial(at_once, TorchCheckpointIO()),
         "AtomicCheckpointIO": partial(at_once, AtomicCheckpointIO()),
-        "AsyncCheckpointIO": behind,
+        "AsyncCheckpointIO": in_background,
     }
 
 

@@ -27,7 +27,7 @@ class Process:
         events: Its trace, without the resume event.
         resume: The place where it continued, from `FaultTolerance.resume_report`; ``None`` if it began from the
             beginning.
-        autosave: The place of the newest autosave that it left behind; ``None`` if it left none.
+        autosave: The place of the newest autosave that it left; ``None`` if it left none.
     """
 
     seed: int

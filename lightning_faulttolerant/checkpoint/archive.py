@@ -15,6 +15,20 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
+from lightning_faulttolerant.checkpoint.zip_records import (
+    CENTRAL_ENTRY,
+    DESCRIPTOR_FLAG,
+    END,
+    END64,
+    END64_LOCATOR,
+    LARGE_DESCRIPTOR,
+    LOCAL_HEADER,
+    MAX_32_BIT,
+    SMALL_DESCRIPTOR,
+    UTF8_FLAG,
+    capped,
+)
+
 # The interpreter lock is released and taken back for each chunk. That may take 5 ms each time while other Python
 # code runs.
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -57,18 +71,10 @@ def read_into(file: IO[bytes], room: memoryview) -> int:
     return len(data)
 
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_CENTRAL_ENTRY_BYTES = 46
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4s4H2IH")
-
 _TOO_SHORT = "it ends too early"
 
-_DESCRIPTOR_FLAG = 0x0008
-_UTF8_FLAG = 0x0800
-_MAX_16_BIT = 0xFFFF
-_MAX_32_BIT = 0xFFFFFFFF
+UNREADABLE = (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error)
+"""What ``zipfile`` raises for a damaged file: errors of struct, of decoding, and of unsupported versions, too."""
 
 # torch's format from before 1.6 begins with this number, pickled under any protocol.
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -99,8 +105,7 @@ def find_damage(file: IO[bytes], *, without: str | None = None) -> str | None:
             _check_end(file, num_records=len(records), directory_offset=archive.start_dir)
     except _Damage as damage:
         return str(damage)
-    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
+    except UNREADABLE as error:
         return f"it is not a complete zip file ({error})"
     return None
 
@@ -184,11 +189,11 @@ def _check_central_entry(record: zipfile.ZipInfo) -> None:
 
 
 def _check_local_header(file: IO[bytes], record: zipfile.ZipInfo) -> None:
-    header = _LOCAL_HEADER.unpack(_read(file, _LOCAL_HEADER.size))
+    header = LOCAL_HEADER.unpack(_read(file, LOCAL_HEADER.size))
     signature, version, flags, method, time, date, crc, size, uncompressed_size, name_bytes, extra_bytes = header
     name = _read(file, name_bytes)
     _read(file, extra_bytes)
-    sizes = {(0, 0, 0), (0, _MAX_32_BIT, _MAX_32_BIT)} if flags & _DESCRIPTOR_FLAG else set()
+    sizes = {(0, 0, 0), (0, MAX_32_BIT, MAX_32_BIT)} if flags & DESCRIPTOR_FLAG else set()
     sizes |= {(record.CRC, record.file_size, record.file_size)}
     agrees = (
         signature == b"PK\x03\x04"
@@ -219,9 +224,9 @@ def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) 
 
 
 def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: int) -> None:
-    small, large = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+    small, large = SMALL_DESCRIPTOR, LARGE_DESCRIPTOR
     expected = (b"PK\x07\x08", record.CRC, record.file_size, record.file_size)
-    if not record.flag_bits & _DESCRIPTOR_FLAG:
+    if not record.flag_bits & DESCRIPTOR_FLAG:
         agrees = num_bytes == 0
     elif num_bytes in (small.size, large.size):
         layout = small if num_bytes == small.size else large
@@ -233,7 +238,7 @@ def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: in
 
 def _check_directory(file: IO[bytes], records: list[zipfile.ZipInfo]) -> None:
     for record in records:
-        entry, name = _read(file, _CENTRAL_ENTRY_BYTES), _name_bytes(record)
+        entry, name = _read(file, CENTRAL_ENTRY.size), _name_bytes(record)
         # If the end of the directory cuts a name short, zipfile accepts the name, but torch refuses the file.
         lengths = struct.unpack_from("<3H", entry, 28)
         _demand(lengths == (len(name), len(record.extra), 0), f"the directory entry of {record.filename} is damaged")
@@ -241,7 +246,7 @@ def _check_directory(file: IO[bytes], records: list[zipfile.ZipInfo]) -> None:
 
 
 def _name_bytes(record: zipfile.ZipInfo) -> bytes:
-    return record.orig_filename.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
+    return record.orig_filename.encode("utf-8" if record.flag_bits & UTF8_FLAG else "cp437")
 
 
 def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> None:
@@ -249,28 +254,18 @@ def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> N
     num_left = file.seek(0, os.SEEK_END) - end_offset
     file.seek(end_offset)
     counts = (num_records, num_records, end_offset - directory_offset, directory_offset)
-    if num_left == _END64.size + _END64_LOCATOR.size + _END.size:
-        signature, size, _, version, *disks_and_counts = _END64.unpack(_read(file, _END64.size))
+    if num_left == END64.size + END64_LOCATOR.size + END.size:
+        signature, size, _, version, *disks_and_counts = END64.unpack(_read(file, END64.size))
         _demand(
             (signature, size, version >= 45, *disks_and_counts) == (b"PK\x06\x06", 44, True, 0, 0, *counts)
-            and _END64_LOCATOR.unpack(_read(file, _END64_LOCATOR.size)) == (b"PK\x06\x07", 0, end_offset, 1),
+            and END64_LOCATOR.unpack(_read(file, END64_LOCATOR.size)) == (b"PK\x06\x07", 0, end_offset, 1),
             "the end of its zip directory is damaged",
         )
-        num_left = _END.size
-    expected = (b"PK\x05\x06", 0, 0, *_capped(counts), 0)
+        num_left = END.size
+    expected = (b"PK\x05\x06", 0, 0, *capped(counts), 0)
     _demand(
-        num_left == _END.size and _END.unpack(_read(file, _END.size)) == expected,
+        num_left == END.size and END.unpack(_read(file, END.size)) == expected,
         "the end of its zip directory is damaged, or something follows it",
-    )
-
-
-def _capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    num_here, num_records, num_bytes, offset = counts
-    return (
-        min(num_here, _MAX_16_BIT),
-        min(num_records, _MAX_16_BIT),
-        min(num_bytes, _MAX_32_BIT),
-        min(offset, _MAX_32_BIT),
     )
 
 

@@ -12,13 +12,12 @@ import contextlib
 import io
 import json
 import os
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
-from lightning_faulttolerant.checkpoint.archive import find_damage, read_into
+from lightning_faulttolerant.checkpoint.archive import UNREADABLE, find_damage, read_into
 from lightning_faulttolerant.checkpoint.base_files import BASE_NAME
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.zip_records import Record, end_of
@@ -107,8 +106,7 @@ def references_in(file: IO[bytes]) -> References | None:
             if not found or not _can_be_read(found[0], num_bytes=file.seek(0, os.SEEK_END)):
                 return None
             data = archive.read(found[0])
-    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error):
+    except UNREADABLE:
         return None  # the verification says what is wrong with it
     return References.decoded(data)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
-from lightning_faulttolerant.checkpoint.archive import is_legacy
+from lightning_faulttolerant.checkpoint.archive import UNREADABLE, is_legacy
 from lightning_faulttolerant.checkpoint.described import LongData, Made, Storage, TensorInfo
 from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, states_in
@@ -111,8 +111,7 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
         content = _read_pickle(counted, next(record for record in records if record.filename == prefix + _PICKLE_NAME))
     except TooLargePickleError as error:
         raise CheckpointError(f"{name} can't be inspected without loading it: in its pickle, {error}.") from error
-    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
+    except UNREADABLE as error:
         reason = f"its pickle can't be read: {error}" if isinstance(error, UnreadablePickleError) else str(error)
         raise DamagedCheckpointError(
             f"{name} is not a checkpoint, or it is damaged: {reason}. A file written by torch.save is expected."

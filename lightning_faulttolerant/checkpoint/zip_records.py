@@ -1,4 +1,4 @@
-"""Write the zip format of ``torch.save``: the bytes before, between, and after the contents of the records.
+"""The zip format of ``torch.save``, and its writer: the bytes before, between, and after the contents of records.
 
 They depend only on names, sizes, and checksums. So a file can also be read as it would be, before anybody writes it.
 """
@@ -14,16 +14,19 @@ from typing import Protocol, final
 # As torch.save: https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc
 _PREFIX = "archive/"
 _ALIGNMENT = 64
-_FLAGS = 0x0808  # a descriptor follows the content; names are UTF-8
-_MAX_16_BIT, _MAX_32_BIT = 0xFFFF, 0xFFFFFFFF
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4s4H2IH")
-_SMALL_DESCRIPTOR, _LARGE_DESCRIPTOR = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 _ZIP64, _PADDING = 1, b"FB"
 _MADE_BY, _NEEDED = 0x031E, 45
+DESCRIPTOR_FLAG, UTF8_FLAG = 0x0008, 0x0800
+"""A descriptor follows the content; names are UTF-8."""
+_FLAGS = DESCRIPTOR_FLAG | UTF8_FLAG
+MAX_32_BIT = 0xFFFFFFFF
+_MAX_16_BIT = 0xFFFF
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+SMALL_DESCRIPTOR, LARGE_DESCRIPTOR = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+CENTRAL_ENTRY = struct.Struct("<4s6H3I5H2I")
+END64 = struct.Struct("<4sQ2H2I4Q")
+END64_LOCATOR = struct.Struct("<4sIQI")
+END = struct.Struct("<4s4H2IH")
 
 VERSION_RECORD = ("version", b"3\n")
 """The name and the content of the record with the version of torch's format."""
@@ -60,32 +63,43 @@ class Record:
         name = self._name()
         extra, size = b"", 0
         if self._is_large():
-            extra, size = struct.pack("<2H2Q", _ZIP64, 16, self.num_bytes, self.num_bytes), _MAX_32_BIT
-        begin = self.offset + _LOCAL.size + len(name) + len(extra) + 4
+            extra, size = struct.pack("<2H2Q", _ZIP64, 16, self.num_bytes, self.num_bytes), MAX_32_BIT
+        begin = self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4
         padding = -begin % _ALIGNMENT
         extra += _PADDING + struct.pack("<H", padding) + b"Z" * padding
-        return _LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+        return LOCAL_HEADER.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
 
     def descriptor(self) -> bytes:
         """Return the bytes after its content."""
-        layout = _LARGE_DESCRIPTOR if self._is_large() else _SMALL_DESCRIPTOR
+        layout = LARGE_DESCRIPTOR if self._is_large() else SMALL_DESCRIPTOR
         return layout.pack(b"PK\x07\x08", self.crc32, self.num_bytes, self.num_bytes)
 
     def entry(self) -> bytes:
         """Return its entry in the directory at the end of the file."""
         name = self._name()
-        numbers = [self.num_bytes] * 2 * self._is_large() + [self.offset] * (self.offset >= _MAX_32_BIT)
+        numbers = [self.num_bytes] * 2 * self._is_large() + [self.offset] * (self.offset >= MAX_32_BIT)
         extra = struct.pack(f"<2H{len(numbers)}Q", _ZIP64, 8 * len(numbers), *numbers) if numbers else b""
-        size, offset = min(self.num_bytes, _MAX_32_BIT), min(self.offset, _MAX_32_BIT)
+        size, offset = min(self.num_bytes, MAX_32_BIT), min(self.offset, MAX_32_BIT)
         lengths = (len(name), len(extra), 0)
         fields = (0, 0, _FLAGS, 0, 0, 0, self.crc32, size, size, *lengths, 0, 0, 0, offset)
-        return _CENTRAL.pack(b"PK\x01\x02", *fields) + name + extra
+        return CENTRAL_ENTRY.pack(b"PK\x01\x02", *fields) + name + extra
 
     def _name(self) -> bytes:
         return f"{_PREFIX}{self.name}".encode()
 
     def _is_large(self) -> bool:
-        return self.num_bytes >= _MAX_32_BIT
+        return self.num_bytes >= MAX_32_BIT
+
+
+def capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Return numbers of records, twice, the length of the directory, and its place, as the short end states them."""
+    num_here, num_records, num_bytes, offset = counts
+    return (
+        min(num_here, _MAX_16_BIT),
+        min(num_records, _MAX_16_BIT),
+        min(num_bytes, MAX_32_BIT),
+        min(offset, MAX_32_BIT),
+    )
 
 
 def end_of(records: Sequence[Record]) -> bytes:
@@ -96,10 +110,9 @@ def end_of(records: Sequence[Record]) -> bytes:
     """
     directory, begin = b"".join(record.entry() for record in records), records[-1].end
     counts = (len(records), len(records), len(directory), begin)
-    end64 = _END64.pack(b"PK\x06\x06", 44, _MADE_BY, _NEEDED, 0, 0, *counts)
-    locator = _LOCATOR.pack(b"PK\x06\x07", 0, begin + len(directory), 1)
-    capped = (*(min(number, _MAX_16_BIT) for number in counts[:2]), *(min(n, _MAX_32_BIT) for n in counts[2:]))
-    return directory + end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, *capped, 0)
+    end64 = END64.pack(b"PK\x06\x06", 44, _MADE_BY, _NEEDED, 0, 0, *counts)
+    locator = END64_LOCATOR.pack(b"PK\x06\x07", 0, begin + len(directory), 1)
+    return directory + end64 + locator + END.pack(b"PK\x05\x06", 0, 0, *capped(counts), 0)
 
 
 class Sink(Protocol):

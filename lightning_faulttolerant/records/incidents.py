@@ -96,7 +96,7 @@ def incident_name(step: int, *, rank: int, kind: str) -> str:
     Args:
         step: The training batch, counted from 0 over all epochs.
         rank: The rank that noticed it.
-        kind: ``ckpt`` or ``json``.
+        kind: ``ckpt``, ``json``, or ``state``, a rank's state on its way to rank 0.
 
     Example:
         >>> incident_name(25, rank=0, kind="ckpt"), incident_name(25, rank=3, kind="json")

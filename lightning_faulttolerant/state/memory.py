@@ -29,37 +29,14 @@ _NO_GAUSS = struct.pack("<id", -1, 0.0)
 
 def read_random(generator: random.Random) -> bytes | None:
     """Return the state as `packing.pack_random` does, or ``None`` if it can't be read here."""
-    found = _python_offsets()
-    if found is None or type(generator) is not random.Random:
-        return None
-    words, index = found
-    address = id(generator)
-    gauss = generator.gauss_next  # type: ignore[attr-defined]  # undocumented, but the third item of `getstate`
-    return (
-        ctypes.string_at(address + words, _WORDS_BYTES)
-        + ctypes.string_at(address + index, _INDEX_BYTES)
-        + _GAUSS.pack(gauss is not None, 0.0 if gauss is None else gauss)
-    )
+    memory = memory_of_python(generator)
+    return None if memory is None else memory.state()
 
 
-def read_random_state(generator: Any) -> bytes | None:
+def read_random_state(generator: object) -> bytes | None:
     """Return a ``RandomState``'s state as `packing.pack_numpy` does, or ``None`` if it can't be read here."""
-    found = _numpy_offsets()
-    numpy_random = sys.modules["numpy.random"]
-    if found is None or type(generator) is not numpy_random.RandomState:
-        return None
-    # Read each time: `set_bit_generator` may replace it, even by one of another type.
-    bits = generator._bit_generator
-    if type(bits) is not numpy_random.MT19937:
-        return None
-    flag, gauss = found
-    address = id(generator)
-    # Flag and value of the cached second Gaussian belong to the RandomState, not to the bit generator.
-    return b"M%b%b%b" % (
-        ctypes.string_at(bits.ctypes.state_address, _WORDS_BYTES + _INDEX_BYTES),
-        ctypes.string_at(address + flag, 4),
-        ctypes.string_at(address + gauss, _DOUBLE.size),
-    )
+    memory = memory_of_numpy(generator)
+    return None if memory is None else memory.state()
 
 
 def read_bit_generator(bits: Any) -> bytes | None:

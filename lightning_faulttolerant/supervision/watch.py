@@ -105,7 +105,7 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
         f"RANK   PROCESS  STATE      SAME FOR  SECTION, of {hang.marks.num_ranks} ranks in all",
         *rows,
         "",
-        behind(hang, states, stacks),
+        lagging_ranks(hang, states, stacks),
         "",
         *(f"Rank {rank}\n{text}\n" for rank, text in stacks.items()),
         *workers,
@@ -113,7 +113,7 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
     return "\n".join(lines)
 
 
-def behind(hang: Hang, states: dict[int, str], stacks: dict[int, str]) -> str:
+def lagging_ranks(hang: Hang, states: dict[int, str], stacks: dict[int, str]) -> str:
     """Return which rank keeps the others waiting, in words."""
     ranks = [marks for marks, _ in hang.ranks]
     stopped = [marks.rank for marks in ranks if states.get(marks.process_id, "Z") in "Tt"]

@@ -45,7 +45,7 @@ from lightning_faulttolerant.supervision.stacks import (
     stacks_path,
     waits_for_others,
 )
-from lightning_faulttolerant.supervision.watch import Hang, HangWatcher, behind, hang_report, write_hang_report
+from lightning_faulttolerant.supervision.watch import Hang, HangWatcher, hang_report, lagging_ranks, write_hang_report
 
 
 class Clock:
@@ -286,7 +286,7 @@ def test_which_rank_is_behind() -> None:
     def told(batches: tuple[int, int], states: str = "SS", stacks: tuple[str, str] = ("", "")) -> str:
         ranks = tuple((marks_at(rank, batch), 1.0) for rank, batch in enumerate(batches))
         hang = Hang(marks=ranks[0][0], seconds=1.0, limit_seconds=1.0, why="", ranks=ranks)
-        return behind(hang, dict(enumerate(states, 1)), dict(enumerate(stacks)))
+        return lagging_ranks(hang, dict(enumerate(states, 1)), dict(enumerate(stacks)))
 
     assert told((4, 4), "ST") == "Behind: rank 1, stopped by a signal."
     assert told((4, 3)) == "Behind: rank 1, at the earliest place."

@@ -257,7 +257,7 @@ class IncidentWriter:
             return "several ranks train together, and the others may not have noticed it"
         ranks = StatesOnDisk(
             self._store.folder(INCIDENTS_FOLDER),
-            name.removesuffix(".ckpt"),
+            incident.step,
             rank=self._ranks.rank,
             num_ranks=self._ranks.num_ranks,
             token=self._beginning.place.token,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.checkpoint.rank_states import StateBytes
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.records.incidents import incident_name
 from lightning_faulttolerant.storage.store import Store, open_file
 from lightning_faulttolerant.trainer.position import TrainerPosition
 
@@ -42,17 +43,17 @@ class StatesOnDisk:
 
     Args:
         store: The directory of the incidents of the fit.
-        name: The common part of the names of the files.
+        step: The step of the incident.
         rank: The number of this rank.
         num_ranks: The number of ranks.
         token: What only the ranks of this start know: a file of an earlier start counts for nothing.
     """
 
-    def __init__(self, store: Store, name: str, *, rank: int, num_ranks: int, token: str) -> None:
+    def __init__(self, store: Store, step: int, *, rank: int, num_ranks: int, token: str) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self._store = store
-        self._name = name
+        self._step = step
         self._token = token
 
     def label(self, rank: int) -> str:
@@ -105,7 +106,7 @@ class StatesOnDisk:
         raise RanksLostError(f"the state of rank {rank} did not come within {WAIT_SECONDS:g} seconds")
 
     def _file_of(self, rank: int) -> str:
-        return f"{self._name}-rank-{rank}.state"
+        return incident_name(self._step, rank=rank, kind="state")
 
     @contextmanager
     def removed(self) -> Iterator[None]:

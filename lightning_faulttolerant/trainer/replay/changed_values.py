@@ -38,15 +38,14 @@ def set_value(trainer: Trainer, key: str, text: str) -> None:
     }
     if first not in roots or not names:
         raise ReplayError(f"--set {key}: a key begins with {', '.join(roots)}, and a dot, such as model.hparams.size.")
-    owner = roots[first]
+    owner, value = None, roots[first]
     for number, name in enumerate(names):
+        owner = value
         try:
             value = _get(owner, name)
         except (AttributeError, LookupError, ValueError):
             place = ".".join([first, *names[:number]])
             raise ReplayError(f"--set {key}: {place}, a {type(owner).__name__}, has no {name}.") from None
-        if number < len(names) - 1:
-            owner = value
     try:
         _set(owner, names[-1], value, _parsed(text))
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:

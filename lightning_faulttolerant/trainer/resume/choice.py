@@ -246,7 +246,7 @@ def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
     """Read the autosave on the other ranks, too, and return the choice with its content; a collective.
 
     Rank 0 has verified all of it. The others verify what they read. All must have read the same: a path may lead each
-    node to a disk of its own, with an autosave of that name.
+    node to a separate disk, with an autosave of that name.
 
     Args:
         ranks: The ranks that continue.
