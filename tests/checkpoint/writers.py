@@ -83,8 +83,10 @@ def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
 
 
 def _save_incrementally(directory: Path, number: int) -> None:
-    for base in directory.glob("base-*"):  # of earlier processes: old enough to be deleted
-        os.utime(base, (0, 0))
+    # Unlike `Path.glob`, `listdir` raises each error.
+    for name in os.listdir(directory) if directory.exists() else ():
+        if name.startswith("base-"):  # of an earlier process: old enough to be deleted
+            os.utime(directory / name, (0, 0))
     changing = {"optimizer_states": torch.full((NUM_WEIGHTS,), number, dtype=torch.int16)}
     saved = {**content(number), "ones": torch.ones(NUM_WEIGHTS), **changing}
     AutosaveSeries(directory, keep_last=2, incremental=True).save(saved, epoch=0, batch=number, global_step=number)
